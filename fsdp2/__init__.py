@@ -1,0 +1,20 @@
+"""Fully sharded data parallel training for PyTorch.
+
+The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented anew: parameters
+are gathered straight into place, and what does not change between steps is computed once.
+"""
+
+from .fully_shard import fully_shard
+from .module import FSDPModule, UnshardHandle
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,343 @@
+"""Batched collectives over the plans of a bucket. The one place that knows about backends.
+
+A transport moves the data of one bucket between the ranks of one group. Two ways to run:
+
+- *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, and the
+  result of a call is ordered by that stream. The calls return ``None``.
+- *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
+  and does the rest; it must be called exactly once, and before it nothing may be read.
+
+`GroupTransport` uses the group's own collectives, coalesced: one launch per batch. `Exchange`
+sends and receives straight into place, which on gloo is 1.8 times faster than its all-gather
+and 3 times faster than its reduce-scatter (inside, that is an all-reduce of the whole input),
+sums in rank order, and needs no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+from torch.profiler import record_function
+
+from .reduction import ReducePlan, stage
+from .storage import Bucket, GatherPlan
+
+Finish = Callable[[], None]
+
+# Above this many ranks the number of messages of an exchange costs more than its directness saves.
+EXCHANGE_MAX_RANKS = 4
+
+
+class Transport(Protocol):
+    """Moves buckets between the ranks of ``group``.
+
+    ``averages`` says whether reductions give the mean (True) or the sum over ranks.
+    """
+
+    group: dist.ProcessGroup
+    stream_ordered: bool
+    averages: bool
+
+    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None: ...
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]: ...
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype: ...
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: Sequence[torch.Tensor],
+        tag: int,
+    ) -> Finish | None: ...
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None: ...
+
+
+def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The transport for ``group``: direct exchange on small gloo groups, else its collectives."""
+    if backend_name(group, device) == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
+        return Exchange(group)
+    return GroupTransport(group, device)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves ``device`` in ``group``: "nccl", "gloo", "fake", ..."""
+    try:
+        return group._get_backend(device).name().lower()
+    except (RuntimeError, NotImplementedError):
+        return group.name().lower()  # a process group written in Python
+
+
+def separate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same ranks with a communicator of its own, where that helps.
+
+    Collectives of one NCCL communicator run one after the other even on two streams, so
+    reduce-scatters would wait for prefetched all-gathers. Collective over the ranks of ``group``
+    at the first call; later calls return the same group.
+    """
+    if backend_name(group, device) != "nccl":
+        return group
+    if group not in _separate_groups:
+        _separate_groups[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            use_local_synchronization=True,
+            group_desc="fsdp2_reduce_scatter",
+        )
+    return _separate_groups[group]
+
+
+def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:
+    """Reserve ``count`` message tags in all of ``groups``.
+
+    The same on every rank of a group, since units are made in the same order everywhere.
+    """
+    start = max(_next_tag.get(group, 0) for group in groups)
+    _next_tag.update(dict.fromkeys(groups, start + count))
+    return start
+
+
+_next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class GroupTransport:
+    """The collectives of the process group itself, one coalesced call per bucket."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.stream_ordered = device.type != "cpu"
+        self.averages = self.stream_ordered
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        host = not self.stream_ordered
+        self._gather_options = AllgatherOptions()
+        self._reduce_options = ReduceScatterOptions()
+        self._all_reduce_options = AllreduceOptions()
+        for options in (self._gather_options, self._reduce_options, self._all_reduce_options):
+            # False puts a collective on the current stream; True on a stream of the group.
+            options.asyncOp = host
+        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = op
+        # torch 2.13 renames these; 2.11 has the former names only.
+        self._gather = _either(
+            group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+        )
+        self._reduce = _either(
+            group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+        )
+
+    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None:
+        work = self._gather(plan.outputs, plan.inputs, self._gather_options)
+        if self.stream_ordered:
+            plan.unpack()
+            return None
+
+        def finish() -> None:
+            work.wait()
+            plan.unpack()
+
+        return finish
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.layout.tail
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        return bucket.reduce_dtype
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: Sequence[torch.Tensor],
+        tag: int,
+    ) -> Finish | None:
+        dtype = outs[0].dtype
+        inputs = [_as_dtype(grads[i], dtype) for i in plan.direct]
+        if plan.staged:
+            inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
+        work = self._reduce(list(outs), inputs, self._reduce_options)
+        if self.stream_ordered:
+            return None
+
+        def finish() -> None:
+            work.wait()
+            inputs.clear()
+
+        return finish
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+        works = [self.group.allreduce([t], self._all_reduce_options) for t in tensors]
+        return None if self.stream_ordered else lambda: _wait(works)
+
+
+class Exchange:
+    """Point-to-point messages straight into place, for small gloo groups.
+
+    A reduce-scatter is an all-to-all and a local sum in rank order, so that all replicas of a
+    result are bitwise equal and a sum over two dtypes costs no cast: low-precision gradients
+    travel as they are and are added in the dtype of the output.
+    """
+
+    stream_ordered = False
+    averages = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.peers = [r for r in range(self.size) if r != self.rank]
+
+    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None:
+        if plan.messages is None:
+            plan.messages = self._gather_messages(plan, tag)
+        with record_function("fsdp2::exchange"):
+            works = self._start(*plan.messages)
+            if not plan.cast:
+                torch._foreach_copy_(plan.own, plan.source)
+
+        def finish() -> None:
+            _wait(works)
+            plan.unpack()
+
+        return finish
+
+    def _gather_messages(self, plan: GatherPlan, tag: int):
+        sends, receives = [], []
+        for i, (mine, output, rows) in enumerate(
+            zip(plan.inputs, plan.outputs, plan.rows, strict=True)
+        ):
+            numel = output.numel() // self.size
+            for peer in self.peers:
+                if rows[peer]:
+                    theirs = output[peer * numel : peer * numel + rows[peer]]
+                    receives.append(([theirs], peer, tag + i))
+                if rows[self.rank]:
+                    sends.append(([mine[: rows[self.rank]]], peer, tag + i))
+        return sends, receives
+
+    def _start(self, sends, receives) -> list[dist.Work]:
+        group = self.group
+        works = [group.recv(*message) for message in receives]
+        works += [group.send(*message) for message in sends]
+        return works
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.layout.packed
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Sums of low-precision terms are kept in float32; wider gradients are written at once."""
+        reduce_dtype = bucket.reduce_dtype if bucket.reduce_dtype.itemsize >= 4 else torch.float32
+        wider = bucket.orig_dtype.itemsize > reduce_dtype.itemsize
+        return bucket.orig_dtype if wider else reduce_dtype
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: Sequence[torch.Tensor],
+        tag: int,
+    ) -> Finish | None:
+        layout = bucket.layout
+        wire = _wire_dtype(grads, bucket.reduce_dtype)
+        parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
+        for i in plan.direct:
+            grad = _as_dtype(grads[i], wire).view(-1)
+            parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
+        if plan.staged:
+            parts.append(stage(layout, plan, grads, wire, bucket.device).unbind(0))
+        numels = [part[self.rank].numel() for part in parts]
+        received = {
+            peer: torch.empty(sum(numels), dtype=wire).split(numels) for peer in self.peers
+        }
+        with record_function("fsdp2::exchange"):
+            works = self._start(
+                [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
+                 if part[p].numel()],
+                [([received[p][i]], p, tag + i) for i in range(len(parts)) for p in self.peers
+                 if numels[i]],
+            )  # fmt: skip
+
+        def finish() -> None:
+            _wait(works)
+            with record_function("fsdp2::exchange"):
+                for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
+                    ordered = [
+                        part[r] if r == self.rank else received[r][i] for r in range(self.size)
+                    ]
+                    sum_in_order(ordered, out[: numels[i]])
+            parts.clear()
+            received.clear()
+
+        return finish
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+        mine = [t.clone() for t in tensors]
+        received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}
+        works = self._start(
+            [([t], p, tag + i) for i, t in enumerate(mine) for p in self.peers],
+            [([received[p][i]], p, tag + i) for i in range(len(mine)) for p in self.peers],
+        )
+
+        def finish() -> None:
+            _wait(works)
+            with record_function("fsdp2::exchange"):
+                for i, out in enumerate(tensors):
+                    ordered = [
+                        mine[i] if r == self.rank else received[r][i] for r in range(self.size)
+                    ]
+                    sum_in_order(ordered, out)
+
+        return finish
+
+
+def sum_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """``out`` = sum of ``terms``, added one after the other in the dtype of ``out``.
+
+    ``out`` may be none of the terms.
+    """
+    if terms[0].dtype == out.dtype and len(terms) > 1:
+        torch.add(terms[0], terms[1], out=out)
+        rest = terms[2:]
+    else:
+        out.copy_(terms[0])
+        rest = terms[1:]
+    for term in rest:
+        out.add_(term)
+
+
+def _wire_dtype(grads: Sequence[torch.Tensor | None], reduce_dtype: torch.dtype) -> torch.dtype:
+    """Narrow gradients travel as they are and are summed in the wider reduce dtype."""
+    dtypes = {grad.dtype for grad in grads if grad is not None}
+    if len(dtypes) == 1 and next(iter(dtypes)).itemsize < reduce_dtype.itemsize:
+        return dtypes.pop()
+    return reduce_dtype
+
+
+def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    assert tensor is not None
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+def _either(group: dist.ProcessGroup, *names: str) -> Callable:
+    for name in names:
+        if hasattr(group, name):
+            return getattr(group, name)
+    raise NotImplementedError(f"{type(group).__name__} has none of {', '.join(names)}")

@@ -1,0 +1,288 @@
+"""`fully_shard`: check the arguments, find the parameters, make the unit, install the hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .collectives import backend_name
+from .hooks import UnitHooks, hook_state_dict
+from .mesh import DataParallelMesh, device_of, resolve_mesh
+from .module import FSDPModule, make_sharded_class, move_to_device
+from .param import ShardedParam
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .unit import Unit
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    direct_min_bytes: int | None = ...,
+) -> Any: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    direct_min_bytes: int | None = ...,
+) -> list[Any]: ...
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=None,
+    shard_placement_fn=None,
+    mp_policy=MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy=OffloadPolicy(),  # noqa: B008 (has no state)
+    ignored_params=None,
+    dp_mesh_dims=None,
+    direct_min_bytes=None,
+):
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
+
+    The parameters that no earlier call on a submodule took become one unit: they are gathered
+    together before forward and backward of ``module`` and their gradients are reduced together.
+    Call it bottom-up: on the blocks of a model first, then on the model. A parameter that is
+    tied across units moves to the unit of the module that contains both.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D: shard over it. 2-D: replicate over dim 0, shard over dim 1 (HSDP). None: all
+            ranks of the default process group.
+        reshard_after_forward: True frees the gathered parameters after forward and gathers them
+            again in backward; False keeps them; None is False for the root and True otherwise;
+            an int that divides the number of shards keeps larger shards, over groups of that
+            many consecutive ranks, so that the gather in backward stays within them.
+        shard_placement_fn: returns ``Shard(dim)`` for a parameter to shard on another dim than
+            0, or None.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too.
+        direct_min_bytes: whole parameters of at least this size, in bytes of the dtype of
+            computation, are gathered straight into place; smaller ones are packed, which costs a
+            copy and saves messages. 0 gathers everything directly, a huge number nothing. None:
+            64 KiB on CPU, 256 KiB elsewhere.
+
+    Returns:
+        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+
+    Raises:
+        ValueError: for a mesh that cannot be used, a module that is sharded already or has no
+            forward, or a ``reshard_after_forward`` that does not fit the mesh.
+        TypeError: for arguments of a wrong type.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+    """
+    modules = _checked_modules(module)
+    dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
+    device = _checked_device(dp_mesh)
+    reshard = _checked_reshard(reshard_after_forward, dp_mesh)
+    _checked_policies(mp_policy, offload_policy)
+    unit = Unit(
+        modules,
+        dp_mesh,
+        device,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard,
+        direct_min_bytes=direct_min_bytes,
+    )
+    ignored = set(ignored_params or ())
+    tree = _managed_modules(modules)
+    unit.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
+    move_to_device((b for m in tree for b in m.buffers(recurse=False)), device)
+    for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
+        hook_state_dict(unit, owner)
+    UnitHooks(unit)
+    for sharded in modules:
+        vars(sharded)["_fsdp2_unit"] = unit
+        make_sharded_class(sharded)
+    return module
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for item in modules:
+        if not isinstance(item, nn.Module):
+            raise TypeError(f"fully_shard expects nn.Module objects, got {type(item).__name__}")
+        if isinstance(item, FSDPModule):
+            raise ValueError(
+                f"{type(item).__mro__[2].__name__} is sharded already: fully_shard may be applied "
+                "to a module once. Call it on submodules first and on their parents later"
+            )
+        has_no_forward = type(item).forward in (
+            nn.Module.forward,
+            getattr(nn.ModuleList, "forward", None),
+        )
+        if isinstance(item, nn.ModuleList | nn.ModuleDict) and has_no_forward:
+            raise ValueError(
+                "fully_shard does not support containers that do not implement forward: "
+                f"{type(item).__name__}. Call it on each of their elements"
+            )
+    inside = {m for top in modules for m in top.modules() if m is not top}
+    return tuple(m for m in modules if m not in inside) if len(modules) > 1 else modules
+
+
+def _checked_device(mesh: DataParallelMesh) -> torch.device:
+    kind = mesh.device_type
+    if kind != "cpu":
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != kind or not torch.accelerator.is_available():
+            have = accelerator.type if accelerator is not None else "cpu"
+            raise ValueError(
+                f"The mesh is of device type '{kind}', but this process computes on '{have}'. Make "
+                f"the mesh with init_device_mesh('{have}', ...)"
+            )
+    device = device_of(mesh)
+    group = mesh.shard_group or mesh.replicate_group
+    assert group is not None
+    backend_name(group, device)
+    return device
+
+
+def _checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {value!r}"
+        )
+    if value < 1 or value > mesh.num_shards or mesh.num_shards % value != 0:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{mesh.num_shards}, not {value}"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means resharding to one rank, which is no resharding: "
+            "the same as False. For resharding to all ranks pass True",
+            stacklevel=3,
+        )
+        return False
+    return True if value == mesh.num_shards else value
+
+
+def _checked_policies(mp_policy: Any, offload_policy: Any) -> None:
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(mp_policy, name) for name in names):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}")
+
+
+# -- parameters ----------------------------------------------------------------------------------
+
+
+def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """Modules whose parameters no earlier call took, in the order of the tree, each once."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or isinstance(module, FSDPModule):
+            return
+        found[module] = None
+        for child in module.children():
+            visit(child)
+
+    for top in tops:
+        visit(top)
+    return list(found)
+
+
+# Which unit has which original parameter, as long as that is alive: it is in a module that no
+# call has reached yet, if it is tied.
+_origins: Any = WeakTensorKeyDictionary()
+
+
+def _take_parameters(
+    unit: Unit,
+    tree: list[nn.Module],
+    ignored: set[nn.Parameter],
+    shard_placement_fn: PlacementFn | None,
+) -> list[ShardedParam]:
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in tree:
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored:
+                owners.setdefault(param, []).append((module, name))
+    inside = {m for top in unit.modules for m in top.modules()}
+    taken = []
+    for param, places in owners.items():
+        earlier = _earlier_unit(param)
+        if earlier is not None:
+            other, theirs = earlier
+            if not all(module in inside for module, _ in theirs.owners):
+                continue  # tied to a unit beside this one: a common parent will take both
+            other.give_up(theirs)
+            places = places + theirs.owners
+        _check_parameter(param, places[0][1], unit)
+        dim = _placement_dim(shard_placement_fn, param, places[0][1])
+        managed = ShardedParam(param, places, unit.mesh, dim)
+        _origins[param] = (ref(unit), ref(managed))
+        taken.append(managed)
+    return taken
+
+
+def _earlier_unit(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
+    if param not in _origins:
+        return None
+    unit, managed = (reference() for reference in _origins[param])
+    return None if unit is None or managed is None else (unit, managed)
+
+
+def _check_parameter(param: nn.Parameter, name: str, unit: Unit) -> None:
+    kind = unit.mesh.device_type
+    if isinstance(param, DTensor) and param.device_mesh.device_type != kind:
+        raise ValueError(
+            f"Parameter '{name}' is a DTensor on a mesh of device type "
+            f"'{param.device_mesh.device_type}', but the mesh of fully_shard is of '{kind}'"
+        )
+
+
+def _placement_dim(function: PlacementFn | None, param: nn.Parameter, name: str) -> int:
+    placement = function(param) if function is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn should return Shard(dim) or None, got {placement!r} for '{name}'"
+        )
+    return placement.dim

@@ -1,0 +1,238 @@
+"""The way of a unit's gradients: from the tensors autograd made to ``.grad`` of the shards.
+
+A `Reduction` is one bucket's gradients on their way. Its states, one function per transition::
+
+    launch()   -> reduce-scatter started     gradients, sum buffer and output are held
+    advance()  -> (HSDP) all-reduce started  the reduce-scatter is done, its inputs are freed
+    complete() -> .grad attached             everything but the sharded gradient is released
+
+On stream-ordered devices `launch` enqueues everything and `complete` only makes compute wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .collectives import Finish, Transport
+from .reduction import ReducePlan
+from .storage import Bucket, GradientStore
+from .streams import Event, Streams
+
+
+class Reduction:
+    """The gradients of one bucket on their way to the shards.
+
+    Args:
+        grads: per parameter the local gradient or None; contiguous, one dtype.
+        scatter: transport over the ranks that share the parameters; None with one shard.
+        replicate: transport over the ranks that hold the same shard, or None.
+        all_reduce: whether to reduce over replicas now; otherwise the result is added to
+            ``bucket.partial`` and waits there for a later reduction.
+        factor: divide the sum over all ranks by this; None: by ``num_ranks``.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        *,
+        scatter: Transport | None,
+        replicate: Transport | None,
+        all_reduce: bool,
+        num_ranks: int,
+        factor: float | None,
+        tag: int,
+    ) -> None:
+        self.bucket = bucket
+        self.plan = plan
+        self.grads = grads
+        self.scatter = scatter
+        self.replicate = replicate
+        self.waits = replicate is not None and not all_reduce
+        self.num_ranks = num_ranks
+        self.factor = factor
+        self.tag = tag
+        self.present = frozenset(plan.present)
+        self.nbytes = sum(g.nbytes for g in grads if g is not None)
+        self._finish: Finish | None = None
+        self._event: Event = None
+        self._advanced = False
+
+    def collides(self) -> bool:
+        """Whether an earlier reduction of the same bucket has not attached its gradients yet.
+
+        Other parameters of the bucket may be on their way; the same ones must be waited for.
+        """
+        return bool(self.bucket.in_flight_params & self.present)
+
+    # -- transitions ------------------------------------------------------------------------
+
+    def launch(self, streams: Streams) -> None:
+        """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
+        self.store: GradientStore = self.bucket.gradient_store()
+        self.bucket.in_flight_params |= self.present
+        self._choose_output()
+        with streams.reducing():
+            if self.scatter is not None:
+                self._allocate_output()
+                self._finish = self.scatter.reduce_scatter(
+                    self.bucket, self.plan, self.grads, self.outs, self.tag
+                )
+            else:
+                self._copy_to_output()
+        if streams.stream_ordered:
+            self._advance_on_stream(streams)
+
+    def advance(self) -> None:
+        """Host-ordered devices: finish the reduce-scatter and start the all-reduce, if any."""
+        if self._advanced:
+            return
+        self._advanced = True
+        self._run_finish()
+        self.grads = ()
+        if self.waits:
+            self._add_to_partial()
+        elif self.replicate is not None:
+            self._take_partial()
+            self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
+
+    def complete(self, streams: Streams) -> None:
+        """Attach ``.grad``; afterwards compute may use it and nothing else is held."""
+        if streams.stream_ordered:
+            streams.use_reduced(self._event)
+        else:
+            self.advance()
+            self._run_finish()
+            self._conclude()
+        if not self.waits:
+            self._attach()
+        self.grads = self.outs = ()
+        del self.flat
+        self.bucket.in_flight_params -= self.present
+
+    def _advance_on_stream(self, streams: Streams) -> None:
+        """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
+        if self.replicate is None or self.waits:
+            with streams.reducing():
+                if self.waits:
+                    self._add_to_partial()
+                self._conclude()
+                self._event = streams.reduced()
+            return
+        with streams.all_reducing():
+            self._take_partial()
+            self.replicate.all_reduce(self._ranges(), self.tag)
+            self._conclude()
+            self._event = streams.reduced()
+
+    def _conclude(self) -> None:
+        if not self.waits:
+            self._scale()
+            self._write_back()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _choose_output(self) -> None:
+        """Write straight into the gradient storage where no gradient is attached yet."""
+        dtype = self.bucket.orig_dtype
+        if self.scatter is not None:
+            dtype = self.scatter.out_dtype(self.bucket)
+        params = self.bucket.params
+        self.in_place = (
+            dtype == self.bucket.orig_dtype
+            and self.bucket.shard_device == self.bucket.device
+            and not self.waits
+            and all(params[i].sharded.grad is None for i in self.plan.covered)
+        )
+        self.dtype = dtype
+        self.flat: torch.Tensor = self.store.flat
+
+    def _allocate_output(self) -> None:
+        if not self.in_place:
+            numel = self.bucket.layout.shard_numel
+            self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
+        self.outs = [self.flat[offset : offset + numel] for offset, numel in self.plan.spans]
+
+    def _copy_to_output(self) -> None:
+        """One shard: the gradients are the sharded gradients; only gathered into one storage."""
+        self._allocate_output()
+        slots = self.bucket.layout.slots
+        outs, grads = [], []
+        for i in self.plan.present:
+            grad, slot = self.grads[i], slots[i]
+            assert grad is not None
+            grads.append(grad)
+            outs.append(
+                self.flat[slot.shard_offset : slot.shard_offset + grad.numel()].view(grad.shape)
+            )
+        torch._foreach_copy_(outs, grads)
+
+    def _run_finish(self) -> None:
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _ranges(self) -> list[torch.Tensor]:
+        return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
+
+    def _add_to_partial(self) -> None:
+        """Reduced over shards only: add to what waits for a later all-reduce."""
+        bucket = self.bucket
+        if bucket.partial is None:
+            bucket.partial = torch.zeros(
+                bucket.layout.shard_numel, dtype=self.dtype, device=bucket.device
+            )
+        for offset, numel in self.plan.ranges:
+            bucket.partial[offset : offset + numel] += self.flat[offset : offset + numel]
+        bucket.partial_present |= self.present
+
+    def _take_partial(self) -> None:
+        """Add what earlier reductions over shards only have left."""
+        bucket = self.bucket
+        if not bucket.partial_present:
+            return
+        for offset, numel in self.plan.ranges:
+            self.flat[offset : offset + numel] += bucket.partial[offset : offset + numel]
+            bucket.partial[offset : offset + numel] = 0
+        bucket.partial_present -= self.present
+        if not bucket.partial_present:
+            bucket.partial = None
+
+    def _scale(self) -> None:
+        """From what the transports give (mean or sum) to sum / factor."""
+        divisor = self.num_ranks if self.factor is None else self.factor
+        if any(t is not None and t.averages for t in (self.scatter, self.replicate)):
+            divisor = divisor / self.num_ranks
+        if divisor != 1:
+            torch._foreach_div_(self._ranges(), float(divisor))
+
+    def _write_back(self) -> None:
+        """From the temporary output into the gradient storage, or added to ``.grad``."""
+        if self.in_place:
+            return
+        params, store = self.bucket.params, self.store
+        slots, rank = self.bucket.layout.slots, self.bucket.rank
+        for i in self.plan.present:
+            slot = slots[i]
+            numel = slot.local_numel(rank)
+            value = self.flat[slot.shard_offset : slot.shard_offset + numel]
+            value = value.view(slot.local_shape(rank))
+            grad = params[i].sharded.grad
+            if grad is None:
+                store.locals[i].copy_(value, non_blocking=True)
+            else:
+                _local(grad).add_(value.to(_local(grad).device))
+
+    def _attach(self) -> None:
+        params, dtensors = self.bucket.params, self.store.dtensors
+        for i in self.plan.present:
+            sharded = params[i].sharded
+            if sharded.grad is None:
+                sharded.grad = dtensors[i]
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return getattr(grad, "_local_tensor", grad)

@@ -1,0 +1,182 @@
+"""The hooks of a unit: on its modules' forward, and on the borders of its part of the graph.
+
+Forward hooks call the runtime before and after forward. For backward, a hook on each output
+tensor says that backward is about to enter the unit, and a node put on the input says that it
+has left it. When no input needs a gradient (integer ids), there is no such node; then hooks on
+the accumulation of the parameters' gradients tell when the last one is done, and start the
+reduction. They do not free anything: a frozen weight may still be needed for what comes later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .runtime import build_runtime
+from .tree import cast_floating, map_tensors, tensors_in
+from .unit import Unit
+
+
+class UnitHooks:
+    """Hooks of one unit, registered on its modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        policy = unit.mp_policy
+        self._cast_input = (
+            cast_floating(policy.param_dtype)
+            if policy.param_dtype is not None and policy.cast_forward_inputs
+            else None
+        )
+        self._cast_output = (
+            cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
+        )
+        # For units whose inputs need no gradient.
+        self._watching = False
+        self._watched: list[Any] = []
+        self._watched_generation = -1
+        self._num_accumulated = 0
+        for module in unit.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        unit = self.unit
+        runtime = unit.runtime
+        if runtime is None:
+            runtime = build_runtime(module)
+        runtime.pre_forward(unit)
+        if unit is runtime.root and unit.device.type != "cpu":
+            args, kwargs = map_tensors(self._to_device, (args, kwargs))
+        if self._cast_input is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        if torch.is_grad_enabled():
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        unit = self.unit
+        runtime = unit.runtime
+        differentiable = False
+        if torch.is_grad_enabled():
+            for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.enter_backward)
+                    differentiable = True
+        runtime.post_forward(unit, differentiable=differentiable)
+        if self._cast_output is not None:
+            return map_tensors(self._cast_output, output)
+        return output
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.unit.device, non_blocking=True)
+
+    # -- the borders of backward ------------------------------------------------------------
+
+    def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Put a node on the inputs whose backward runs after the whole unit's."""
+        inputs = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+        if len(inputs) == 1 and type(inputs[0]) is torch.Tensor and not kwargs and _flat(args):
+            # The usual case, by the cheapest node there is.
+            self._watching = False
+            marked = inputs[0].view_as(inputs[0])
+            marked.grad_fn.register_prehook(self._leave_by_view)  # type: ignore[union-attr]
+            return tuple(marked if t is inputs[0] else t for t in args), kwargs
+        found = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        if not found:
+            self._watch_accumulation()
+            return args, kwargs
+        self._watching = False
+        marked_all = _Border.apply(self.leave_backward, *found.values())
+        replaced = dict(zip(found, marked_all, strict=True))
+        return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+    def enter_backward(self, grad: torch.Tensor) -> None:
+        """Backward reached an output of the unit."""
+        unit = self.unit
+        if not unit.backward_began:
+            self._num_accumulated = 0
+        unit.runtime.pre_backward(unit)
+
+    def leave_backward(self) -> None:
+        """Backward left the unit by its inputs."""
+        self.unit.runtime.post_backward(self.unit)
+
+    def _leave_by_view(self, grads: Any) -> None:
+        self.leave_backward()
+
+    def _watch_accumulation(self) -> None:
+        """No input needs a gradient: count accumulated gradients instead."""
+        unit = self.unit
+        self._watching = True
+        if self._watched_generation == unit.generation:
+            return
+        self._watched_generation = unit.generation
+        for handle in self._watched:
+            handle.remove()
+        self._watched = [
+            p.unsharded.register_post_accumulate_grad_hook(self._accumulated)
+            for p in unit.params
+            if p.unsharded is not None and p.unsharded.requires_grad
+        ]
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        unit = self.unit
+        if not self._watching:
+            return
+        self._num_accumulated += 1
+        if self._num_accumulated >= len(self._watched):
+            unit.runtime.reduce(unit)
+
+
+def _flat(args: tuple) -> bool:
+    """Whether no argument is a container that might hold more tensors."""
+    return all(isinstance(arg, _NO_CONTAINERS) for arg in args)
+
+
+_NO_CONTAINERS = (torch.Tensor, int, float, bool, str, type(None))
+
+
+class _Border(torch.autograd.Function):
+    """Identity on several tensors, with one node; its backward reports and passes gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.leave = leave
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leave()
+        return (None, *grads)
+
+
+def hook_state_dict(unit: Unit, module: nn.Module) -> None:
+    """Make ``state_dict`` and ``load_state_dict`` of ``module``, which owns parameters of
+    ``unit``, see the sharded parameters, at any time and whatever is computed with."""
+    shown: list[str] = []
+
+    def before_save(*_: Any) -> None:
+        shown.append(unit.registered)
+        unit.register("sharded")
+
+    def after_save(*_: Any) -> None:
+        unit.register(shown.pop())
+
+    def before_load(*_: Any) -> None:
+        if unit.runtime is not None:
+            unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        unit.register("sharded")
+
+    def after_load(*_: Any) -> None:
+        unit.adopt_replaced()
+
+    module.register_state_dict_pre_hook(before_save)
+    module.register_state_dict_post_hook(after_save)
+    module.register_load_state_dict_pre_hook(before_load)
+    module.register_load_state_dict_post_hook(after_load)

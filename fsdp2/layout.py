@@ -1,0 +1,258 @@
+"""Where every byte of a bucket lies: pure arithmetic, no tensors, no torch.
+
+A bucket is the set of parameters of one unit that share dtypes and therefore storages. Three
+flat storages belong to it; all offsets below count elements.
+
+Sharded storage of a rank (and the sharded gradients, laid out alike)::
+
+    | direct, even rows | direct, uneven rows | packed | filler |
+                        `------- one reduce-scatter input -----'   (the "tail")
+
+Gathered storage, the same on every rank, for a world size of 3::
+
+    | A rank 0 | A rank 1 | A rank 2 | B rank 0 | ... | pack rank 0 | pack rank 1 | pack rank 2 |
+    `------ parameter A, whole ------'                 `- packed shards as they travel together -'
+
+Sharding on dim-0 makes a rank's rows one contiguous range of the parameter, and rank order is
+row order. So a *direct* parameter is gathered straight into its final place, one output per
+parameter, and rows that the last ranks lack are only padding behind its end. *Packed* parameters
+travel together in one gather and are copied to their places, since tens of collectives of a few
+kilobytes cost more than copying them. A direct shard is a multiple of 16 bytes long in every
+dtype it is used in, so every slice of a collective starts on 16 bytes (NCCL is an order of
+magnitude slower otherwise) and there are no gaps between direct shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN_BYTES = 16  # of every slice of a collective
+GATHERED_ALIGN_BYTES = 256  # of every whole parameter, as allocators give it to kernels
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies. All numbers count elements.
+
+    Attributes:
+        shape: the whole parameter as this rank sees it (after tensor parallelism).
+        dim: the sharded dim; ``None`` for a parameter that every rank holds whole (0-dim ones).
+        chunk: entries along ``dim`` per rank; the last ranks may hold fewer or none.
+        shard_offset, shard_numel: the padded shard in the sharded storage.
+        full_offset, full_numel: the padded whole parameter in the gathered storage.
+        direct: gathered straight into its place, not in the pack.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    chunk: int
+    shard_offset: int
+    shard_numel: int
+    full_offset: int
+    full_numel: int
+    direct: bool
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank holds the same number of rows, with no padding."""
+        return self.dim == 0 and prod(self.shape) == self.full_numel
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last entry along ``dim`` that ``rank`` holds (empty: equal)."""
+        if self.dim is None:
+            return 0, 1
+        size = self.shape[self.dim]
+        start = min(rank * self.chunk, size)
+        return start, min(start + self.chunk, size)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard that ``rank`` holds, without padding."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.span(rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        return prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The layout of one bucket. ``slots`` are in the order of the parameters given.
+
+    Attributes:
+        num_shards: number of ranks that share each parameter.
+        tail_offset: where the reduce-scatter tail (uneven direct and packed shards) starts.
+        pack_offset, pack_numel: the packed shards of one rank, filler included.
+        shard_numel: sharded storage of one rank.
+        gathered_numel: gathered storage, the pack included.
+        pack_full_offset: where the pack starts in the gathered storage.
+        filler_numel: elements at the end of the pack that belong to no parameter.
+    """
+
+    num_shards: int
+    slots: tuple[Slot, ...]
+    tail_offset: int
+    pack_offset: int
+    pack_numel: int
+    shard_numel: int
+    gathered_numel: int
+    pack_full_offset: int
+    filler_numel: int
+
+    def __post_init__(self) -> None:
+        assert self.pack_offset + self.pack_numel == self.shard_numel
+        assert self.pack_full_offset + self.num_shards * self.pack_numel <= self.gathered_numel
+
+    @property
+    def direct(self) -> tuple[int, ...]:
+        """Indices of direct slots, in storage order."""
+        return self._ordered(lambda s: s.direct)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Indices of packed slots, in storage order."""
+        return self._ordered(lambda s: not s.direct)
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Indices of the slots in the reduce-scatter tail, in storage order."""
+        return self._ordered(lambda s: s.shard_offset >= self.tail_offset)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the gathered storage that hold no parameter and no packed copy."""
+        return sum(slot.full_numel - prod(slot.shape) for slot in self.slots)
+
+    def _ordered(self, keep) -> tuple[int, ...]:
+        chosen = [i for i, slot in enumerate(self.slots) if keep(slot)]
+        return tuple(sorted(chosen, key=lambda i: self.slots[i].shard_offset))
+
+
+def plan_bucket(
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int | None],
+    num_shards: int,
+    *,
+    itemsizes: Sequence[int],
+    direct_min_bytes: int,
+) -> BucketLayout:
+    """Lay out the parameters of a bucket.
+
+    Args:
+        shapes: shape of each whole parameter.
+        dims: sharded dim of each, ``None`` for parameters held whole (0-dim).
+        num_shards: number of ranks to shard over.
+        itemsizes: bytes per element in each dtype the storages are used in, the dtype of the
+            all-gather first.
+        direct_min_bytes: a parameter of fewer bytes (whole, in the dtype of the all-gather) is
+            packed.
+
+    Returns:
+        The layout; a pure function of the arguments, so every rank computes the same.
+    """
+    align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
+    chunks = [_chunk(s, d, num_shards) for s, d in zip(shapes, dims, strict=True)]
+    shard_numels = [_shard_numel(*args) for args in zip(shapes, dims, chunks, strict=True)]
+
+    def is_direct(i: int) -> bool:
+        if num_shards == 1:
+            return True
+        big = prod(shapes[i]) * itemsizes[0] >= max(direct_min_bytes, 1)
+        return dims[i] == 0 and big and shard_numels[i] % align == 0
+
+    even = [d == 0 and s[0] % num_shards == 0 for s, d in zip(shapes, dims, strict=True)]
+    direct = [i for i in range(len(shapes)) if is_direct(i)]
+    # Packed parameters on dim-0 come before those on other dims: the former are taken out of the
+    # pack by one kernel over a contiguous part of it.
+    packed = [i for i in range(len(shapes)) if i not in direct]
+    direct.sort(key=lambda i: not even[i])
+    packed.sort(key=lambda i: dims[i] not in (0, None))
+    full_align = GATHERED_ALIGN_BYTES // min(itemsizes)
+    slots: list[Slot | None] = [None] * len(shapes)
+    shard_offset = full_offset = 0
+    for i in (*direct, *packed):
+        full_numel = num_shards * shard_numels[i]
+        slots[i] = Slot(
+            shape=tuple(shapes[i]),
+            dim=dims[i],
+            chunk=chunks[i],
+            shard_offset=shard_offset,
+            shard_numel=shard_numels[i],
+            full_offset=full_offset,
+            full_numel=full_numel,
+            direct=i in direct,
+        )
+        # Direct shards are multiples of `align` already, except where nothing is gathered.
+        shard_offset += _round_up(shard_numels[i], align if i in direct else 1)
+        full_offset += _round_up(full_numel, full_align)
+    return _finish(num_shards, slots, shard_offset, full_offset, align)
+
+
+def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) -> BucketLayout:
+    """The same gathered storage cut into fewer, larger shards.
+
+    For ``reshard_after_forward=int``: after forward a rank keeps one of ``num_shards`` equal
+    slices of every padded parameter, and the gather in backward runs over that many ranks. The
+    slots keep their places in the gathered storage.
+
+    Raises:
+        ValueError: if ``num_shards`` does not divide the number of shards of ``layout``.
+    """
+    if layout.num_shards % num_shards != 0:
+        raise ValueError(f"{num_shards} shards do not divide {layout.num_shards} shards")
+    align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
+    numels = [slot.full_numel // num_shards for slot in layout.slots]
+    direct = [i for i in layout.direct if numels[i] % align == 0]
+    slots: list[Slot | None] = [None] * len(numels)
+    offset = 0
+    for i in (*direct, *(i for i in range(len(numels)) if i not in direct)):
+        old = layout.slots[i]
+        slots[i] = Slot(
+            shape=(old.full_numel,),
+            dim=0,
+            chunk=numels[i],
+            shard_offset=offset,
+            shard_numel=numels[i],
+            full_offset=old.full_offset,
+            full_numel=old.full_numel,
+            direct=i in direct,
+        )
+        offset += numels[i]
+    return _finish(num_shards, slots, offset, layout.pack_full_offset, align)
+
+
+def _finish(num_shards, slots, shard_end: int, full_end: int, align: int) -> BucketLayout:
+    """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""
+    done: list[Slot] = [slot for slot in slots if slot is not None]
+    packed = [slot.shard_offset for slot in done if not slot.direct]
+    tail = [slot.shard_offset for slot in done if num_shards > 1 and not (slot.direct and slot.even)]
+    pack_offset = min(packed, default=shard_end)
+    pack_numel = _round_up(shard_end - pack_offset, align)
+    return BucketLayout(
+        num_shards=num_shards,
+        slots=tuple(done),
+        tail_offset=min(tail, default=pack_offset),
+        pack_offset=pack_offset,
+        pack_numel=pack_numel,
+        shard_numel=pack_offset + pack_numel,
+        gathered_numel=full_end + num_shards * pack_numel,
+        pack_full_offset=full_end,
+        filler_numel=pack_offset + pack_numel - shard_end,
+    )
+
+
+def _chunk(shape: tuple[int, ...], dim: int | None, num_shards: int) -> int:
+    return 1 if dim is None else -(-shape[dim] // num_shards)
+
+
+def _shard_numel(shape: tuple[int, ...], dim: int | None, chunk: int) -> int:
+    if dim is None:
+        return prod(shape)
+    return prod(shape[:dim]) * chunk * prod(shape[dim + 1 :])
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

@@ -1,0 +1,217 @@
+"""One managed parameter: where it is registered, and its sharded and unsharded forms.
+
+A parameter has up to three `nn.Parameter` objects, each made once and swapped in the modules
+that own it:
+
+- ``sharded``: a DTensor whose local tensor is a slice of the bucket's sharded storage. This is
+  what optimizers, ``state_dict`` and users see outside of forward and backward.
+- ``unsharded``: the tensor that forward and backward compute with, a slice of the gathered
+  storage. A plain tensor, or a DTensor on the tensor-parallel mesh if the original was one.
+- ``regrouped``: a DTensor over the smaller group of ``reshard_after_forward=int``; registered
+  between forward and backward only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .layout import Slot
+from .mesh import DataParallelMesh, concatenate
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How a DTensor is laid out over a mesh: what `DTensor.from_local` needs."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """A DTensor over ``local``, without communication and outside of autograd."""
+        with torch.no_grad():
+            return DTensor.from_local(
+                local,
+                self.mesh,
+                self.placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.stride,
+            )
+
+
+class ShardedParam:
+    """A parameter managed by a unit."""
+
+    __slots__ = (
+        "attributes",
+        "dim",
+        "__weakref__",
+        "dtype",
+        "fqn",
+        "full_shape",
+        "is_sharded",
+        "original",
+        "owners",
+        "regrouped",
+        "sharded",
+        "sharded_spec",
+        "tensor_parallel",
+        "unsharded",
+    )
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        owners: list[tuple[nn.Module, str]],
+        mesh: DataParallelMesh,
+        dim: int,
+    ) -> None:
+        """Describe ``original``; it becomes sharded when `attach` gets its shard.
+
+        Args:
+            original: the parameter as the user made it, whole on this rank apart from tensor
+                parallelism.
+            owners: every (module, name) that it is registered as.
+            mesh: the ranks to shard over.
+            dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
+        """
+        self.owners = owners
+        self.fqn = owners[0][1]
+        self.tensor_parallel: TensorSpec | None = None
+        whole = original.detach()
+        if isinstance(whole, DTensor):
+            self.tensor_parallel = TensorSpec(
+                whole.device_mesh, tuple(whole.placements), whole.shape, whole.stride()
+            )
+            whole = whole.to_local()
+        self.full_shape = tuple(whole.shape)
+        self.dtype = whole.dtype
+        if whole.ndim and not -whole.ndim <= dim < whole.ndim:
+            raise ValueError(
+                f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}"
+            )
+        self.dim: int | None = dim % whole.ndim if whole.ndim else None
+        self.sharded_spec = _sharded_spec(original, self.tensor_parallel, mesh, self.dim)
+        self.attributes = dict(vars(original))
+        # Alive as long as a module that no call has reached holds it, which means it is tied.
+        self.original = ref(original)
+        self.is_sharded = False
+        self.sharded: nn.Parameter = original
+        self.unsharded: nn.Parameter | None = None
+        self.regrouped: nn.Parameter | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The local tensor of the sharded parameter."""
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
+
+    def attach(self, local: torch.Tensor) -> None:
+        """Make ``local``, a slice of the sharded storage, the data of the sharded parameter.
+
+        The Parameter object is kept if it is sharded already: optimizers hold it.
+        """
+        if self.is_sharded:
+            self.sharded._local_tensor = local
+            return
+        self.is_sharded = True
+        requires_grad = self.sharded.requires_grad
+        self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
+        vars(self.sharded).update(self.attributes)
+
+    def replace_sharded(self, new: nn.Parameter, rank: int, num_shards: int) -> None:
+        """Take over what a user registered in place of the sharded parameter.
+
+        Raises:
+            ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
+        """
+        spec, data = self.sharded_spec, new.detach()
+        if not isinstance(data, DTensor) and self.tensor_parallel is None:
+            if data.shape == spec.shape:
+                data = spec.wrap(_rows_of(data, self.dim, rank, num_shards))
+        if not isinstance(data, DTensor) or tuple(data.placements) != spec.placements:
+            raise ValueError(
+                f"Parameter '{self.fqn}' was replaced by one of shape {tuple(new.shape)} "
+                f"({type(data).__name__}); expected a DTensor with placements "
+                f"{spec.placements} on {spec.mesh}, or the whole tensor of shape "
+                f"{tuple(spec.shape)}"
+            )
+        local, old = data._local_tensor, self.local
+        if (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape):
+            old.copy_(local)
+            return
+        if isinstance(new.detach(), DTensor):
+            self.sharded = new
+        else:
+            self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
+
+    def make_unsharded(self, full: torch.Tensor) -> None:
+        """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
+        data = self.tensor_parallel.wrap(full) if self.tensor_parallel else full
+        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        vars(self.unsharded).update(self.attributes)
+
+    def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
+        """Make the DTensor that stands for the parameter resharded to a smaller group."""
+        rows = slot.full_numel
+        spec = TensorSpec(mesh, (Replicate(), Shard(0)), torch.Size((rows,)), (1,))
+        self.regrouped = nn.Parameter(
+            spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
+        )
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the unsharded parameter as a contiguous dense tensor of this rank."""
+        if self.tensor_parallel is not None and isinstance(grad, DTensor):
+            if tuple(grad.placements) != self.tensor_parallel.placements:
+                grad = grad.redistribute(placements=self.tensor_parallel.placements)
+            grad = grad.to_local()
+        if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
+            grad = grad.wait()
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        return grad.contiguous()
+
+
+def _rows_of(whole: torch.Tensor, dim: int | None, rank: int, num_shards: int) -> torch.Tensor:
+    if dim is None:
+        return whole
+    chunk = -(-whole.shape[dim] // num_shards)
+    start = min(rank * chunk, whole.shape[dim])
+    return whole.narrow(dim, start, min(chunk, whole.shape[dim] - start)).contiguous()
+
+
+def _sharded_spec(
+    original: nn.Parameter,
+    tensor_parallel: TensorSpec | None,
+    mesh: DataParallelMesh,
+    dim: int | None,
+) -> TensorSpec:
+    shape, stride = original.shape, original.stride()
+    data_parallel: list[Placement] = [] if mesh.replicate_group is None else [Replicate()]
+    if mesh.shard_group is not None:
+        data_parallel.append(Replicate() if dim is None else Shard(dim))
+    if tensor_parallel is None:
+        return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
+    # Tensor parallelism was applied first, so where both shard the same dim the rows of a rank
+    # are strided in the whole parameter: its tensor-parallel part is cut once more.
+    splits = 1
+    for size, placement in zip(
+        tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True
+    ):
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            splits *= size
+    if splits > 1 and dim is not None and mesh.shard_group is not None:
+        data_parallel[-1] = _StridedShard(dim, split_factor=splits)
+    return TensorSpec(
+        concatenate(mesh.mesh, tensor_parallel.mesh),
+        (*data_parallel, *tensor_parallel.placements),
+        shape,
+        stride,
+    )

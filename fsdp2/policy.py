@@ -1,0 +1,97 @@
+"""What a user chooses per call of `fully_shard`: precision and where shards live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation, of gradient reduction and of the outputs of a module.
+
+    The sharded parameters keep their original dtype, and so does the optimizer step. The cast
+    happens on the shard, before the all-gather, so that the low-precision bytes travel.
+
+    Args:
+        param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
+            backward. ``None`` keeps the original dtype. Integer and bool parameters are never
+            cast.
+        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means the dtype of
+            computation. Where the backend lets this library do the summing itself (gloo), sums of
+            a low-precision dtype are kept in float32, and a wider ``reduce_dtype`` does not make
+            more bytes travel: the low-precision gradients are sent and widened before they are
+            added. With gradient sync turned off, gradients accumulate in this dtype.
+        output_dtype: dtype to cast the floating-point outputs of forward to; ``None`` leaves them.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+
+    Example:
+        >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        >>> fully_shard(block, mp_policy=bf16)
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """Sharded parameters stay on the device of computation (the default)."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and thereby optimizer state live in host memory.
+
+    Shards are copied to the device before each all-gather, and reduced gradients back to the
+    host during backward; the optimizer step runs on the CPU.
+
+    Args:
+        pin_memory: whether to page-lock the host memory, so that copies overlap with compute.
+            Has no effect on machines without an accelerator, where nothing can be pinned.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Names the data-parallel dims of a mesh that has other dims as well.
+
+    Args:
+        shard: name of the mesh dim (or dims, which are flattened into one) to shard over.
+        replicate: name of the mesh dim (or dims) to replicate over.
+
+    Raises:
+        ValueError: when neither is given.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("rep", "shard", "tp"))
+        >>> fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("shard", "rep"))
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)

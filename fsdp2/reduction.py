@@ -1,0 +1,95 @@
+"""Which parts of a bucket one gradient reduction covers, and how small gradients are staged.
+
+Pure bookkeeping over a layout plus the one copy that packed gradients need. A reduction covers
+the parameters that have a gradient: usually all of a unit, but unused parameters have none, and
+the root unit's head is reduced long before its embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .layout import BucketLayout, Slot
+
+
+class ReducePlan:
+    """The slots of a bucket that are reduced together; made once per set of present gradients.
+
+    Attributes:
+        direct: slots whose gradients are sent as they are.
+        staged: slots that are copied into one buffer first, in storage order. Those without a
+            gradient send zeros, so that the buffer has one layout; empty if none has one.
+        present: slots that have a gradient.
+        spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
+        ranges: ``spans`` with neighbours merged.
+    """
+
+    __slots__ = ("direct", "present", "ranges", "spans", "stage_offset", "staged")
+
+    def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
+        self.present = tuple(present)
+        self.direct = tuple(i for i in present if i not in stageable)
+        self.staged = tuple(stageable) if any(i in stageable for i in present) else ()
+        self.spans = [
+            (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
+        ]
+        self.stage_offset = layout.shard_numel
+        if self.staged:
+            self.stage_offset = min(layout.slots[i].shard_offset for i in self.staged)
+            self.spans.append((self.stage_offset, layout.shard_numel - self.stage_offset))
+        self.ranges: list[tuple[int, int]] = []
+        for offset, numel in sorted(self.spans):
+            if self.ranges and sum(self.ranges[-1]) == offset:
+                self.ranges[-1] = (self.ranges[-1][0], self.ranges[-1][1] + numel)
+            else:
+                self.ranges.append((offset, numel))
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        """Slots whose sharded gradient is written."""
+        return self.direct + self.staged
+
+
+def stage(
+    layout: BucketLayout,
+    plan: ReducePlan,
+    grads: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Copy the staged gradients into one reduce-scatter input: row r is what rank r will own.
+
+    Returns:
+        Tensor of shape (num_shards, numel of the stage) and dtype ``dtype``, padding zeroed.
+    """
+    num_shards = layout.num_shards
+    pieces = [_rows_first(layout.slots[i], grads[i], num_shards, dtype, device) for i in plan.staged]
+    if layout.filler_numel:
+        pieces.append(
+            torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)
+        )
+    out = torch.empty(
+        (num_shards, layout.shard_numel - plan.stage_offset), dtype=dtype, device=device
+    )
+    torch._chunk_cat(pieces, dim=0, num_chunks=num_shards, out=out)
+    return out
+
+
+def _rows_first(
+    slot: Slot, grad: torch.Tensor | None, num_shards: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The gradient as a tensor that cutting along dim-0 divides among the ranks."""
+    if grad is None:
+        return torch.zeros(slot.full_numel, dtype=dtype, device=device)
+    if slot.dim is None:
+        return grad.reshape(1, -1).expand(num_shards, -1).contiguous()
+    if slot.dim == 0 and grad.shape[0] > (num_shards - 1) * slot.chunk:
+        return grad  # _chunk_cat pads the last chunk
+    whole = grad.new_zeros((num_shards, slot.shard_numel))
+    for rank in range(num_shards):
+        start, stop = slot.span(rank)
+        piece = grad.narrow(slot.dim, start, stop - start)
+        whole[rank, : piece.numel()].view(piece.shape).copy_(piece)
+    return whole

@@ -1,0 +1,348 @@
+"""The order of things in one tree of units: who is gathered, freed and reduced when.
+
+A `Runtime` belongs to a root, the outermost sharded module. The hooks call it at four points of
+every unit (before and after forward and backward) and autograd calls it at the end of backward.
+It keeps the order in which units ran: the order of the last forward tells what to gather next in
+this one, and the reverse of this forward what to gather next in backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from .gradients import Reduction
+from .streams import make_streams
+from .unit import State, Unit
+
+# Gradients on their way may hold this many units' worth of memory before compute waits for the
+# oldest.
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Runtime:
+    """State shared by the units of one tree.
+
+    Attributes:
+        units: all units, in the order of the module tree; ``root`` is the outermost.
+        streams: the streams and the order between them.
+        is_last_backward: whether the end of the next backward waits for the reductions.
+    """
+
+    def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
+        self.root = root
+        self.units = list(units)
+        self.streams = make_streams(device)
+        self.is_last_backward = True
+        self.optimizer_event: Any = None
+        # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
+        self.forward_root: Unit | None = None
+        self._orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
+        self.forward_order: list[Unit] = []
+        self._this_forward: list[Unit] = []
+        self._predicted = False
+        # Backward: units in the order in which they ended forward; indices are kept per unit.
+        self.in_backward = False
+        self.backward_order: list[Unit] = []
+        self._reductions: deque[list[Reduction]] = deque()
+        self._kept: Unit | None = None
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start the gather of the unit expected next."""
+        if self.in_backward and not _autograd_is_running():
+            self.reset()
+        if self.in_backward:  # recomputation of activations
+            unit.unshard(self.streams)
+            return
+        if self.forward_root is None or self.forward_root not in unit.enclosing:
+            self._begin_forward(unit)
+        unit.unshard(self.streams)
+        order, position = self.forward_order, len(self._this_forward)
+        self._this_forward.append(unit)
+        if unit.forward_prefetch:
+            self._prefetch(unit.forward_prefetch)
+            return
+        if self._predicted:
+            if position < len(order) and order[position] is unit:
+                self._prefetch(order[position + 1 : position + 2])
+            else:
+                self._predicted = False
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self.forward_root is not None:
+            self.reset()
+        self.forward_root = unit
+        self.streams.before_root_forward(self.optimizer_event)
+        self.optimizer_event = None
+        self.forward_order = self._orders.get(unit, [])
+        self._predicted = bool(self.forward_order)
+        self._this_forward = []
+        if len(self.backward_order) > 64 * len(self.units):
+            self._forget_backward_order()  # forwards whose outputs nobody went backward from
+        for other in self.units:
+            if other.state is not State.SHARDED and other.is_stale():
+                other.free(self.streams)
+            other.release_gradients()
+
+    def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
+        """Free ``unit``, as far as its policy says, and note when it ended."""
+        if self.in_backward:
+            return
+        if differentiable:
+            unit.forward_indices.append(len(self.backward_order))
+            self.backward_order.append(unit)
+        outermost = self.forward_root is unit
+        policy = unit.reshard_after_forward
+        if policy is not False and not self._runs_next(unit):
+            if differentiable and not outermost and self._ends_forward(unit):
+                # The last unit of forward is the first of backward: keep its memory.
+                self._kept = unit
+                unit.show_sharded()
+            else:
+                unit.free(self.streams, regroup=type(policy) is int and differentiable)
+        if outermost:
+            self._end_forward()
+
+    def _runs_next(self, unit: Unit) -> bool:
+        """Whether the recorded order says that ``unit`` runs again at once."""
+        position = len(self._this_forward)
+        return (
+            self._predicted
+            and position < len(self.forward_order)
+            and self.forward_order[position] is unit
+        )
+
+    def _ends_forward(self, unit: Unit) -> bool:
+        return (
+            self._predicted
+            and len(self._this_forward) == len(self.forward_order)
+            and self._this_forward[-1] is unit
+            and unit.reshard_after_forward is True
+        )
+
+    def _end_forward(self) -> None:
+        for unit in self.units:
+            if unit.state is State.GATHERING:  # prefetched, but did not run
+                unit.free(self.streams)
+        assert self.forward_root is not None
+        self._orders[self.forward_root] = self._this_forward
+        self.forward_root = None
+
+    def _prefetch(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.state is State.SHARDED:
+                unit.launch_gather(self.streams)
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def pre_backward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start the gather of the one that ran before it in forward."""
+        if not self.in_backward:
+            self._begin_backward()
+        if unit.backward_began:
+            if unit.state is not State.UNSHARDED:
+                unit.unshard(self.streams)
+            return
+        unit.backward_began = True
+        if unit is self._kept:
+            self._kept = None
+            if unit.is_stale():
+                unit.free(self.streams)
+        unit.unshard(self.streams)
+        index = unit.forward_indices.pop() if unit.forward_indices else -1
+        if unit.backward_prefetch:
+            self._prefetch(unit.backward_prefetch)
+        elif index > 0:
+            self._prefetch(self.backward_order[index - 1 : index])
+        unit.backward_index = index
+        for parent in unit.enclosing:
+            self._reduce_early(parent)
+
+    def _begin_backward(self) -> None:
+        self.in_backward = True
+        self.forward_root = None
+        Variable._execution_engine.queue_callback(self.end_backward)
+
+    def post_backward(self, unit: Unit) -> None:
+        """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
+        unit.backward_began = False
+        self.reduce(unit)
+        index = unit.backward_index
+        runs_next = index > 0 and self.backward_order[index - 1] is unit
+        if unit.reshard_after_backward and not runs_next:
+            unit.free(self.streams)
+
+    def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
+        """Start the reduction of the gradients that ``unit`` has."""
+        if not unit.reduce_grads:
+            unit.accumulate_gradients()
+            return
+        taken = unit.take_gradients(direct_only=direct_only)
+        reductions = unit.make_reductions(taken, final=final)
+        if not reductions:
+            return
+        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._complete_oldest()
+        for reduction in reductions:
+            if reduction.collides():
+                self._complete_all()
+            reduction.launch(self.streams)
+        self._reductions.append(reductions)
+        if not self.streams.stream_ordered:
+            for older in tuple(self._reductions)[:-1]:
+                for reduction in older:
+                    if reduction.replicate is not None:
+                        reduction.advance()
+
+    def _reduce_early(self, parent: Unit) -> None:
+        """Reduce large gradients of an enclosing unit that are complete already.
+
+        The head of a language model belongs to the root, and its gradient is done when backward
+        enters the last block. Without this it would be held until the embedding's is done too.
+        """
+        if not parent.backward_began or not parent.reduce_grads or parent.holds_earlier_gradients:
+            return
+        self.reduce(parent, direct_only=True)
+
+    def _complete_oldest(self) -> None:
+        for reduction in self._reductions.popleft():
+            reduction.complete(self.streams)
+
+    def _complete_all(self) -> None:
+        while self._reductions:
+            self._complete_oldest()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for everything, free all units."""
+        for unit in reversed(self.units):
+            self.reduce(unit, final=True)
+            unit.backward_began = False
+            unit.holds_earlier_gradients = not unit.reduce_grads
+        if self.is_last_backward:
+            self._complete_all()
+            self._forget_backward_order()
+        for unit in self.units:
+            if unit.state is not State.SHARDED and unit.reshard_after_backward:
+                unit.free(self.streams)
+        self._kept = None
+        self.in_backward = False
+
+    def _forget_backward_order(self) -> None:
+        self.backward_order.clear()
+        for unit in self.units:
+            unit.forward_indices.clear()
+
+    # -- by hand ----------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Start a gather that a user asked for."""
+        self.streams.before_root_forward(self.optimizer_event)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+
+    def wait_unshard(self, unit: Unit) -> None:
+        unit.unshard(self.streams)
+
+    def reshard(self, unit: Unit) -> None:
+        unit.free(self.streams)
+
+    # -- recovery ---------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Finish what is in flight, free every unit and forget the failed iteration."""
+        failed_backward = self.in_backward
+        self._complete_all()
+        for unit in self.units:
+            unit.free(self.streams)
+            unit.backward_began = False
+            if failed_backward:
+                unit.drop_gradients()
+        self._forget_backward_order()
+        self._kept = None
+        self.in_backward = False
+        self.forward_root = None
+
+
+def _autograd_is_running() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def build_runtime(root_module: nn.Module) -> Runtime:
+    """Make the runtime of the tree under ``root_module`` and give it to all units there.
+
+    The root is whichever sharded module runs first; when one that contains it runs later, that
+    becomes the root of a new runtime over all units.
+    """
+    units = units_in(root_module)
+    root: Unit = vars(root_module)["_fsdp2_unit"]
+    for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
+        old.reset()
+    _name(root_module, units)
+    _check_ties(root_module, units)
+    runtime = Runtime(root, units, root.device)
+    members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
+    for unit in units:
+        unit.runtime = runtime
+        unit.enclosing = tuple(
+            other for other in units if other is not unit and unit.modules[0] in members[other]
+        )
+        policy = unit.reshard_policy
+        unit.reshard_after_forward = (unit is not root) if policy is None else policy
+    for unit in units:
+        unit.materialize()
+    return runtime
+
+
+def _name(root_module: nn.Module, units: list[Unit]) -> None:
+    """Qualified names of units and parameters, for messages."""
+    names = {module: name for name, module in root_module.named_modules()}
+    for unit in units:
+        unit.name = ", ".join(names.get(m, "") or "(root)" for m in unit.modules)
+        for param in unit.params:
+            module, name = param.owners[0]
+            prefix = names.get(module, "")
+            param.fqn = f"{prefix}.{name}" if prefix else name
+
+
+def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
+    """Find parameters that were tied after sharding, and ties that nobody resolved."""
+    managed = {id(p.sharded): (unit, p) for unit in units for p in unit.params}
+    waiting = {id(p.original()): (unit, p) for unit in units for p in unit.params}
+    waiting.pop(id(None), None)
+    touched = set()
+    for name, module in root_module.named_modules():
+        for key, value in module._parameters.items():
+            if value is None:
+                continue
+            unit, param = managed.get(id(value), (None, None))
+            if unit is not None and param is not None:
+                if not any(m is module and k == key for m, k in param.owners):
+                    param.owners.append((module, key))
+                    touched.add(unit)
+            elif id(value) in waiting:
+                other = waiting[id(value)][1].fqn
+                full = f"{name}.{key}" if name else key
+                raise ValueError(
+                    f"Parameter '{full}' is tied to '{other}', which is sharded in another unit. "
+                    "Shard a common parent with fully_shard(parent), which takes tied parameters "
+                    "over, or put the modules into one unit with fully_shard([module_a, module_b])"
+                )
+    for unit in touched:
+        unit.owners_changed()
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """All units of the module tree under ``module``, in the order of the tree, each once."""
+    found: dict[Unit, None] = {}
+    for submodule in module.modules():
+        unit = vars(submodule).get("_fsdp2_unit")
+        if unit is not None:
+            found[unit] = None
+    return list(found)

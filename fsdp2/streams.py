@@ -1,0 +1,131 @@
+"""Every order between streams, in one place.
+
+Four streams: compute (the user's current stream), all-gather, reduce-scatter, all-reduce. No
+``record_stream``: a buffer's life is kept by events and references, so memory is deterministic.
+Which stream a buffer is allocated on decides who may be given its memory next:
+
+====================  ===============  ====================================================
+buffer                allocated on     why it is safe to free
+====================  ===============  ====================================================
+gathered storage      all-gather       `before_free`: all-gather waits for compute's last use
+cast or staged shard  all-gather       read by gathers on the same stream only
+gradient (autograd)   compute          held until compute has waited for `reduced`
+stage, sum buffers    reduce-scatter   released after `use_reduced` (all-reduce: see there)
+sharded gradients     compute          written between `reducing` and `use_reduced`
+====================  ===============  ====================================================
+
+`Streams` is for devices whose work is ordered by the host (CPU): nothing to do, since there the
+functions that finish a collective are called before its result is used.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+Event = Any
+_no_context: AbstractContextManager[None] = nullcontext()
+
+
+class Streams:
+    """Host-ordered devices: no streams, no events."""
+
+    stream_ordered = False
+
+    def before_root_forward(self, optimizer_event: Event = None) -> None:
+        """All-gathers must see what the optimizer wrote into the shards."""
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Allocate gathered storage, cast and all-gather inside this context."""
+        return _no_context
+
+    def gathered(self, event: Event) -> Event:
+        """Mark the end of a gather; called inside `gathering`."""
+        return None
+
+    def use_gathered(self, event: Event) -> None:
+        """Compute may use what was gathered before ``event``."""
+
+    def before_free(self) -> None:
+        """Gathered storage may be freed or overwritten after compute's last use of it."""
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """Stage and reduce-scatter gradients that compute has written, inside this context."""
+        return _no_context
+
+    def all_reducing(self) -> AbstractContextManager[None]:
+        """All-reduce what the reduce-scatter stream has written, inside this context."""
+        return _no_context
+
+    def reduced(self) -> Event:
+        """Mark the end of a reduction; called inside `reducing` or `all_reducing`."""
+        return None
+
+    def use_reduced(self, event: Event) -> None:
+        """Compute may use sharded gradients, and the inputs of the reduction may be freed."""
+
+
+class DeviceStreams(Streams):
+    """Stream-ordered devices (CUDA and the like)."""
+
+    stream_ordered = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        # Communication kernels should be scheduled ahead of compute that is queued already.
+        self.gather = self.module.Stream(device=device, priority=-1)
+        self.reduce = self.module.Stream(device=device, priority=-1)
+        self.all_reduce = self.module.Stream(device=device)
+
+    @property
+    def compute(self) -> Any:
+        return self.module.current_stream(self.device)
+
+    def before_root_forward(self, optimizer_event: Event = None) -> None:
+        if optimizer_event is not None:
+            self.gather.wait_event(optimizer_event)
+        else:
+            self.gather.wait_stream(self.compute)
+
+    def gathering(self) -> AbstractContextManager[None]:
+        return self.module.stream(self.gather)
+
+    def gathered(self, event: Event) -> Event:
+        event = event or self.module.Event()
+        event.record(self.gather)
+        return event
+
+    def use_gathered(self, event: Event) -> None:
+        self.compute.wait_event(event)
+
+    def before_free(self) -> None:
+        # This wait is also the rate limiter: the gather of unit i+1, issued after unit i-1 was
+        # freed, runs beside unit i and not earlier.
+        self.gather.wait_stream(self.compute)
+
+    def reducing(self) -> AbstractContextManager[None]:
+        self.reduce.wait_stream(self.compute)
+        return self.module.stream(self.reduce)
+
+    def all_reducing(self) -> AbstractContextManager[None]:
+        self.all_reduce.wait_stream(self.reduce)
+        return self.module.stream(self.all_reduce)
+
+    def reduced(self) -> Event:
+        event = self.module.Event()
+        event.record(self.module.current_stream(self.device))
+        return event
+
+    def use_reduced(self, event: Event) -> None:
+        # The sum buffers belong to the reduce-scatter stream but may have been read by the
+        # all-reduce stream last, so their stream waits too before they are released.
+        self.compute.wait_event(event)
+        self.reduce.wait_event(event)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Streams for ``device``."""
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

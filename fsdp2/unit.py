@@ -1,0 +1,540 @@
+"""One communication unit: the parameters that are gathered and reduced together.
+
+States, one method per transition::
+
+    SHARDED --launch_gather--> GATHERING --finish_gather--> UNSHARDED
+       ^                                                        |
+       +--------------------------- free -----------------------+
+
+What is *registered* in the modules is a second, independent question: a unit may keep its
+gathered storage while users see the sharded parameters (after forward, or in ``state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .collectives import Finish, Transport, make_transport, separate_group, take_tags
+from .gradients import Reduction
+from .mesh import DataParallelMesh, subgroup_mesh
+from .param import ShardedParam
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .reduction import ReducePlan
+from .storage import Bucket
+from .streams import Streams
+
+# A whole parameter of fewer bytes is packed with others. A copy of that many bytes costs about
+# what a message or one more entry of a batched collective costs.
+DIRECT_MIN_BYTES = {"cpu": 64 * 1024}
+DIRECT_MIN_BYTES_DEFAULT = 256 * 1024
+
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+
+
+class State(Enum):
+    """Where the parameters of a unit are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+class Unit:
+    """The parameters of one call of `fully_shard`, their storages, and their state."""
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        mesh: DataParallelMesh,
+        device: torch.device,
+        *,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        reshard_after_forward: bool | int | None,
+        direct_min_bytes: int | None,
+    ) -> None:
+        self.modules = modules
+        self.mesh = mesh
+        self.device = device
+        self.mp_policy = mp_policy
+        self.offload = isinstance(offload_policy, CPUOffloadPolicy)
+        self.pin_memory = self.offload and device.type != "cpu" and offload_policy.pin_memory  # type: ignore[attr-defined]
+        self.direct_min_bytes = (
+            DIRECT_MIN_BYTES.get(device.type, DIRECT_MIN_BYTES_DEFAULT)
+            if direct_min_bytes is None
+            else direct_min_bytes
+        )
+        self.name = type(modules[0]).__name__  # replaced by its qualified name at first forward
+        # Choices that may change between steps.
+        self.reshard_policy = reshard_after_forward  # None: False for the root, else True
+        self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.reshard_after_backward = True
+        self.reduce_grads = True
+        self.all_reduce_grads = True
+        self.divide_factor: float | None = None
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        # The plan.
+        self.params: list[ShardedParam] = []
+        self.buckets: list[Bucket] = []
+        self.scatter: Transport | None = None
+        self.gatherer: Transport | None = None
+        self.replicate: Transport | None = None
+        self.regatherer: Transport | None = None
+        self._materialized = False
+        self.generation = 0  # grows whenever the unsharded parameters or what is trained change
+        self._tag: int | None = None
+        self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+        # What the runtime notes about this unit.
+        self.runtime: Any = None
+        self.enclosing: tuple[Unit, ...] = ()  # units whose modules contain this one's
+        self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
+        self.backward_index = -1
+        self.backward_began = False
+        self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
+        # The state.
+        self.state = State.SHARDED
+        self.registered = "sharded"
+        self.regrouped = False  # the data to gather next lies in the regrouped shards
+        self._gather_finish: list[Finish] = []
+        self._gather_event: Any = None
+        self._versions = 0
+        self.dirty = False  # somebody replaced sharded parameters: plan anew before the next use
+        self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def shard(self, params: list[ShardedParam]) -> None:
+        """Take over whole parameters: plan the buckets and keep this rank's shards."""
+        self.params = params
+        self._make_buckets()
+        for bucket in self.buckets:
+            wholes = [p.sharded.detach() for p in bucket.params]
+            bucket.shard_from(
+                [getattr(w, "_local_tensor", w) for w in wholes],
+                whole=True,
+            )
+        self._plan_registration()
+        self.register("sharded")
+
+    def reshard_storage(self) -> None:
+        """Plan anew from the sharded parameters as they are now.
+
+        For when somebody replaced their local tensors: a move to another device or dtype, or
+        ``load_state_dict(assign=True)``. The Parameter objects stay.
+        """
+        self.dirty = False
+        for param in self.params:
+            param.dtype = param.local.dtype
+        locals_ = {id(p): p.local for p in self.params}
+        self._make_buckets()
+        for bucket in self.buckets:
+            bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
+        self._plan_registration()
+        self.register("sharded")
+
+    def give_up(self, param: ShardedParam) -> None:
+        """Leave a tied parameter to the unit of a module that contains both its owners."""
+        self.params.remove(param)
+        self.reshard_storage()
+
+    def owners_changed(self) -> None:
+        """Modules were tied to parameters of this unit after it was made."""
+        self._plan_registration()
+        self.register("sharded")
+
+    def _make_buckets(self) -> None:
+        groups: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
+        for param in self.params:
+            gather_dtype = param.dtype
+            if param.dtype.is_floating_point and self.mp_policy.param_dtype is not None:
+                gather_dtype = self.mp_policy.param_dtype
+            groups.setdefault((param.dtype, gather_dtype), []).append(param)
+        shard_device = torch.device("cpu") if self.offload else self.device
+        self.buckets = [
+            Bucket(
+                params,
+                self.mesh.num_shards,
+                self.mesh.shard_rank,
+                gather_dtype=gather_dtype,
+                reduce_dtype=self.mp_policy.reduce_dtype or gather_dtype,
+                device=self.device,
+                shard_device=shard_device,
+                pin_memory=self.pin_memory,
+                direct_min_bytes=self.direct_min_bytes,
+            )
+            for (_, gather_dtype), params in groups.items()
+        ]
+        self._materialized = False
+        self._reduce_plans.clear()
+
+    def materialize(self) -> None:
+        """Make what is needed from the first gather on: transports, gathered storages, views.
+
+        Raises:
+            RuntimeError: if parameters are still on the meta device.
+        """
+        if self.dirty:
+            self.reshard_storage()
+        for bucket in self.buckets:
+            if bucket.is_meta:
+                names = ", ".join(p.fqn for p in bucket.params)
+                raise RuntimeError(
+                    f"Parameters of unit '{self.name}' are on the meta device: {names}. "
+                    "Materialize them before the first forward: call "
+                    "model.to_empty(device=...) and initialize them, or load a checkpoint with "
+                    "load_state_dict(..., assign=True)"
+                )
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_transports()
+            for bucket in self.buckets:
+                bucket.materialize()
+            self._plan_regroup()
+        self._plan_registration()
+        self._materialized = True
+        self.generation += 1
+
+    def _make_transports(self) -> None:
+        if self._tag is not None:
+            return
+        mesh, device = self.mesh, self.device
+        if mesh.shard_group is not None and mesh.num_shards > 1:
+            self.gatherer = make_transport(mesh.shard_group, device)
+            self.scatter = make_transport(separate_group(mesh.shard_group, device), device)
+        if mesh.replicate_group is not None and mesh.num_replicas > 1:
+            self.replicate = make_transport(mesh.replicate_group, device)
+        groups = [g for g in (mesh.shard_group, mesh.replicate_group) if g is not None]
+        # Every bucket takes two tags per parameter (gather, reduce) and two for its pack.
+        self._tags_per_bucket = 2 * len(self.params) + 2
+        count = self._tags_per_bucket * max(1, len(self.params))
+        self._tag = take_tags(groups, count)
+
+    def _plan_regroup(self) -> None:
+        size = self.reshard_after_forward
+        if type(size) is not int:
+            return
+        if self.regatherer is None:
+            self._regroup_mesh = subgroup_mesh(self.mesh.mesh, size)
+            group = self._regroup_mesh.get_group(1)
+            self.regatherer = make_transport(group, self.device)
+        for bucket in self.buckets:
+            bucket.regroup(size, self.regatherer.group.rank())
+
+    def _plan_registration(self) -> None:
+        """For each kind of parameter, what to put into which module's ``_parameters``.
+
+        One ``dict.update`` per module; modules with a ``__setattr__`` of their own (recurrent
+        layers keep a second list of their weights) are set by ``setattr``.
+        """
+        by_module: dict[nn.Module, list[tuple[str, ShardedParam]]] = {}
+        for param in self.params:
+            for module, name in param.owners:
+                by_module.setdefault(module, []).append((name, param))
+        self._registration: dict[str, list[Callable[[], None]]] = {}
+        for kind in ("sharded", "unsharded", "regrouped"):
+            setters: list[Callable[[], None]] = []
+            for module, named in by_module.items():
+                values = {name: getattr(param, kind) for name, param in named}
+                if any(value is None for value in values.values()):
+                    continue
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    setters.append(partial(module._parameters.update, values))
+                else:
+                    setters += [partial(setattr, module, *item) for item in values.items()]
+            self._registration[kind] = setters
+        # Plain modules that own parameters of this unit are guarded while these are sharded.
+        self.guarded = [m for m in by_module if m not in self.modules]
+        self._sharded_list = [p.sharded for p in self.params]
+        self._requires_grad = tuple(map(_requires_grad, self._sharded_list))
+
+    # -- registration -----------------------------------------------------------------------
+
+    def register(self, kind: str) -> None:
+        """Make "sharded", "unsharded" or "regrouped" parameters what the modules hold."""
+        if kind == self.registered and kind != "sharded":
+            return
+        for set_parameters in self._registration[kind]:
+            set_parameters()
+        if kind == "unsharded":
+            for module in self.guarded:
+                module._forward_pre_hooks.pop(_GUARD, None)
+        elif self.registered == "unsharded" or not self._materialized:
+            guard = self._guard
+            for module in self.guarded:
+                module._forward_pre_hooks[_GUARD] = guard
+        self.registered = kind
+
+    def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A forward pre-hook of plain submodules while their parameters are sharded."""
+        if any(isinstance(arg, DTensor) for arg in args):
+            return
+        names = ", ".join(p.fqn for p in self.params if any(m is module for m, _ in p.owners))
+        raise RuntimeError(
+            f"{type(module).__name__} was called while its parameters ({names}) are sharded: they "
+            f"belong to the unit '{self.name}' ({type(self.modules[0]).__name__}), which gathers "
+            "them only for its own forward. Call that module instead, or call unshard() on it "
+            "before and reshard() after, or make the method that you call a forward method with "
+            "register_fsdp_forward_method(module, name), or give this submodule a fully_shard of "
+            "its own."
+        )
+
+    def _sync_requires_grad(self) -> None:
+        """Users freeze and unfreeze the sharded parameters; the unsharded ones must follow."""
+        now = tuple(map(_requires_grad, self._sharded_list))
+        if now != self._requires_grad:
+            self._requires_grad = now
+            self.generation += 1
+            for param in self.params:
+                assert param.unsharded is not None
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+
+    def adopt_replaced(self) -> None:
+        """After ``load_state_dict(assign=True)``: take the parameters it put into the modules.
+
+        Where shape, dtype and device are as before, the data is copied and the old Parameter
+        object, which an optimizer may hold, is put back.
+        """
+        for param in self.params:
+            module, name = param.owners[0]
+            new = module._parameters.get(name)
+            if new is None or new is param.sharded:
+                continue
+            param.replace_sharded(new, self.mesh.shard_rank, self.mesh.num_shards)
+            self.dirty = self.dirty or new is param.sharded
+        self._plan_registration()
+        self.register("sharded")
+
+    # -- gathering --------------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered storages."""
+        return sum(bucket.gathered_bytes for bucket in self.buckets)
+
+    def launch_gather(self, streams: Streams) -> None:
+        """SHARDED -> GATHERING: allocate and start the all-gathers of all buckets."""
+        assert self.state is State.SHARDED
+        if self.dirty or not self._materialized:
+            self.materialize()
+        self._sync_requires_grad()
+        self._versions = self.versions()
+        finishes = self._gather_finish
+        with streams.gathering():
+            tag = self._tag
+            for bucket in self.buckets:
+                if self.regrouped:
+                    self._launch_regrouped(bucket, tag)
+                elif not bucket.aliases_shards:
+                    bucket.allocate()
+                    bucket.fill_own_slices()
+                    if self.gatherer is not None:
+                        finish = self.gatherer.all_gather(bucket.plan, tag)
+                        if finish is not None:
+                            finishes.append(finish)
+                    bucket.free_staged()
+                tag += self._tags_per_bucket
+            self._gather_event = streams.gathered(self._gather_event)
+        self.state = State.GATHERING
+
+    def _launch_regrouped(self, bucket: Bucket, tag: int) -> None:
+        assert bucket.regrouped is not None and self.regatherer is not None
+        bucket.allocate()
+        finish = self.regatherer.all_gather(bucket.regrouped.plan, tag)
+        if finish is not None:
+            self._gather_finish.append(finish)
+
+    def finish_gather(self, streams: Streams) -> None:
+        """GATHERING -> UNSHARDED: compute may use the parameters."""
+        assert self.state is State.GATHERING
+        for finish in self._gather_finish:
+            finish()
+        self._gather_finish.clear()
+        streams.use_gathered(self._gather_event)
+        if self.regrouped:
+            self._drop_regrouped(streams)
+        self.state = State.UNSHARDED
+
+    def unshard(self, streams: Streams) -> None:
+        """From any state to UNSHARDED, with the unsharded parameters registered."""
+        if self.state is State.SHARDED:
+            self.launch_gather(streams)
+        if self.state is State.GATHERING:
+            self.finish_gather(streams)
+        if self.registered != "unsharded":
+            self.register("unsharded")
+
+    def free(self, streams: Streams, *, regroup: bool = False) -> None:
+        """UNSHARDED -> SHARDED: give the gathered storage back; sharded parameters registered.
+
+        Args:
+            regroup: keep larger shards for a cheaper gather in backward.
+        """
+        if self.state is State.GATHERING:
+            self.finish_gather(streams)
+        if self.state is State.UNSHARDED:
+            streams.before_free()
+            with streams.gathering():
+                for bucket in self.buckets:
+                    if regroup and bucket.regrouped is not None:
+                        bucket.regrouped.save()
+                    bucket.free()
+            self.state = State.SHARDED
+            self.regrouped = regroup
+        elif self.regrouped and not regroup:
+            self._drop_regrouped(streams)
+        self.show_sharded()
+
+    def show_sharded(self) -> None:
+        """Register what users should see while the unit is not computing."""
+        kind = "sharded"
+        if self.regrouped:
+            self._make_regrouped_params()
+            kind = "regrouped"
+        if self.registered != kind:
+            self.register(kind)
+
+    def _drop_regrouped(self, streams: Streams) -> None:
+        with streams.gathering():
+            for bucket in self.buckets:
+                if bucket.regrouped is not None:
+                    bucket.regrouped.free()
+        self.regrouped = False
+
+    def _make_regrouped_params(self) -> None:
+        if self._registration["regrouped"]:
+            return
+        for bucket in self.buckets:
+            assert bucket.regrouped is not None
+            for i, param in enumerate(bucket.params):
+                param.make_regrouped(
+                    bucket.regrouped.locals[i], self._regroup_mesh, bucket.regrouped.layout.slots[i]
+                )
+        self._plan_registration()
+
+    def versions(self) -> int:
+        """Grows whenever somebody writes into a sharded parameter."""
+        return sum(p.local._version for p in self.params)
+
+    def is_stale(self) -> bool:
+        """Whether the shards were written after the last gather began."""
+        return self.versions() != self._versions
+
+    # -- gradients --------------------------------------------------------------------------
+
+    def take_gradients(self, *, direct_only: bool = False) -> list[dict[int, torch.Tensor]]:
+        """Remove the gradients from the unsharded parameters: per bucket, index -> gradient.
+
+        Args:
+            direct_only: only of parameters that are not packed.
+        """
+        taken = []
+        for bucket in self.buckets:
+            indices: Iterable[int] = range(len(bucket.params))
+            if direct_only:
+                indices = bucket.layout.direct
+            grads: dict[int, torch.Tensor] = {}
+            for i in indices:
+                param = bucket.params[i]
+                unsharded = param.unsharded
+                grad = unsharded.grad  # type: ignore[union-attr]
+                if grad is None:
+                    if self.accumulated and id(param) in self.accumulated:
+                        grads[i] = self.accumulated.pop(id(param))
+                    continue
+                unsharded.grad = None  # type: ignore[union-attr]
+                if type(grad) is not torch.Tensor or not _is_plain(grad):
+                    grad = param.local_gradient(grad)
+                if self.accumulated and id(param) in self.accumulated:
+                    grad = self.accumulated.pop(id(param)).add_(grad)
+                grads[i] = grad
+            taken.append(grads)
+        return taken
+
+    def accumulate_gradients(self) -> None:
+        """Without sync: keep gradients unsharded, in the dtype of the reduction."""
+        for bucket in self.buckets:
+            if bucket.reduce_dtype == bucket.gather_dtype:
+                continue  # autograd accumulates in .grad, in the right dtype
+            for param in bucket.params:
+                grad = param.unsharded.grad  # type: ignore[union-attr]
+                if grad is None:
+                    continue
+                param.unsharded.grad = None  # type: ignore[union-attr]
+                grad = param.local_gradient(grad)
+                if id(param) in self.accumulated:
+                    self.accumulated[id(param)].add_(grad)
+                else:
+                    self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
+
+    def drop_gradients(self) -> None:
+        """Forget unsharded gradients, of a backward that failed."""
+        self.accumulated.clear()
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for bucket in self.buckets:
+            bucket.partial = None
+            bucket.partial_present.clear()
+
+    def make_reductions(
+        self, taken: list[dict[int, torch.Tensor]], *, final: bool
+    ) -> list[Reduction]:
+        """One `Reduction` per bucket that has gradients.
+
+        Args:
+            final: the last one of this backward; sums that wait for an all-reduce are due, also
+                of parameters that have no gradient now.
+        """
+        reductions = []
+        tag = self._tag
+        for index, (bucket, grads) in enumerate(zip(self.buckets, taken, strict=True)):
+            tag += self._tags_per_bucket
+            if final and self.all_reduce_grads and bucket.partial_present:
+                for i in bucket.partial_present - grads.keys():
+                    shape = bucket.params[i].full_shape
+                    grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=self.device)
+            if not grads:
+                continue
+            reductions.append(
+                Reduction(
+                    bucket,
+                    self._reduce_plan(index, bucket, grads),
+                    [grads.get(i) for i in range(len(bucket.params))],
+                    scatter=self.scatter,
+                    replicate=self.replicate,
+                    all_reduce=self.all_reduce_grads,
+                    num_ranks=self.mesh.size,
+                    factor=self.divide_factor,
+                    tag=tag - self._tags_per_bucket // 2,
+                )
+            )
+        return reductions
+
+    def _reduce_plan(self, index: int, bucket: Bucket, grads: dict[int, torch.Tensor]):
+        present = tuple(grads) if len(grads) == 1 else tuple(sorted(grads))
+        plan = self._reduce_plans.get((index, present))
+        if plan is None:
+            stageable = () if self.scatter is None else self.scatter.stageable(bucket)
+            plan = ReducePlan(bucket.layout, present, stageable)
+            self._reduce_plans[index, present] = plan
+        return plan
+
+    def release_gradients(self) -> None:
+        for bucket in self.buckets:
+            bucket.release_gradients()
+
+
+def _is_plain(grad: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and grad.is_contiguous()
+
+
+_GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
