@@ -166,7 +166,9 @@ class GroupTransport:
         inputs = [_as_dtype(grads[i], dtype) for i in plan.direct]
         if plan.staged:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
-        work = self._reduce(list(outs), inputs, self._reduce_options)
+        shaped = [out.view(shape) for out, shape in zip(outs, plan.shapes, strict=False)]
+        shaped += outs[len(shaped) :]
+        work = self._reduce(shaped, inputs, self._reduce_options)
         if self.stream_ordered:
             return None
 

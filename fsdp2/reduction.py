@@ -23,10 +23,11 @@ class ReducePlan:
             gradient send zeros, so that the buffer has one layout; empty if none has one.
         present: slots that have a gradient.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
+        shapes: of the padded shard of each direct slot.
         ranges: ``spans`` with neighbours merged.
     """
 
-    __slots__ = ("direct", "present", "ranges", "spans", "stage_offset", "staged")
+    __slots__ = ("direct", "present", "ranges", "shapes", "spans", "stage_offset", "staged")
 
     def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
         self.present = tuple(present)
@@ -35,6 +36,7 @@ class ReducePlan:
         self.spans = [
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
+        self.shapes = [(layout.slots[i].chunk, *layout.slots[i].shape[1:]) for i in self.direct]
         self.stage_offset = layout.shard_numel
         if self.staged:
             self.stage_offset = min(layout.slots[i].shard_offset for i in self.staged)

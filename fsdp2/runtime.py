@@ -20,9 +20,10 @@ from .gradients import Reduction
 from .streams import make_streams
 from .unit import State, Unit
 
-# Gradients on their way may hold this many units' worth of memory before compute waits for the
-# oldest.
-MAX_REDUCTIONS_IN_FLIGHT = 2
+# How many units' worth of gradients may be on their way before compute waits for the oldest.
+# On host-ordered devices little overlaps, and memory counts more.
+UNITS_IN_FLIGHT = 2
+UNITS_IN_FLIGHT_ON_HOST = 1
 
 
 class Runtime:
@@ -38,6 +39,9 @@ class Runtime:
         self.root = root
         self.units = list(units)
         self.streams = make_streams(device)
+        num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
+        blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
+        self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
         self.is_last_backward = True
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
@@ -107,6 +111,8 @@ class Runtime:
                 unit.show_sharded()
             else:
                 unit.free(self.streams, regroup=type(policy) is int and differentiable)
+        elif unit.encloses and differentiable:
+            unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
 
@@ -155,7 +161,8 @@ class Runtime:
             self._kept = None
             if unit.is_stale():
                 unit.free(self.streams)
-        unit.unshard(self.streams)
+        if not unit.released:  # else all that backward reads is there still
+            unit.unshard(self.streams)
         index = unit.forward_indices.pop() if unit.forward_indices else -1
         if unit.backward_prefetch:
             self._prefetch(unit.backward_prefetch)
@@ -185,10 +192,15 @@ class Runtime:
             unit.accumulate_gradients()
             return
         taken = unit.take_gradients(direct_only=direct_only)
+        if unit.encloses and self.in_backward:
+            unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final)
         if not reductions:
             return
-        while len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+        nbytes = sum(reduction.nbytes for reduction in reductions)
+        in_flight = sum(r.nbytes for older in self._reductions for r in older)
+        while self._reductions and in_flight + nbytes > self.max_bytes_in_flight:
+            in_flight -= sum(r.nbytes for r in self._reductions[0])
             self._complete_oldest()
         for reduction in reductions:
             if reduction.collides():
@@ -200,6 +212,8 @@ class Runtime:
                 for reduction in older:
                     if reduction.replicate is not None:
                         reduction.advance()
+            if nbytes > self.max_bytes_in_flight:
+                self._complete_all()
 
     def _reduce_early(self, parent: Unit) -> None:
         """Reduce large gradients of an enclosing unit that are complete already.
@@ -286,17 +300,21 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         old.reset()
     _name(root_module, units)
     _check_ties(root_module, units)
-    runtime = Runtime(root, units, root.device)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
-        unit.runtime = runtime
         unit.enclosing = tuple(
             other for other in units if other is not unit and unit.modules[0] in members[other]
+        )
+        unit.encloses = any(
+            other.modules[0] in members[unit] for other in units if other is not unit
         )
         policy = unit.reshard_policy
         unit.reshard_after_forward = (unit is not root) if policy is None else policy
     for unit in units:
         unit.materialize()
+    runtime = Runtime(root, units, root.device)
+    for unit in units:
+        unit.runtime = runtime
     return runtime
 
 

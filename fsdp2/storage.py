@@ -9,6 +9,7 @@ users (sharded parameters, gradients) keep their memory alive by themselves.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -17,6 +18,46 @@ import torch
 
 from .layout import BucketLayout, Slot, plan_bucket, regroup
 from .param import ShardedParam
+
+
+# In units that enclose others, parameters of at least this size have memory of their own.
+OWN_PIECE_MIN_BYTES = 1024 * 1024
+
+
+class Segments:
+    """The gathered storage of a bucket, as one or several pieces of memory.
+
+    One piece for all, unless the unit encloses others (a root): there large parameters have a
+    piece each, which is given back as soon as nothing refers to it any more.
+    """
+
+    def __init__(self, bounds: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Pieces between consecutive ``bounds`` (elements), with memory."""
+        self.starts = list(bounds[:-1])
+        self.flats = [
+            torch.empty(stop - start, dtype=dtype, device=device)
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        self.storages = [flat.untyped_storage() for flat in self.flats]
+        self.sizes = [flat.nbytes for flat in self.flats]
+        self.nbytes = sum(self.sizes)
+
+    def view(self, offset: int, numel: int) -> torch.Tensor:
+        """Elements ``offset`` to ``offset + numel``, which lie in one piece."""
+        piece = self.piece(offset)
+        start = offset - self.starts[piece]
+        return self.flats[piece][start : start + numel]
+
+    def piece(self, offset: int) -> int:
+        return bisect_right(self.starts, offset) - 1
+
+    def allocate(self) -> None:
+        for storage, size in zip(self.storages, self.sizes, strict=True):
+            storage.resize_(size)
+
+    def free(self) -> None:
+        for storage in self.storages:
+            storage.resize_(0)
 
 
 class GatherPlan:
@@ -44,10 +85,10 @@ class GatherPlan:
     )
 
     def __init__(
-        self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: torch.Tensor
+        self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Segments
     ) -> None:
         self.rank = rank
-        self.cast = shards.dtype != gathered.dtype
+        self.cast = shards.dtype != gathered.flats[0].dtype
         self.messages: Any = None  # what a transport wants to keep with the plan
         num_shards = layout.num_shards
         spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]
@@ -61,7 +102,7 @@ class GatherPlan:
             self.rows.append([layout.pack_numel] * num_shards)
         self.source = [shards[offset : offset + numel] for offset, numel in spans]
         self.outputs = [
-            gathered[start : start + num_shards * numel]
+            gathered.view(start, num_shards * numel)
             for start, (_, numel) in zip(starts, spans, strict=True)
         ]
         self.own = [
@@ -71,7 +112,7 @@ class GatherPlan:
         self.inputs = self.own if self.cast else self.source
         self._plan_unpack(layout, gathered)
 
-    def _plan_unpack(self, layout: BucketLayout, gathered: torch.Tensor) -> None:
+    def _plan_unpack(self, layout: BucketLayout, gathered: Segments) -> None:
         """Views for copying packed parameters from the pack to their places."""
         self.pack_split: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
         self.unpack_to: list[torch.Tensor] = []
@@ -79,12 +120,12 @@ class GatherPlan:
         if not layout.packed:
             return
         num_shards = layout.num_shards
-        pack = gathered[layout.pack_full_offset :][: num_shards * layout.pack_numel]
+        pack = gathered.view(layout.pack_full_offset, num_shards * layout.pack_numel)
         pack = pack.view(num_shards, layout.pack_numel)
         sizes, outs = [], []
         for i in layout.packed:
             slot = layout.slots[i]
-            full = gathered[slot.full_offset : slot.full_offset + slot.full_numel]
+            full = gathered.view(slot.full_offset, slot.full_numel)
             if slot.dim in (0, None):
                 sizes.append(slot.shard_numel)
                 outs.append(full.view(num_shards, slot.shard_numel))
@@ -162,7 +203,8 @@ class Bucket:
 
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
-        gathered: 1-D, dtype of computation. With one shard and no cast it *is* ``shards``.
+        gathered: dtype of computation; None with one shard and no cast, where computation uses
+            ``shards`` themselves.
         plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
     """
 
@@ -237,48 +279,57 @@ class Bucket:
             and self.shard_device == self.device
         )
 
-    def materialize(self) -> None:
-        """Make the gathered storage (without memory), the unsharded parameters and the plan."""
+    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+        """Make the gathered storage (without memory), the unsharded parameters and the plan.
+
+        Args:
+            regroup_to: number of ranks to reshard to after forward, if that is asked for.
+            split: give large parameters a piece of memory of their own.
+        """
         self.staged: torch.Tensor | None = None
+        self.gathered: Segments | None = None
+        self._references: dict[int, tuple[int, int]] = {}
         if self.aliases_shards:
-            self.gathered = self.shards
-        else:
-            self.gathered = torch.empty(
-                self.layout.gathered_numel, dtype=self.gather_dtype, device=self.device
-            )
-        self.gathered_bytes = 0 if self.aliases_shards else self.gathered.nbytes
-        self.gathered_storage = self.gathered.untyped_storage()
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
+            return
+        end = self.layout.gathered_numel
+        regrouped = None
+        if regroup_to is not None:
+            regrouped = regroup(self.layout, regroup_to, itemsizes=self.itemsizes)
+            end = max(end, regrouped.gathered_numel)
+        bounds = {0, end}
+        for slot in self.layout.slots:
+            if split and slot.direct and slot.full_numel * self.itemsizes[0] >= OWN_PIECE_MIN_BYTES:
+                bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
+        self.gathered = Segments(sorted(bounds), self.gather_dtype, self.device)
         source = self.shards
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
             self.staged = source = torch.empty_like(self.shards, device=self.device)
         self.plan = GatherPlan(self.layout, self.rank, source, self.gathered)
         for param, slot in zip(self.params, self.layout.slots, strict=True):
-            # Alignment of the sharded storage is that of the gathered one where they are one.
-            start = slot.shard_offset if self.aliases_shards else slot.full_offset
-            param.make_unsharded(_alias(self.gathered_storage, self.gathered, start, slot.shape))
-        self.free()
-        if self.staged is not None:
-            self.staged.untyped_storage().resize_(0)
-
-    def regroup(self, num_shards: int, rank: int) -> None:
-        """Prepare resharding to ``num_shards`` ranks after forward."""
-        layout = regroup(self.layout, num_shards, itemsizes=self.itemsizes)
-        if layout.gathered_numel > self.gathered.numel():
-            self.gathered = torch.empty(0, dtype=self.gather_dtype, device=self.device).set_(
-                self.gathered_storage, 0, (layout.gathered_numel,), (1,)
+            param.make_unsharded(
+                _alias(self.gathered.view(slot.full_offset, slot.full_numel), 0, slot.shape)
             )
-            self.gathered_bytes = self.gathered.nbytes
-        self.regrouped = RegroupedShards(layout, rank, self.gathered)
+        if regrouped is not None:
+            rank = self.rank % regrouped.num_shards
+            self.regrouped = RegroupedShards(regrouped, rank, self.gathered)
+        self.free_staged()
+        self.free()  # views could be made only while there was memory
 
     # -- memory -----------------------------------------------------------------------------
 
+    @property
+    def gathered_bytes(self) -> int:
+        return 0 if self.gathered is None else self.gathered.nbytes
+
     def allocate(self) -> None:
-        if self.gathered_bytes:
-            self.gathered_storage.resize_(self.gathered_bytes)
+        if self.gathered is not None:
+            self.gathered.allocate()
 
     def free(self) -> None:
-        if self.gathered_bytes:
-            self.gathered_storage.resize_(0)
+        if self.gathered is not None:
+            self.gathered.free()
 
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
@@ -291,6 +342,43 @@ class Bucket:
     def free_staged(self) -> None:
         if self.staged is not None:
             self.staged.untyped_storage().resize_(0)
+
+    def note_references(self) -> None:
+        """Remember how often the pieces that may be released early are referred to by us alone.
+
+        Called between the first gather's launch, which makes the last views, and first use.
+        """
+        if self._references or self.gathered is None or len(self.gathered.starts) == 1:
+            return
+        for i in self.layout.direct:
+            self._references[i] = self._count_references(i)
+
+    def _count_references(self, i: int) -> tuple[int, int]:
+        assert self.gathered is not None
+        storage = self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
+        tensor = self.params[i].unsharded
+        return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[union-attr]
+
+    def release(self, i: int) -> bool:
+        """Give back the memory of one parameter if it has its own and nobody refers to it.
+
+        Autograd holds what backward will read: views hold the storage, saved parameters the
+        tensor. So if no count is higher than it was before first use (but for the node that
+        accumulates the gradient, which holds the parameter too), backward will not read it.
+        """
+        gathered = self.gathered
+        if gathered is None or i not in self._references:
+            return False
+        slot = self.layout.slots[i]
+        piece = gathered.piece(slot.full_offset)
+        alone = gathered.flats[piece].numel() == slot.full_numel
+        storage, tensor = self._count_references(i)
+        storage_before, tensor_before = self._references[i]
+        accumulator = int(self.params[i].sharded.requires_grad)
+        if not alone or storage > storage_before or tensor > tensor_before + accumulator:
+            return False
+        gathered.storages[piece].resize_(0)
+        return True
 
     def gradient_store(self) -> GradientStore:
         """The store of sharded gradients, with memory, safe to write where no ``.grad`` is."""
@@ -322,11 +410,9 @@ class RegroupedShards:
 
     __slots__ = ("_keep", "layout", "locals", "plan", "shards", "storage")
 
-    def __init__(self, layout: BucketLayout, rank: int, gathered: torch.Tensor) -> None:
+    def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
         self.layout = layout
-        self.shards = torch.empty(
-            layout.shard_numel, dtype=gathered.dtype, device=gathered.device
-        )
+        self.shards = gathered.flats[0].new_empty(layout.shard_numel)
         self.storage = self.shards.untyped_storage()
         self.plan = GatherPlan(layout, rank, self.shards, gathered)
         self.locals = [
@@ -334,7 +420,7 @@ class RegroupedShards:
             for slot in layout.slots
         ]
         self._keep = [
-            gathered[slot.full_offset + rank * slot.shard_numel :][: slot.shard_numel]
+            gathered.view(slot.full_offset + rank * slot.shard_numel, slot.shard_numel)
             for slot in layout.slots
         ]
         self.free()
@@ -355,18 +441,16 @@ def _own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     return whole.narrow(slot.dim, start, stop - start)
 
 
-def _alias(
-    storage: torch.UntypedStorage, like: torch.Tensor, offset: int, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """A tensor on ``storage`` with a version counter of its own.
+def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the storage of ``tensor``, from its element ``offset`` on, with a version
+    counter of its own.
 
     Gathers write through other tensors on the same storage; were the counter shared, autograd
     would take the gather in backward for a change of its saved weights.
     """
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(
-        storage, offset, shape, strides
-    )
+    start = tensor.storage_offset() + offset
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides)
 
 
 def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
@@ -379,4 +463,5 @@ def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.
         return flat[slot.shard_offset : slot.shard_offset + numel].view(shape)
     start = slot.shard_offset * flat.itemsize
     part = flat.untyped_storage()[start : start + numel * flat.itemsize]
-    return _alias(part, flat, 0, shape)
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    return flat.new_empty(0).set_(part, 0, shape, strides)

@@ -96,6 +96,7 @@ class Unit:
         self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
         # What the runtime notes about this unit.
         self.runtime: Any = None
+        self.encloses = False  # whether other units lie within this one's modules
         self.enclosing: tuple[Unit, ...] = ()  # units whose modules contain this one's
         self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
         self.backward_index = -1
@@ -104,6 +105,7 @@ class Unit:
         # The state.
         self.state = State.SHARDED
         self.registered = "sharded"
+        self.released = False  # the memory of some parameters was given back early
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -196,9 +198,9 @@ class Unit:
                 )
         with torch.inference_mode(False), torch.no_grad():
             self._make_transports()
+            regroup_to = self._make_regatherer()
             for bucket in self.buckets:
-                bucket.materialize()
-            self._plan_regroup()
+                bucket.materialize(regroup_to=regroup_to, split=self.encloses)
         self._plan_registration()
         self._materialized = True
         self.generation += 1
@@ -218,16 +220,15 @@ class Unit:
         count = self._tags_per_bucket * max(1, len(self.params))
         self._tag = take_tags(groups, count)
 
-    def _plan_regroup(self) -> None:
+    def _make_regatherer(self) -> int | None:
+        """The transport within the groups of ``reshard_after_forward=int``; their size."""
         size = self.reshard_after_forward
         if type(size) is not int:
-            return
+            return None
         if self.regatherer is None:
             self._regroup_mesh = subgroup_mesh(self.mesh.mesh, size)
-            group = self._regroup_mesh.get_group(1)
-            self.regatherer = make_transport(group, self.device)
-        for bucket in self.buckets:
-            bucket.regroup(size, self.regatherer.group.rank())
+            self.regatherer = make_transport(self._regroup_mesh.get_group(1), self.device)
+        return size
 
     def _plan_registration(self) -> None:
         """For each kind of parameter, what to put into which module's ``_parameters``.
@@ -267,7 +268,7 @@ class Unit:
         if kind == "unsharded":
             for module in self.guarded:
                 module._forward_pre_hooks.pop(_GUARD, None)
-        elif self.registered == "unsharded" or not self._materialized:
+        else:
             guard = self._guard
             for module in self.guarded:
                 module._forward_pre_hooks[_GUARD] = guard
@@ -275,6 +276,10 @@ class Unit:
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A forward pre-hook of plain submodules while their parameters are sharded."""
+        if self.runtime is not None and self.runtime.in_backward:
+            self.runtime.unshard(self)  # recomputation of activations
+            self.runtime.wait_unshard(self)
+            return
         if any(isinstance(arg, DTensor) for arg in args):
             return
         names = ", ".join(p.fqn for p in self.params if any(m is module for m, _ in p.owners))
@@ -341,6 +346,7 @@ class Unit:
                         if finish is not None:
                             finishes.append(finish)
                     bucket.free_staged()
+                bucket.note_references()
                 tag += self._tags_per_bucket
             self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
@@ -365,6 +371,8 @@ class Unit:
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
+        if self.released:
+            self.free(streams)
         if self.state is State.SHARDED:
             self.launch_gather(streams)
         if self.state is State.GATHERING:
@@ -389,9 +397,39 @@ class Unit:
                     bucket.free()
             self.state = State.SHARDED
             self.regrouped = regroup
+            self.released = False
         elif self.regrouped and not regroup:
             self._drop_regrouped(streams)
         self.show_sharded()
+
+    def release_embeddings(self, streams: Streams) -> None:
+        """After forward: give back embeddings, whose weights backward does not read."""
+        for bucket in self.buckets:
+            for i in bucket.layout.direct:
+                owners = bucket.params[i].owners
+                if len(owners) == 1 and type(owners[0][0]) is nn.Embedding:
+                    self._release(bucket, i, streams)
+
+    def release_reduced(self, taken: list[dict[int, torch.Tensor]], streams: Streams) -> None:
+        """In backward: give back parameters whose gradient is complete."""
+        for bucket, grads in zip(self.buckets, taken, strict=True):
+            for i in grads:
+                self._release(bucket, i, streams)
+
+    def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
+        streams.before_free()
+        with streams.gathering():
+            if not bucket.release(i):
+                return
+        # Whoever needs it after all (recomputation of the module that owns it) finds the
+        # sharded parameter and a guard that gathers the unit again.
+        self.released = True
+        self.registered = "partly unsharded"
+        param = bucket.params[i]
+        for module, name in param.owners:
+            module._parameters[name] = param.sharded
+            if module not in self.modules:
+                module._forward_pre_hooks[_GUARD] = self._guard
 
     def show_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
