@@ -27,7 +27,7 @@ class ReducePlan:
         ranges: ``spans`` with neighbours merged.
     """
 
-    __slots__ = ("direct", "present", "ranges", "shapes", "spans", "stage_offset", "staged")
+    __slots__ = ("all_simple", "direct", "present", "ranges", "shapes", "spans", "stage_offset", "staged")
 
     def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
         self.present = tuple(present)
@@ -41,6 +41,10 @@ class ReducePlan:
         if self.staged:
             self.stage_offset = min(layout.slots[i].shard_offset for i in self.staged)
             self.spans.append((self.stage_offset, layout.shard_numel - self.stage_offset))
+        # Staged slots whose gradients need no rearrangement before they are cut into chunks.
+        self.all_simple = set(self.staged) <= set(present) and all(
+            _is_simple(layout.slots[i], layout.num_shards) for i in self.staged
+        )
         self.ranges: list[tuple[int, int]] = []
         for offset, numel in sorted(self.spans):
             if self.ranges and sum(self.ranges[-1]) == offset:
@@ -67,7 +71,12 @@ def stage(
         Tensor of shape (num_shards, numel of the stage) and dtype ``dtype``, padding zeroed.
     """
     num_shards = layout.num_shards
-    pieces = [_rows_first(layout.slots[i], grads[i], num_shards, dtype, device) for i in plan.staged]
+    if plan.all_simple:
+        pieces = [grads[i] for i in plan.staged]
+    else:
+        pieces = [
+            _rows_first(layout.slots[i], grads[i], num_shards, dtype, device) for i in plan.staged
+        ]
     if layout.filler_numel:
         pieces.append(
             torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)
@@ -79,6 +88,11 @@ def stage(
     return out
 
 
+def _is_simple(slot: Slot, num_shards: int) -> bool:
+    """Whether ``_chunk_cat`` by itself cuts the gradient as the ranks hold it."""
+    return slot.dim == 0 and slot.shape[0] > (num_shards - 1) * slot.chunk
+
+
 def _rows_first(
     slot: Slot, grad: torch.Tensor | None, num_shards: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -87,8 +101,8 @@ def _rows_first(
         return torch.zeros(slot.full_numel, dtype=dtype, device=device)
     if slot.dim is None:
         return grad.reshape(1, -1).expand(num_shards, -1).contiguous()
-    if slot.dim == 0 and grad.shape[0] > (num_shards - 1) * slot.chunk:
-        return grad  # _chunk_cat pads the last chunk
+    if _is_simple(slot, num_shards):
+        return grad
     whole = grad.new_zeros((num_shards, slot.shard_numel))
     for rank in range(num_shards):
         start, stop = slot.span(rank)

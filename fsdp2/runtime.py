@@ -170,7 +170,8 @@ class Runtime:
             self._prefetch(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
-            self._reduce_early(parent)
+            if parent.params:
+                self._reduce_early(parent)
 
     def _begin_backward(self) -> None:
         self.in_backward = True
@@ -236,7 +237,8 @@ class Runtime:
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
         for unit in reversed(self.units):
-            self.reduce(unit, final=True)
+            if unit.has_gradients():
+                self.reduce(unit, final=True)
             unit.backward_began = False
             unit.holds_earlier_gradients = not unit.reduce_grads
         if self.is_last_backward:

@@ -231,47 +231,48 @@ class Unit:
         return size
 
     def _plan_registration(self) -> None:
-        """For each kind of parameter, what to put into which module's ``_parameters``.
+        """For each kind of parameter, what to put where; done by `register`.
 
-        One ``dict.update`` per module; modules with a ``__setattr__`` of their own (recurrent
-        layers keep a second list of their weights) are set by ``setattr``.
+        Modules with a ``__setattr__`` of their own (recurrent layers keep a second list of their
+        weights) are set by ``setattr``, all others by their ``_parameters``.
         """
-        by_module: dict[nn.Module, list[tuple[str, ShardedParam]]] = {}
-        for param in self.params:
-            for module, name in param.owners:
-                by_module.setdefault(module, []).append((name, param))
-        self._registration: dict[str, list[Callable[[], None]]] = {}
+        self._registration: dict[str, list[tuple[dict, str, Any]]] = {}
+        self._slow_registration: dict[str, list[Callable[[], None]]] = {}
+        owners = [(module, name, p) for p in self.params for module, name in p.owners]
         for kind in ("sharded", "unsharded", "regrouped"):
-            setters: list[Callable[[], None]] = []
-            for module, named in by_module.items():
-                values = {name: getattr(param, kind) for name, param in named}
-                if any(value is None for value in values.values()):
+            fast = self._registration[kind] = []
+            slow = self._slow_registration[kind] = []
+            for module, name, param in owners:
+                value = getattr(param, kind)
+                if value is None:
                     continue
                 if type(module).__setattr__ is nn.Module.__setattr__:
-                    setters.append(partial(module._parameters.update, values))
+                    fast.append((module._parameters, name, value))
                 else:
-                    setters += [partial(setattr, module, *item) for item in values.items()]
-            self._registration[kind] = setters
+                    slow.append(partial(setattr, module, name, value))
         # Plain modules that own parameters of this unit are guarded while these are sharded.
-        self.guarded = [m for m in by_module if m not in self.modules]
+        guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.modules)
+        self._guarded_hooks = [module._forward_pre_hooks for module in guarded]
         self._sharded_list = [p.sharded for p in self.params]
+        self._unsharded_list = [p.unsharded for p in self.params]
+        self._locals = [p.local for p in self.params if p.is_sharded]
         self._requires_grad = tuple(map(_requires_grad, self._sharded_list))
 
     # -- registration -----------------------------------------------------------------------
 
     def register(self, kind: str) -> None:
         """Make "sharded", "unsharded" or "regrouped" parameters what the modules hold."""
-        if kind == self.registered and kind != "sharded":
-            return
-        for set_parameters in self._registration[kind]:
-            set_parameters()
+        for parameters, name, value in self._registration[kind]:
+            parameters[name] = value
+        for set_attribute in self._slow_registration[kind]:
+            set_attribute()
         if kind == "unsharded":
-            for module in self.guarded:
-                module._forward_pre_hooks.pop(_GUARD, None)
+            for hooks in self._guarded_hooks:
+                hooks.pop(_GUARD, None)
         else:
             guard = self._guard
-            for module in self.guarded:
-                module._forward_pre_hooks[_GUARD] = guard
+            for hooks in self._guarded_hooks:
+                hooks[_GUARD] = guard
         self.registered = kind
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -448,7 +449,7 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if self._registration["regrouped"]:
+        if self.params and self.params[0].regrouped is not None:
             return
         for bucket in self.buckets:
             assert bucket.regrouped is not None
@@ -460,7 +461,7 @@ class Unit:
 
     def versions(self) -> int:
         """Grows whenever somebody writes into a sharded parameter."""
-        return sum(p.local._version for p in self.params)
+        return sum(map(_version, self._locals))
 
     def is_stale(self) -> bool:
         """Whether the shards were written after the last gather began."""
@@ -566,9 +567,19 @@ class Unit:
             self._reduce_plans[index, present] = plan
         return plan
 
+    def has_gradients(self) -> bool:
+        """Whether anything is left to reduce."""
+        if any(map(_has_grad, self._unsharded_list)) or self.accumulated:
+            return True
+        return any(bucket.partial_present for bucket in self.buckets)
+
     def release_gradients(self) -> None:
         for bucket in self.buckets:
             bucket.release_gradients()
+
+
+def _has_grad(param: torch.Tensor) -> bool:
+    return param.grad is not None
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
