@@ -5,18 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any, overload
-from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .collectives import backend_name
 from .hooks import UnitHooks, hook_state_dict
 from .mesh import DataParallelMesh, device_of, resolve_mesh
 from .module import FSDPModule, make_sharded_class, move_to_device
-from .param import ShardedParam
+from .param import ORIGINS, ShardedParam
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit import Unit
 
@@ -227,45 +225,40 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     return list(found)
 
 
-# Which unit has which original parameter, as long as that is alive: it is in a module that no
-# call has reached yet, if it is tied.
-_origins: Any = WeakTensorKeyDictionary()
-
-
 def _take_parameters(
     unit: Unit,
     tree: list[nn.Module],
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
 ) -> list[ShardedParam]:
+    """The parameters of the modules in ``tree``, and those that they share with units inside."""
+    names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
+    managed_here = set(tree)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in tree:
+    for module in names:
         for name, param in module._parameters.items():
-            if param is not None and param not in ignored:
+            if param is None or param in ignored:
+                continue
+            # In units inside, only what is tied to another unit is still as the user made it.
+            if module in managed_here or param in ORIGINS:
                 owners.setdefault(param, []).append((module, name))
-    inside = {m for top in unit.modules for m in top.modules()}
     taken = []
     for param, places in owners.items():
-        earlier = _earlier_unit(param)
+        earlier = ORIGINS.get(param)
         if earlier is not None:
             other, theirs = earlier
-            if not all(module in inside for module, _ in theirs.owners):
+            if not all(module in names for module, _ in theirs.owners):
                 continue  # tied to a unit beside this one: a common parent will take both
             other.give_up(theirs)
-            places = places + theirs.owners
-        _check_parameter(param, places[0][1], unit)
-        dim = _placement_dim(shard_placement_fn, param, places[0][1])
-        managed = ShardedParam(param, places, unit.mesh, dim)
-        _origins[param] = (ref(unit), ref(managed))
+            places = sorted(places + theirs.owners, key=lambda place: list(names).index(place[0]))
+        module, name = places[0]
+        fqn = f"{names[module]}.{name}" if names[module] else name
+        _check_parameter(param, fqn, unit)
+        managed = ShardedParam(param, places, unit.mesh, _placement_dim(shard_placement_fn, param, fqn))
+        managed.fqn = fqn
+        ORIGINS[param] = (unit, managed)
         taken.append(managed)
     return taken
-
-
-def _earlier_unit(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
-    if param not in _origins:
-        return None
-    unit, managed = (reference() for reference in _origins[param])
-    return None if unit is None or managed is None else (unit, managed)
 
 
 def _check_parameter(param: nn.Parameter, name: str, unit: Unit) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from .collectives import Finish, Transport
 from .reduction import ReducePlan
@@ -56,24 +57,22 @@ class Reduction:
         self.factor = factor
         self.tag = tag
         self.present = frozenset(plan.present)
+        self.covered = frozenset(plan.covered)
         self.nbytes = sum(g.nbytes for g in grads if g is not None)
         self._finish: Finish | None = None
         self._event: Event = None
         self._advanced = False
 
     def collides(self) -> bool:
-        """Whether an earlier reduction of the same bucket has not attached its gradients yet.
-
-        Other parameters of the bucket may be on their way; the same ones must be waited for.
-        """
-        return bool(self.bucket.in_flight_params & self.present)
+        """Whether an earlier reduction that writes the same places is not complete yet."""
+        return bool(self.bucket.in_flight & self.covered)
 
     # -- transitions ------------------------------------------------------------------------
 
     def launch(self, streams: Streams) -> None:
         """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
         self.store: GradientStore = self.bucket.gradient_store()
-        self.bucket.in_flight_params |= self.present
+        self.bucket.in_flight |= self.covered
         self._choose_output()
         with streams.reducing():
             if self.scatter is not None:
@@ -99,19 +98,35 @@ class Reduction:
             self._take_partial()
             self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
 
-    def complete(self, streams: Streams) -> None:
-        """Attach ``.grad``; afterwards compute may use it and nothing else is held."""
+    def complete(self, streams: Streams) -> list[nn.Parameter]:
+        """Attach ``.grad``; afterwards compute may use it and nothing else is held.
+
+        Returns:
+            The sharded parameters that had no gradient and have one now.
+        """
         if streams.stream_ordered:
             streams.use_reduced(self._event)
         else:
             self.advance()
             self._run_finish()
             self._conclude()
-        if not self.waits:
-            self._attach()
+        attached = [] if self.waits else self._attach()
+        self._release()
+        return attached
+
+    def discard(self, streams: Streams) -> None:
+        """Like `complete`, for a backward that failed: wait, but attach nothing."""
+        if streams.stream_ordered:
+            streams.use_reduced(self._event)
+        else:
+            self.advance()
+            self._run_finish()
+        self._release()
+
+    def _release(self) -> None:
         self.grads = self.outs = ()
         del self.flat
-        self.bucket.in_flight_params -= self.present
+        self.bucket.in_flight -= self.covered
 
     def _advance_on_stream(self, streams: Streams) -> None:
         """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
@@ -226,12 +241,19 @@ class Reduction:
             else:
                 _local(grad).add_(value.to(_local(grad).device))
 
-    def _attach(self) -> None:
+    def _attach(self) -> list[nn.Parameter]:
         params, dtensors = self.bucket.params, self.store.dtensors
+        attached = []
         for i in self.plan.present:
             sharded = params[i].sharded
             if sharded.grad is None:
                 sharded.grad = dtensors[i]
+                attached.append(sharded)
+            hooks = sharded._post_accumulate_grad_hooks
+            if hooks:  # as autograd would call them
+                for hook in tuple(hooks.values()):
+                    hook(sharded)
+        return attached
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -148,6 +148,17 @@ class FSDPModule:
         """
         self._unit_and_runtime()[1].reset()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, those of the sharded parameters too while others are registered."""
+        for unit in self._units(recurse=True):
+            for param in unit.params:
+                grad = param.sharded.grad
+                if grad is not None and set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.requires_grad_(False).zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     # -- inside -----------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -14,15 +14,21 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
+
+
+# Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
+# original that the sharding did not reach, which means that the parameter is tied across units.
+ORIGINS: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,10 @@ class ShardedParam:
     __slots__ = (
         "attributes",
         "dim",
-        "__weakref__",
         "dtype",
         "fqn",
         "full_shape",
         "is_sharded",
-        "original",
         "owners",
         "regrouped",
         "sharded",
@@ -101,8 +105,6 @@ class ShardedParam:
         self.dim: int | None = dim % whole.ndim if whole.ndim else None
         self.sharded_spec = _sharded_spec(original, self.tensor_parallel, mesh, self.dim)
         self.attributes = dict(vars(original))
-        # Alive as long as a module that no call has reached holds it, which means it is tied.
-        self.original = ref(original)
         self.is_sharded = False
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None

@@ -75,7 +75,9 @@ def stage(
         pieces = [grads[i] for i in plan.staged]
     else:
         pieces = [
-            _rows_first(layout.slots[i], grads[i], num_shards, dtype, device) for i in plan.staged
+            _rows_first(layout.slots[i], grads[i], num_shards, dtype, device)
+            for i in plan.staged
+            if layout.slots[i].shard_numel
         ]
     if layout.filler_numel:
         pieces.append(
@@ -90,7 +92,7 @@ def stage(
 
 def _is_simple(slot: Slot, num_shards: int) -> bool:
     """Whether ``_chunk_cat`` by itself cuts the gradient as the ranks hold it."""
-    return slot.dim == 0 and slot.shape[0] > (num_shards - 1) * slot.chunk
+    return slot.shard_numel > 0 and slot.dim == 0 and slot.shape[0] > (num_shards - 1) * slot.chunk
 
 
 def _rows_first(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from .gradients import Reduction
+from .param import ORIGINS
 from .streams import make_streams
 from .unit import State, Unit
 
@@ -53,6 +54,7 @@ class Runtime:
         # Backward: units in the order in which they ended forward; indices are kept per unit.
         self.in_backward = False
         self.backward_order: list[Unit] = []
+        self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
         self._kept: Unit | None = None
 
@@ -228,7 +230,7 @@ class Runtime:
 
     def _complete_oldest(self) -> None:
         for reduction in self._reductions.popleft():
-            reduction.complete(self.streams)
+            self._attached += reduction.complete(self.streams)
 
     def _complete_all(self) -> None:
         while self._reductions:
@@ -243,6 +245,7 @@ class Runtime:
             unit.holds_earlier_gradients = not unit.reduce_grads
         if self.is_last_backward:
             self._complete_all()
+            self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
@@ -273,13 +276,12 @@ class Runtime:
 
     def reset(self) -> None:
         """Finish what is in flight, free every unit and forget the failed iteration."""
-        failed_backward = self.in_backward
+        if self.in_backward:
+            self._discard_gradients()
         self._complete_all()
         for unit in self.units:
             unit.free(self.streams)
             unit.backward_began = False
-            if failed_backward:
-                unit.drop_gradients()
         self._forget_backward_order()
         self._kept = None
         self.in_backward = False
@@ -288,6 +290,18 @@ class Runtime:
 
 def _autograd_is_running() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+    def _discard_gradients(self) -> None:
+        """Drop what a failed backward has made; gradients that were there before stay."""
+        for reductions in self._reductions:
+            for reduction in reductions:
+                reduction.discard(self.streams)
+        self._reductions.clear()
+        for param in self._attached:
+            param.grad = None
+        for unit in self.units:
+            unit.drop_gradients()
 
 
 def build_runtime(root_module: nn.Module) -> Runtime:
@@ -334,8 +348,6 @@ def _name(root_module: nn.Module, units: list[Unit]) -> None:
 def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
     """Find parameters that were tied after sharding, and ties that nobody resolved."""
     managed = {id(p.sharded): (unit, p) for unit in units for p in unit.params}
-    waiting = {id(p.original()): (unit, p) for unit in units for p in unit.params}
-    waiting.pop(id(None), None)
     touched = set()
     for name, module in root_module.named_modules():
         for key, value in module._parameters.items():
@@ -346,8 +358,8 @@ def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
                 if not any(m is module and k == key for m, k in param.owners):
                     param.owners.append((module, key))
                     touched.add(unit)
-            elif id(value) in waiting:
-                other = waiting[id(value)][1].fqn
+            elif value in ORIGINS:
+                other = ORIGINS[value][1].fqn
                 full = f"{name}.{key}" if name else key
                 raise ValueError(
                     f"Parameter '{full}' is tied to '{other}', which is sharded in another unit. "

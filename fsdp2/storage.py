@@ -238,7 +238,7 @@ class Bucket:
             direct_min_bytes=direct_min_bytes,
         )
         self.grads: GradientStore | None = None
-        self.in_flight_params: set[int] = set()  # whose gradients are on their way
+        self.in_flight: set[int] = set()  # slots that reductions on their way write
         # HSDP without all-reduce: what reductions over shards only have left, and for whom.
         self.partial: torch.Tensor | None = None
         self.partial_present: set[int] = set()
@@ -383,7 +383,7 @@ class Bucket:
     def gradient_store(self) -> GradientStore:
         """The store of sharded gradients, with memory, safe to write where no ``.grad`` is."""
         grads = self.grads
-        if grads is None or not (self.in_flight_params or grads.attached() or not grads.kept_elsewhere()):
+        if grads is None or not (self.in_flight or grads.attached() or not grads.kept_elsewhere()):
             flat = torch.zeros(
                 self.layout.shard_numel,
                 dtype=self.orig_dtype,
@@ -397,7 +397,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Give back the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
         grads = self.grads
-        if grads is None or self.in_flight_params or grads.attached():
+        if grads is None or self.in_flight or grads.attached():
             return
         if grads.kept_elsewhere():
             self.grads = None
