@@ -285,21 +285,24 @@ class Exchange:
         return finish
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
-        mine = [t.clone() for t in tensors]
         received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}
         works = self._start(
-            [([t], p, tag + i) for i, t in enumerate(mine) for p in self.peers],
-            [([received[p][i]], p, tag + i) for i in range(len(mine)) for p in self.peers],
+            [([t], p, tag + i) for i, t in enumerate(tensors) for p in self.peers],
+            [([received[p][i]], p, tag + i) for i in range(len(tensors)) for p in self.peers],
         )
 
         def finish() -> None:
             _wait(works)
             with record_function("fsdp2::exchange"):
-                for i, out in enumerate(tensors):
-                    ordered = [
-                        mine[i] if r == self.rank else received[r][i] for r in range(self.size)
+                for i, mine in enumerate(tensors):
+                    terms = [
+                        mine if r == self.rank else received[r][i] for r in range(self.size)
                     ]
-                    sum_in_order(ordered, out)
+                    # The first sums go where a received term was; the last one where it belongs.
+                    total = terms[0]
+                    for term in terms[1:-1]:
+                        total = torch.add(total, term, out=received[self.peers[0]][i])
+                    torch.add(total, terms[-1], out=mine)
 
         return finish
 

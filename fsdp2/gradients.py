@@ -12,6 +12,7 @@ On stream-ordered devices `launch` enqueues everything and `complete` only makes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class Reduction:
         self.present = frozenset(plan.present)
         self.covered = frozenset(plan.covered)
         self.nbytes = sum(g.nbytes for g in grads if g is not None)
+        self.dtensors: Sequence[torch.Tensor] = ()
+        self.flat: Any = None
         self._finish: Finish | None = None
         self._event: Event = None
         self._advanced = False
@@ -71,8 +74,11 @@ class Reduction:
 
     def launch(self, streams: Streams) -> None:
         """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
-        self.store: GradientStore = self.bucket.gradient_store()
         self.bucket.in_flight |= self.covered
+        if self.scatter is None and self.replicate is None:
+            self._event = streams.reduced()
+            return
+        self.store: GradientStore = self.bucket.gradient_store()
         self._choose_output()
         with streams.reducing():
             if self.scatter is not None:
@@ -104,7 +110,9 @@ class Reduction:
         Returns:
             The sharded parameters that had no gradient and have one now.
         """
-        if streams.stream_ordered:
+        if self.scatter is None and self.replicate is None:
+            self._adopt()
+        elif streams.stream_ordered:
             streams.use_reduced(self._event)
         else:
             self.advance()
@@ -118,14 +126,14 @@ class Reduction:
         """Like `complete`, for a backward that failed: wait, but attach nothing."""
         if streams.stream_ordered:
             streams.use_reduced(self._event)
-        else:
+        elif self.scatter is not None or self.replicate is not None:
             self.advance()
             self._run_finish()
         self._release()
 
     def _release(self) -> None:
         self.grads = self.outs = ()
-        del self.flat
+        self.flat = None
         self.bucket.in_flight -= self.covered
 
     def _advance_on_stream(self, streams: Streams) -> None:
@@ -163,7 +171,8 @@ class Reduction:
             and all(params[i].sharded.grad is None for i in self.plan.covered)
         )
         self.dtype = dtype
-        self.flat: torch.Tensor = self.store.flat
+        self.dtensors = self.store.dtensors
+        self.flat = self.store.flat
 
     def _allocate_output(self) -> None:
         if not self.in_place:
@@ -184,6 +193,21 @@ class Reduction:
                 self.flat[slot.shard_offset : slot.shard_offset + grad.numel()].view(grad.shape)
             )
         torch._foreach_copy_(outs, grads)
+
+    def _adopt(self) -> None:
+        """One rank: the gradients are the sharded gradients, without a copy."""
+        dtensors: dict[int, torch.Tensor] = {}
+        for i in self.plan.present:
+            param, grad = self.bucket.params[i], self.grads[i]
+            assert grad is not None
+            if self.factor is not None:
+                grad.div_(self.factor)
+            grad = grad.to(self.bucket.shard_device, self.bucket.orig_dtype)
+            if param.sharded.grad is None:
+                dtensors[i] = param.sharded_spec.wrap(grad)
+            else:
+                _local(param.sharded.grad).add_(grad)
+        self.dtensors = dtensors  # type: ignore[assignment]
 
     def _run_finish(self) -> None:
         if self._finish is not None:
@@ -242,12 +266,12 @@ class Reduction:
                 _local(grad).add_(value.to(_local(grad).device))
 
     def _attach(self) -> list[nn.Parameter]:
-        params, dtensors = self.bucket.params, self.store.dtensors
+        params = self.bucket.params
         attached = []
         for i in self.plan.present:
             sharded = params[i].sharded
             if sharded.grad is None:
-                sharded.grad = dtensors[i]
+                sharded.grad = self.dtensors[i]
                 attached.append(sharded)
             hooks = sharded._post_accumulate_grad_hooks
             if hooks:  # as autograd would call them

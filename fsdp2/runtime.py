@@ -288,10 +288,6 @@ class Runtime:
         self.forward_root = None
 
 
-def _autograd_is_running() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
     def _discard_gradients(self) -> None:
         """Drop what a failed backward has made; gradients that were there before stay."""
         for reductions in self._reductions:
@@ -302,6 +298,10 @@ def _autograd_is_running() -> bool:
             param.grad = None
         for unit in self.units:
             unit.drop_gradients()
+
+
+def _autograd_is_running() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def build_runtime(root_module: nn.Module) -> Runtime:
