@@ -16,7 +16,7 @@ sums in rank order, and needs no padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -119,7 +119,7 @@ class GroupTransport:
         self.group = group
         self.stream_ordered = device.type != "cpu"
         self.averages = self.stream_ordered
-        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        op: Any = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()
         self._reduce_options = ReduceScatterOptions()
@@ -260,9 +260,7 @@ class Exchange:
         if plan.staged:
             parts.append(stage(layout, plan, grads, wire, bucket.device).unbind(0))
         numels = [part[self.rank].numel() for part in parts]
-        received = {
-            peer: torch.empty(sum(numels), dtype=wire).split(numels) for peer in self.peers
-        }
+        received = {peer: torch.empty(sum(numels), dtype=wire).split(numels) for peer in self.peers}
         with record_function("fsdp2::exchange"):
             works = self._start(
                 [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
@@ -295,9 +293,7 @@ class Exchange:
             _wait(works)
             with record_function("fsdp2::exchange"):
                 for i, mine in enumerate(tensors):
-                    terms = [
-                        mine if r == self.rank else received[r][i] for r in range(self.size)
-                    ]
+                    terms = [mine if r == self.rank else received[r][i] for r in range(self.size)]
                     # The first sums go where a received term was; the last one where it belongs.
                     total = terms[0]
                     for term in terms[1:-1]:

@@ -254,7 +254,9 @@ def _take_parameters(
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
         _check_parameter(param, fqn, unit)
-        managed = ShardedParam(param, places, unit.mesh, _placement_dim(shard_placement_fn, param, fqn))
+        managed = ShardedParam(
+            param, places, unit.mesh, _placement_dim(shard_placement_fn, param, fqn)
+        )
         managed.fqn = fqn
         ORIGINS[param] = (unit, managed)
         taken.append(managed)

@@ -60,7 +60,8 @@ class Reduction:
         self.present = frozenset(plan.present)
         self.covered = frozenset(plan.covered)
         self.nbytes = sum(g.nbytes for g in grads if g is not None)
-        self.dtensors: Sequence[torch.Tensor] = ()
+        self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
+        self.outs: list[torch.Tensor] = []
         self.flat: Any = None
         self._finish: Finish | None = None
         self._event: Event = None
@@ -132,7 +133,7 @@ class Reduction:
         self._release()
 
     def _release(self) -> None:
-        self.grads = self.outs = ()
+        self.grads, self.outs = (), []
         self.flat = None
         self.bucket.in_flight -= self.covered
 
@@ -207,7 +208,7 @@ class Reduction:
                 dtensors[i] = param.sharded_spec.wrap(grad)
             else:
                 _local(param.sharded.grad).add_(grad)
-        self.dtensors = dtensors  # type: ignore[assignment]
+        self.dtensors = dtensors
 
     def _run_finish(self) -> None:
         if self._finish is not None:
@@ -231,7 +232,7 @@ class Reduction:
     def _take_partial(self) -> None:
         """Add what earlier reductions over shards only have left."""
         bucket = self.bucket
-        if not bucket.partial_present:
+        if bucket.partial is None:
             return
         for offset, numel in self.plan.ranges:
             self.flat[offset : offset + numel] += bucket.partial[offset : offset + numel]

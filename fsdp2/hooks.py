@@ -162,16 +162,18 @@ def hook_state_dict(unit: Unit, module: nn.Module) -> None:
     shown: list[str] = []
 
     def before_save(*_: Any) -> None:
-        shown.append(unit.registered)
-        unit.register("sharded")
+        shown.append(unit.registration.shown)
+        unit.registration.show("sharded")
 
     def after_save(*_: Any) -> None:
-        unit.register(shown.pop())
+        before = shown.pop()
+        if before in ("unsharded", "regrouped"):
+            unit.registration.show(before)
 
     def before_load(*_: Any) -> None:
         if unit.runtime is not None:
             unit.runtime.reshard(unit)  # what was gathered is about to be out of date
-        unit.register("sharded")
+        unit.registration.show("sharded")
 
     def after_load(*_: Any) -> None:
         unit.adopt_replaced()

@@ -228,7 +228,9 @@ def _finish(num_shards, slots, shard_end: int, full_end: int, align: int) -> Buc
     """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""
     done: list[Slot] = [slot for slot in slots if slot is not None]
     packed = [slot.shard_offset for slot in done if not slot.direct]
-    tail = [slot.shard_offset for slot in done if num_shards > 1 and not (slot.direct and slot.even)]
+    tail = [
+        slot.shard_offset for slot in done if num_shards > 1 and not (slot.direct and slot.even)
+    ]
     pack_offset = min(packed, default=shard_end)
     pack_numel = _round_up(shard_end - pack_offset, align)
     return BucketLayout(

@@ -51,7 +51,7 @@ def default_mesh() -> DeviceMesh:
 
 def _device_type_of_default_group() -> str:
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or "gloo" == dist.get_backend():
+    if accelerator is None or dist.get_backend() == "gloo":
         return "cpu"
     return accelerator.type
 
@@ -154,4 +154,6 @@ def device_of(mesh: DataParallelMesh) -> torch.device:
     """The device of this rank that the mesh computes on."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )

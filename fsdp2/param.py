@@ -14,7 +14,7 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
-
 
 # Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
 # original that the sharding did not reach, which means that the parameter is tied across units.
@@ -113,7 +112,7 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """The local tensor of the sharded parameter."""
-        return self.sharded._local_tensor  # type: ignore[attr-defined]
+        return cast(DTensor, self.sharded)._local_tensor
 
     def attach(self, local: torch.Tensor) -> None:
         """Make ``local``, a slice of the sharded storage, the data of the sharded parameter.
@@ -121,23 +120,23 @@ class ShardedParam:
         The Parameter object is kept if it is sharded already: optimizers hold it.
         """
         if self.is_sharded:
-            self.sharded._local_tensor = local
+            cast(DTensor, self.sharded)._local_tensor = local
             return
         self.is_sharded = True
         requires_grad = self.sharded.requires_grad
         self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
         vars(self.sharded).update(self.attributes)
 
-    def replace_sharded(self, new: nn.Parameter, rank: int, num_shards: int) -> None:
+    def replace_sharded(self, new: nn.Parameter, slot: Slot, rank: int) -> None:
         """Take over what a user registered in place of the sharded parameter.
 
         Raises:
             ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
         """
         spec, data = self.sharded_spec, new.detach()
-        if not isinstance(data, DTensor) and self.tensor_parallel is None:
-            if data.shape == spec.shape:
-                data = spec.wrap(_rows_of(data, self.dim, rank, num_shards))
+        whole = not isinstance(data, DTensor) and data.shape == spec.shape
+        if whole and self.tensor_parallel is None:
+            data = spec.wrap(own_rows(data, slot, rank).contiguous())
         if not isinstance(data, DTensor) or tuple(data.placements) != spec.placements:
             raise ValueError(
                 f"Parameter '{self.fqn}' was replaced by one of shape {tuple(new.shape)} "
@@ -181,12 +180,12 @@ class ShardedParam:
         return grad.contiguous()
 
 
-def _rows_of(whole: torch.Tensor, dim: int | None, rank: int, num_shards: int) -> torch.Tensor:
-    if dim is None:
+def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """The part of a whole parameter that ``rank`` holds, as a view."""
+    if slot.dim is None:
         return whole
-    chunk = -(-whole.shape[dim] // num_shards)
-    start = min(rank * chunk, whole.shape[dim])
-    return whole.narrow(dim, start, min(chunk, whole.shape[dim] - start)).contiguous()
+    start, stop = slot.span(rank)
+    return whole.narrow(slot.dim, start, stop - start)
 
 
 def _sharded_spec(
@@ -204,9 +203,7 @@ def _sharded_spec(
     # Tensor parallelism was applied first, so where both shard the same dim the rows of a rank
     # are strided in the whole parameter: its tensor-parallel part is cut once more.
     splits = 1
-    for size, placement in zip(
-        tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True
-    ):
+    for size, placement in zip(tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
             splits *= size
     if splits > 1 and dim is not None and mesh.shard_group is not None:

@@ -27,7 +27,16 @@ class ReducePlan:
         ranges: ``spans`` with neighbours merged.
     """
 
-    __slots__ = ("all_simple", "direct", "present", "ranges", "shapes", "spans", "stage_offset", "staged")
+    __slots__ = (
+        "all_simple",
+        "direct",
+        "present",
+        "ranges",
+        "shapes",
+        "spans",
+        "stage_offset",
+        "staged",
+    )
 
     def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
         self.present = tuple(present)
@@ -72,7 +81,7 @@ def stage(
     """
     num_shards = layout.num_shards
     if plan.all_simple:
-        pieces = [grads[i] for i in plan.staged]
+        pieces = [grad for i in plan.staged if (grad := grads[i]) is not None]
     else:
         pieces = [
             _rows_first(layout.slots[i], grads[i], num_shards, dtype, device)

@@ -287,7 +287,6 @@ class Runtime:
         self.in_backward = False
         self.forward_root = None
 
-
     def _discard_gradients(self) -> None:
         """Drop what a failed backward has made; gradients that were there before stay."""
         for reductions in self._reductions:
@@ -339,6 +338,7 @@ def _name(root_module: nn.Module, units: list[Unit]) -> None:
     names = {module: name for name, module in root_module.named_modules()}
     for unit in units:
         unit.name = ", ".join(names.get(m, "") or "(root)" for m in unit.modules)
+        unit.registration.unit_name = unit.name
         for param in unit.params:
             module, name = param.owners[0]
             prefix = names.get(module, "")

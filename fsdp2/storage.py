@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 
 from .layout import BucketLayout, Slot, plan_bucket, regroup
-from .param import ShardedParam
-
+from .param import ShardedParam, own_rows
 
 # In units that enclose others, parameters of at least this size have memory of their own.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
@@ -36,7 +36,7 @@ class Segments:
         self.starts = list(bounds[:-1])
         self.flats = [
             torch.empty(stop - start, dtype=dtype, device=device)
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, stop in pairwise(bounds)
         ]
         self.storages = [flat.untyped_storage() for flat in self.flats]
         self.sizes = [flat.nbytes for flat in self.flats]
@@ -262,7 +262,7 @@ class Bucket:
         for param, slot, source in zip(self.params, self.layout.slots, sources, strict=True):
             local = _slice_with_own_storage(shards, slot, self.rank)
             if not meta:
-                local.copy_(_own_rows(source, slot, self.rank) if whole else source)
+                local.copy_(own_rows(source, slot, self.rank) if whole else source)
             param.attach(local)
         self.shards = shards
 
@@ -432,13 +432,6 @@ class RegroupedShards:
 
     def free(self) -> None:
         self.storage.resize_(0)
-
-
-def _own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    if slot.dim is None:
-        return whole
-    start, stop = slot.span(rank)
-    return whole.narrow(slot.dim, start, stop - start)
 
 
 def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

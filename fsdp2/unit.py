@@ -12,15 +12,13 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .collectives import Finish, Transport, make_transport, separate_group, take_tags
 from .gradients import Reduction
@@ -28,6 +26,7 @@ from .mesh import DataParallelMesh, subgroup_mesh
 from .param import ShardedParam
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reduction import ReducePlan
+from .registration import Registration
 from .storage import Bucket
 from .streams import Streams
 
@@ -76,7 +75,7 @@ class Unit:
         self.name = type(modules[0]).__name__  # replaced by its qualified name at first forward
         # Choices that may change between steps.
         self.reshard_policy = reshard_after_forward  # None: False for the root, else True
-        self.reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+        self.reshard_after_forward: bool | int = True
         self.reshard_after_backward = True
         self.reduce_grads = True
         self.all_reduce_grads = True
@@ -92,7 +91,7 @@ class Unit:
         self.regatherer: Transport | None = None
         self._materialized = False
         self.generation = 0  # grows whenever the unsharded parameters or what is trained change
-        self._tag: int | None = None
+        self._tag = -1  # first of the message tags of this unit
         self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
         # What the runtime notes about this unit.
         self.runtime: Any = None
@@ -104,7 +103,7 @@ class Unit:
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
         # The state.
         self.state = State.SHARDED
-        self.registered = "sharded"
+        self.registration = Registration(modules, self._on_call_while_sharded)
         self.released = False  # the memory of some parameters was given back early
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
@@ -126,7 +125,7 @@ class Unit:
                 whole=True,
             )
         self._plan_registration()
-        self.register("sharded")
+        self.registration.show("sharded")
 
     def reshard_storage(self) -> None:
         """Plan anew from the sharded parameters as they are now.
@@ -142,7 +141,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
         self._plan_registration()
-        self.register("sharded")
+        self.registration.show("sharded")
 
     def give_up(self, param: ShardedParam) -> None:
         """Leave a tied parameter to the unit of a module that contains both its owners."""
@@ -152,7 +151,7 @@ class Unit:
     def owners_changed(self) -> None:
         """Modules were tied to parameters of this unit after it was made."""
         self._plan_registration()
-        self.register("sharded")
+        self.registration.show("sharded")
 
     def _make_buckets(self) -> None:
         groups: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
@@ -206,7 +205,7 @@ class Unit:
         self.generation += 1
 
     def _make_transports(self) -> None:
-        if self._tag is not None:
+        if self._tag >= 0:
             return
         mesh, device = self.mesh, self.device
         if mesh.shard_group is not None and mesh.num_shards > 1:
@@ -231,67 +230,19 @@ class Unit:
         return size
 
     def _plan_registration(self) -> None:
-        """For each kind of parameter, what to put where; done by `register`.
-
-        Modules with a ``__setattr__`` of their own (recurrent layers keep a second list of their
-        weights) are set by ``setattr``, all others by their ``_parameters``.
-        """
-        self._registration: dict[str, list[tuple[dict, str, Any]]] = {}
-        self._slow_registration: dict[str, list[Callable[[], None]]] = {}
-        owners = [(module, name, p) for p in self.params for module, name in p.owners]
-        for kind in ("sharded", "unsharded", "regrouped"):
-            fast = self._registration[kind] = []
-            slow = self._slow_registration[kind] = []
-            for module, name, param in owners:
-                value = getattr(param, kind)
-                if value is None:
-                    continue
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    fast.append((module._parameters, name, value))
-                else:
-                    slow.append(partial(setattr, module, name, value))
-        # Plain modules that own parameters of this unit are guarded while these are sharded.
-        guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.modules)
-        self._guarded_hooks = [module._forward_pre_hooks for module in guarded]
+        self.registration.plan(self.params)
         self._sharded_list = [p.sharded for p in self.params]
         self._unsharded_list = [p.unsharded for p in self.params]
         self._locals = [p.local for p in self.params if p.is_sharded]
         self._requires_grad = tuple(map(_requires_grad, self._sharded_list))
 
-    # -- registration -----------------------------------------------------------------------
-
-    def register(self, kind: str) -> None:
-        """Make "sharded", "unsharded" or "regrouped" parameters what the modules hold."""
-        for parameters, name, value in self._registration[kind]:
-            parameters[name] = value
-        for set_attribute in self._slow_registration[kind]:
-            set_attribute()
-        if kind == "unsharded":
-            for hooks in self._guarded_hooks:
-                hooks.pop(_GUARD, None)
-        else:
-            guard = self._guard
-            for hooks in self._guarded_hooks:
-                hooks[_GUARD] = guard
-        self.registered = kind
-
-    def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A forward pre-hook of plain submodules while their parameters are sharded."""
-        if self.runtime is not None and self.runtime.in_backward:
-            self.runtime.unshard(self)  # recomputation of activations
-            self.runtime.wait_unshard(self)
-            return
-        if any(isinstance(arg, DTensor) for arg in args):
-            return
-        names = ", ".join(p.fqn for p in self.params if any(m is module for m, _ in p.owners))
-        raise RuntimeError(
-            f"{type(module).__name__} was called while its parameters ({names}) are sharded: they "
-            f"belong to the unit '{self.name}' ({type(self.modules[0]).__name__}), which gathers "
-            "them only for its own forward. Call that module instead, or call unshard() on it "
-            "before and reshard() after, or make the method that you call a forward method with "
-            "register_fsdp_forward_method(module, name), or give this submodule a fully_shard of "
-            "its own."
-        )
+    def _on_call_while_sharded(self, module: nn.Module) -> bool:
+        """Recomputation of activations may need what was given back early: gather again."""
+        if self.runtime is None or not self.runtime.in_backward:
+            return False
+        self.runtime.unshard(self)
+        self.runtime.wait_unshard(self)
+        return True
 
     def _sync_requires_grad(self) -> None:
         """Users freeze and unfreeze the sharded parameters; the unsharded ones must follow."""
@@ -309,15 +260,17 @@ class Unit:
         Where shape, dtype and device are as before, the data is copied and the old Parameter
         object, which an optimizer may hold, is put back.
         """
-        for param in self.params:
-            module, name = param.owners[0]
-            new = module._parameters.get(name)
-            if new is None or new is param.sharded:
-                continue
-            param.replace_sharded(new, self.mesh.shard_rank, self.mesh.num_shards)
-            self.dirty = self.dirty or new is param.sharded
+        rank = self.mesh.shard_rank
+        for bucket in self.buckets:
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+                module, name = param.owners[0]
+                new = module._parameters.get(name)
+                if new is None or new is param.sharded:
+                    continue
+                param.replace_sharded(new, slot, rank)
+                self.dirty = self.dirty or new is param.sharded
         self._plan_registration()
-        self.register("sharded")
+        self.registration.show("sharded")
 
     # -- gathering --------------------------------------------------------------------------
 
@@ -353,7 +306,8 @@ class Unit:
         self.state = State.GATHERING
 
     def _launch_regrouped(self, bucket: Bucket, tag: int) -> None:
-        assert bucket.regrouped is not None and self.regatherer is not None
+        assert bucket.regrouped is not None
+        assert self.regatherer is not None
         bucket.allocate()
         finish = self.regatherer.all_gather(bucket.regrouped.plan, tag)
         if finish is not None:
@@ -378,8 +332,8 @@ class Unit:
             self.launch_gather(streams)
         if self.state is State.GATHERING:
             self.finish_gather(streams)
-        if self.registered != "unsharded":
-            self.register("unsharded")
+        if self.registration.shown != "unsharded":
+            self.registration.show("unsharded")
 
     def free(self, streams: Streams, *, regroup: bool = False) -> None:
         """UNSHARDED -> SHARDED: give the gathered storage back; sharded parameters registered.
@@ -425,12 +379,7 @@ class Unit:
         # Whoever needs it after all (recomputation of the module that owns it) finds the
         # sharded parameter and a guard that gathers the unit again.
         self.released = True
-        self.registered = "partly unsharded"
-        param = bucket.params[i]
-        for module, name in param.owners:
-            module._parameters[name] = param.sharded
-            if module not in self.modules:
-                module._forward_pre_hooks[_GUARD] = self._guard
+        self.registration.show_one_sharded(bucket.params[i])
 
     def show_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
@@ -438,8 +387,8 @@ class Unit:
         if self.regrouped:
             self._make_regrouped_params()
             kind = "regrouped"
-        if self.registered != kind:
-            self.register(kind)
+        if self.registration.shown != kind:
+            self.registration.show(kind)
 
     def _drop_regrouped(self, streams: Streams) -> None:
         with streams.gathering():
@@ -578,12 +527,9 @@ class Unit:
             bucket.release_gradients()
 
 
-def _has_grad(param: torch.Tensor) -> bool:
-    return param.grad is not None
+def _has_grad(param: torch.Tensor | None) -> bool:
+    return param is not None and param.grad is not None
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and grad.is_contiguous()
-
-
-_GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)

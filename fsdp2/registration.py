@@ -1,0 +1,97 @@
+"""Which parameters the modules of a unit hold: sharded, unsharded or regrouped ones.
+
+Swapping is one dictionary assignment per parameter, from lists made once. While plain modules
+hold sharded parameters they also have a forward pre-hook, the guard: a call that nobody gathered
+for gets an error that says what to do. While they hold unsharded ones there is no hook, so that
+computation pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .param import ShardedParam
+
+GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
+
+
+class Registration:
+    """What is registered in the modules that own the parameters of a unit.
+
+    Attributes:
+        shown: "sharded", "unsharded", "regrouped", or "partly unsharded" where some parameters
+            were given back early.
+    """
+
+    def __init__(self, unit_modules: tuple[nn.Module, ...], on_call: Callable[[nn.Module], bool]):
+        """
+        Args:
+            unit_modules: the modules of the unit, which gather for themselves.
+            on_call: asked when a guarded module is called; True if that is fine.
+        """
+        self.unit_modules = unit_modules
+        self.unit_name = type(unit_modules[0]).__name__
+        self.shown = "sharded"
+        self._on_call = on_call
+        self._params: Sequence[ShardedParam] = ()
+        self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
+        self._slow: dict[str, list[Callable[[], None]]] = {}
+        self._guarded: list[dict[int, Any]] = []
+
+    def plan(self, params: Sequence[ShardedParam]) -> None:
+        """Make the lists, after parameters were made anew or got other owners."""
+        self._params = params
+        owners = [(module, name, param) for param in params for module, name in param.owners]
+        for kind in ("sharded", "unsharded", "regrouped"):
+            fast = self._fast[kind] = []
+            slow = self._slow[kind] = []
+            for module, name, param in owners:
+                value = getattr(param, kind)
+                if value is None:
+                    continue
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    fast.append((module._parameters, name, value))
+                else:  # recurrent layers keep a second list of their weights
+                    slow.append(partial(setattr, module, name, value))
+        guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
+        self._guarded = [module._forward_pre_hooks for module in guarded]
+
+    def show(self, kind: str) -> None:
+        """Make the modules hold their parameters of this kind."""
+        for parameters, name, value in self._fast[kind]:
+            parameters[name] = value
+        for set_attribute in self._slow[kind]:
+            set_attribute()
+        if kind == "unsharded":
+            for hooks in self._guarded:
+                hooks.pop(GUARD, None)
+        else:
+            guard = self._guard
+            for hooks in self._guarded:
+                hooks[GUARD] = guard
+        self.shown = kind
+
+    def show_one_sharded(self, param: ShardedParam) -> None:
+        """Of one parameter only, whose memory was given back while the unit computes."""
+        for module, name in param.owners:
+            module._parameters[name] = param.sharded
+            if module not in self.unit_modules:
+                module._forward_pre_hooks[GUARD] = self._guard
+        self.shown = "partly unsharded"
+
+    def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._on_call(module) or any(isinstance(arg, DTensor) for arg in args):
+            return
+        names = ", ".join(p.fqn for p in self._params if any(m is module for m, _ in p.owners))
+        unit_type = type(self.unit_modules[0]).__name__
+        raise RuntimeError(
+            f"{type(module).__name__} was called while its parameters ({names}) are sharded: they "
+            f"belong to the unit '{self.unit_name}' ({unit_type}), which gathers them only for its "
+            "own forward. Call that module instead, or call unshard() on it before and reshard() "
+            "after, or give this submodule a fully_shard of its own"
+        )
