@@ -82,13 +82,13 @@ class Reduction:
         self.store: GradientStore = self.bucket.gradient_store()
         self._choose_output()
         with streams.reducing():
-            if self.scatter is not None:
+            if self.scatter is None:
+                self._copy_to_output()
+            elif self.plan.spans:  # none: only parameters without elements
                 self._allocate_output()
                 self._finish = self.scatter.reduce_scatter(
                     self.bucket, self.plan, self.grads, self.outs, self.tag
                 )
-            else:
-                self._copy_to_output()
         if streams.stream_ordered:
             self._advance_on_stream(streams)
 

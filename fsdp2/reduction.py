@@ -41,7 +41,8 @@ class ReducePlan:
     def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
         self.present = tuple(present)
         self.direct = tuple(i for i in present if i not in stageable)
-        self.staged = tuple(stageable) if any(i in stageable for i in present) else ()
+        has_stage = any(i in stageable and layout.slots[i].shard_numel for i in present)
+        self.staged = tuple(stageable) if has_stage else ()
         self.spans = [
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]

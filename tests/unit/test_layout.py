@@ -1,0 +1,151 @@
+"""The arithmetic of layouts, against what it is meant to describe: slices of real tensors."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp2.layout import ALIGN_BYTES, BucketLayout, plan_bucket, regroup
+from fsdp2.reduction import ReducePlan, stage
+
+shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
+ITEMSIZES = [(4, 4, 4), (2, 4, 4), (8, 8, 8), (1, 1, 1), (2, 2, 4)]
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> BucketLayout:
+    sizes = draw(st.lists(shapes, min_size=1, max_size=6))
+    dims = [draw(st.integers(0, len(s) - 1)) if s else None for s in sizes]
+    return plan_bucket(
+        sizes,
+        dims,
+        draw(st.integers(1, 5)),
+        itemsizes=draw(st.sampled_from(ITEMSIZES)),
+        direct_min_bytes=draw(st.sampled_from([0, 64, 10**9])),
+    )
+
+
+def ranges_overlap(ranges: list[tuple[int, int]]) -> bool:
+    ends = 0
+    for start, numel in sorted(r for r in ranges if r[1]):
+        if start < ends:
+            return True
+        ends = start + numel
+    return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(buckets())
+def test_nothing_overlaps_and_everything_is_inside(layout: BucketLayout) -> None:
+    shards = [(s.shard_offset, s.shard_numel) for s in layout.slots]
+    full = [(s.full_offset, s.full_numel) for s in layout.slots]
+    pack = (layout.pack_full_offset, layout.num_shards * layout.pack_numel)
+    assert not ranges_overlap(shards)
+    assert not ranges_overlap([*full, pack])
+    assert all(sum(r) <= layout.shard_numel for r in shards)
+    assert all(sum(r) <= layout.gathered_numel for r in [*full, pack])
+
+
+@settings(max_examples=300, deadline=None)
+@given(buckets())
+def test_ranks_hold_what_torch_chunk_gives_them(layout: BucketLayout) -> None:
+    for slot in layout.slots:
+        whole = torch.arange(prod(slot.shape)).view(slot.shape)
+        if slot.dim is None:
+            assert slot.local_shape(0) == slot.shape
+            continue
+        chunks = list(whole.chunk(layout.num_shards, dim=slot.dim)) if whole.numel() else []
+        for rank in range(layout.num_shards):
+            start, stop = slot.span(rank)
+            mine = whole.narrow(slot.dim, start, stop - start)
+            assert tuple(mine.shape) == slot.local_shape(rank)
+            if rank < len(chunks):
+                assert torch.equal(mine, chunks[rank])
+            else:
+                assert mine.numel() == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(buckets(), st.integers(0, 4))
+def test_direct_slices_are_aligned_and_have_no_gaps(layout: BucketLayout, which: int) -> None:
+    if layout.num_shards == 1:
+        return
+    end = 0
+    for i in layout.direct:
+        slot = layout.slots[i]
+        assert slot.dim == 0
+        assert slot.shard_offset == end
+        assert slot.shard_numel % (ALIGN_BYTES // 8) == 0
+        end += slot.shard_numel
+    assert end == layout.pack_offset
+
+
+@settings(max_examples=300, deadline=None)
+@given(buckets(), st.integers(1, 5))
+def test_regrouping_keeps_every_place(layout: BucketLayout, num_shards: int) -> None:
+    if layout.num_shards % num_shards:
+        with pytest.raises(ValueError, match="do not divide"):
+            regroup(layout, num_shards, itemsizes=(4, 4, 4))
+        return
+    fewer = regroup(layout, num_shards, itemsizes=(4, 4, 4))
+    for old, new in zip(layout.slots, fewer.slots, strict=True):
+        assert (new.full_offset, new.full_numel) == (old.full_offset, old.full_numel)
+        assert new.shard_numel * num_shards == new.full_numel
+    assert not ranges_overlap([(s.shard_offset, s.shard_numel) for s in fewer.slots])
+
+
+@pytest.mark.parametrize(("rows", "world_size"), [(1, 8), (7, 8), (9, 8), (1000, 7)])
+def test_padding_is_less_than_a_row_per_rank(rows: int, world_size: int) -> None:
+    layout = plan_bucket([(rows, 4)], [0], world_size, itemsizes=(4,), direct_min_bytes=0)
+    assert layout.padding_numel < 4 * world_size
+
+
+def test_small_and_unaligned_parameters_are_packed() -> None:
+    layout = plan_bucket(
+        [(64, 64), (8,), (64, 1), (4, 3)], [0] * 4, 4, itemsizes=(4,), direct_min_bytes=1024
+    )
+    assert layout.direct == (0,)
+    everything = plan_bucket(
+        [(64, 64), (8,), (64, 1), (4, 3)], [0] * 4, 4, itemsizes=(4,), direct_min_bytes=0
+    )
+    assert everything.direct == (0, 2)  # 8 bytes of (8,) and 12 of (4, 3) are no multiple of 16
+
+
+@settings(max_examples=200, deadline=None)
+@given(buckets(), st.integers(0, 63))
+def test_staged_gradients_reach_the_rank_that_owns_the_rows(
+    layout: BucketLayout, absent: int
+) -> None:
+    if layout.num_shards == 1:
+        return
+    present = [i for i in range(len(layout.slots)) if not absent >> i & 1]
+    grads = [
+        torch.rand(slot.shape) if i in present else None for i, slot in enumerate(layout.slots)
+    ]
+    plan = ReducePlan(layout, present, layout.tail)
+    if not plan.staged:
+        assert not any(layout.slots[i].shard_numel for i in set(present) & set(layout.tail))
+        return
+    rows = stage(layout, plan, grads, torch.float32, torch.device("cpu"))
+    for i in plan.staged:
+        slot, grad = layout.slots[i], grads[i]
+        for rank in range(layout.num_shards):
+            start = slot.shard_offset - plan.stage_offset
+            part = rows[rank, start : start + slot.local_numel(rank)].view(slot.local_shape(rank))
+            if grad is None:
+                assert not part.any()
+            elif slot.dim is None:
+                assert torch.equal(part, grad)
+            else:
+                begin, stop = slot.span(rank)
+                assert torch.equal(part, grad.narrow(slot.dim, begin, stop - begin))
+
+
+def test_ranges_of_a_reduction_are_merged() -> None:
+    layout = plan_bucket([(4, 4)] * 3, [0] * 3, 2, itemsizes=(4,), direct_min_bytes=0)
+    assert ReducePlan(layout, [0, 1, 2], layout.tail).ranges == [(0, 24)]
+    assert ReducePlan(layout, [0, 2], layout.tail).ranges == [(0, 8), (16, 8)]
