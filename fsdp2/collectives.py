@@ -118,8 +118,7 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.stream_ordered = device.type != "cpu"
-        self.averages = self.stream_ordered
-        op: Any = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
+        self.averages = True
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()
         self._reduce_options = ReduceScatterOptions()
@@ -127,7 +126,8 @@ class GroupTransport:
         for options in (self._gather_options, self._reduce_options, self._all_reduce_options):
             # False puts a collective on the current stream; True on a stream of the group.
             options.asyncOp = host
-        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = op
+        average: Any = dist.ReduceOp.AVG
+        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = average
         # torch 2.13 renames these; 2.11 has the former names only.
         self._gather = _either(
             group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
@@ -167,7 +167,7 @@ class GroupTransport:
         if plan.staged:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
         shaped = [out.view(shape) for out, shape in zip(outs, plan.shapes, strict=False)]
-        shaped += outs[len(shaped) :]
+        shaped += outs[len(shaped) :]  # the stage is flat
         work = self._reduce(shaped, inputs, self._reduce_options)
         if self.stream_ordered:
             return None

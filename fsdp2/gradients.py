@@ -57,12 +57,12 @@ class Reduction:
         self.num_ranks = num_ranks
         self.factor = factor
         self.tag = tag
-        self.present = frozenset(plan.present)
-        self.covered = frozenset(plan.covered)
-        self.nbytes = sum(g.nbytes for g in grads if g is not None)
+        self.covered = plan.covered
+        self.nbytes = plan.numel * bucket.gather_dtype.itemsize
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
         self.outs: list[torch.Tensor] = []
         self.flat: Any = None
+        self.in_place = False
         self._finish: Finish | None = None
         self._event: Event = None
         self._advanced = False
@@ -79,8 +79,9 @@ class Reduction:
         if self.scatter is None and self.replicate is None:
             self._event = streams.reduced()
             return
-        self.store: GradientStore = self.bucket.gradient_store()
-        self._choose_output()
+        unattached = not self.bucket.has_gradients()
+        self.store: GradientStore = self.bucket.gradient_store(unattached)
+        self._choose_output(unattached)
         with streams.reducing():
             if self.scatter is None:
                 self._copy_to_output()
@@ -159,7 +160,7 @@ class Reduction:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _choose_output(self) -> None:
+    def _choose_output(self, unattached: bool) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
         dtype = self.bucket.orig_dtype
         if self.scatter is not None:
@@ -169,7 +170,7 @@ class Reduction:
             dtype == self.bucket.orig_dtype
             and self.bucket.shard_device == self.bucket.device
             and not self.waits
-            and all(params[i].sharded.grad is None for i in self.plan.covered)
+            and (unattached or all(params[i].sharded.grad is None for i in self.covered))
         )
         self.dtype = dtype
         self.dtensors = self.store.dtensors
@@ -227,7 +228,7 @@ class Reduction:
             )
         for offset, numel in self.plan.ranges:
             bucket.partial[offset : offset + numel] += self.flat[offset : offset + numel]
-        bucket.partial_present |= self.present
+        bucket.partial_present.update(self.plan.present)
 
     def _take_partial(self) -> None:
         """Add what earlier reductions over shards only have left."""
@@ -237,17 +238,20 @@ class Reduction:
         for offset, numel in self.plan.ranges:
             self.flat[offset : offset + numel] += bucket.partial[offset : offset + numel]
             bucket.partial[offset : offset + numel] = 0
-        bucket.partial_present -= self.present
+        bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
             bucket.partial = None
 
     def _scale(self) -> None:
         """From what the transports give (mean or sum) to sum / factor."""
-        divisor = self.num_ranks if self.factor is None else self.factor
-        if any(t is not None and t.averages for t in (self.scatter, self.replicate)):
-            divisor = divisor / self.num_ranks
+        divided = 1
+        for transport in (self.scatter, self.replicate):
+            if transport is not None and transport.averages:
+                divided *= transport.group.size()
+        divisor = (self.num_ranks if self.factor is None else self.factor) / divided
         if divisor != 1:
-            torch._foreach_div_(self._ranges(), float(divisor))
+            for part in self._ranges():
+                part.div_(divisor)
 
     def _write_back(self) -> None:
         """From the temporary output into the gradient storage, or added to ``.grad``."""
@@ -271,7 +275,7 @@ class Reduction:
         attached = []
         for i in self.plan.present:
             sharded = params[i].sharded
-            if sharded.grad is None:
+            if self.in_place or sharded.grad is None:
                 sharded.grad = self.dtensors[i]
                 attached.append(sharded)
             hooks = sharded._post_accumulate_grad_hooks

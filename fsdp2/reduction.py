@@ -8,6 +8,7 @@ the root unit's head is reduced long before its embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -21,7 +22,8 @@ class ReducePlan:
         direct: slots whose gradients are sent as they are.
         staged: slots that are copied into one buffer first, in storage order. Those without a
             gradient send zeros, so that the buffer has one layout; empty if none has one.
-        present: slots that have a gradient.
+        present: slots that have a gradient; ``numel``: of these gradients, before reduction.
+        covered: slots whose sharded gradient is written.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
         shapes: of the padded shard of each direct slot.
         ranges: ``spans`` with neighbours merged.
@@ -29,7 +31,9 @@ class ReducePlan:
 
     __slots__ = (
         "all_simple",
+        "covered",
         "direct",
+        "numel",
         "present",
         "ranges",
         "shapes",
@@ -47,6 +51,8 @@ class ReducePlan:
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
         self.shapes = [(layout.slots[i].chunk, *layout.slots[i].shape[1:]) for i in self.direct]
+        self.covered = frozenset(self.direct + self.staged)
+        self.numel = sum(prod(layout.slots[i].shape) for i in self.present)
         self.stage_offset = layout.shard_numel
         if self.staged:
             self.stage_offset = min(layout.slots[i].shard_offset for i in self.staged)
@@ -61,11 +67,6 @@ class ReducePlan:
                 self.ranges[-1] = (self.ranges[-1][0], self.ranges[-1][1] + numel)
             else:
                 self.ranges.append((offset, numel))
-
-    @property
-    def covered(self) -> tuple[int, ...]:
-        """Slots whose sharded gradient is written."""
-        return self.direct + self.staged
 
 
 def stage(

@@ -181,10 +181,6 @@ class GradientStore:
             torch._C._storage_Use_Count(self.storage._cdata),
         )
 
-    def attached(self) -> bool:
-        """Whether any parameter has a gradient, ours or not."""
-        return any(p.sharded.grad is not None for p in self.params)
-
     def kept_elsewhere(self) -> bool:
         """Whether somebody else holds a gradient of ours. Only valid while none is attached."""
         return self._references() != self._baseline
@@ -237,6 +233,13 @@ class Bucket:
             itemsizes=self.itemsizes,
             direct_min_bytes=direct_min_bytes,
         )
+        # Whether gathering is the identity: one shard, same dtype, same device.
+        self.aliases_shards = (
+            num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
+        )
+        self.fills_own_slices = False  # whether something is copied before the gather
+        self.unsharded: list[tuple[int, torch.Tensor]] = []
+        self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
         self.grads: GradientStore | None = None
         self.in_flight: set[int] = set()  # slots that reductions on their way write
         # HSDP without all-reduce: what reductions over shards only have left, and for whom.
@@ -270,15 +273,6 @@ class Bucket:
     def is_meta(self) -> bool:
         return self.shards.is_meta
 
-    @property
-    def aliases_shards(self) -> bool:
-        """Whether gathering is the identity: one shard, same dtype, same device."""
-        return (
-            self.layout.num_shards == 1
-            and self.gather_dtype == self.orig_dtype
-            and self.shard_device == self.device
-        )
-
     def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
         """Make the gathered storage (without memory), the unsharded parameters and the plan.
 
@@ -292,7 +286,14 @@ class Bucket:
         if self.aliases_shards:
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
-            return
+        else:
+            self._materialize_gathered(regroup_to, split)
+        for i, param in enumerate(self.params):
+            assert param.unsharded is not None
+            self.unsharded.append((i, param.unsharded))
+        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
+
+    def _materialize_gathered(self, regroup_to: int | None, split: bool) -> None:
         end = self.layout.gathered_numel
         regrouped = None
         if regroup_to is not None:
@@ -307,6 +308,9 @@ class Bucket:
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
             self.staged = source = torch.empty_like(self.shards, device=self.device)
         self.plan = GatherPlan(self.layout, self.rank, source, self.gathered)
+        self.fills_own_slices = (
+            self.staged is not None or self.plan.cast or self.layout.num_shards == 1
+        )
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             param.make_unsharded(
                 _alias(self.gathered.view(slot.full_offset, slot.full_numel), 0, slot.shape)
@@ -380,10 +384,18 @@ class Bucket:
         gathered.storages[piece].resize_(0)
         return True
 
-    def gradient_store(self) -> GradientStore:
-        """The store of sharded gradients, with memory, safe to write where no ``.grad`` is."""
+    def has_gradients(self) -> bool:
+        """Whether any sharded parameter has a gradient, ours or not."""
+        return any(p.sharded.grad is not None for p in self.params)
+
+    def gradient_store(self, unattached: bool) -> GradientStore:
+        """The store of sharded gradients, with memory, safe to write where no ``.grad`` is.
+
+        Args:
+            unattached: no sharded parameter has a gradient now.
+        """
         grads = self.grads
-        if grads is None or not (self.in_flight or grads.attached() or not grads.kept_elsewhere()):
+        if grads is None or (unattached and not self.in_flight and grads.kept_elsewhere()):
             flat = torch.zeros(
                 self.layout.shard_numel,
                 dtype=self.orig_dtype,
@@ -397,7 +409,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Give back the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
         grads = self.grads
-        if grads is None or self.in_flight or grads.attached():
+        if grads is None or self.in_flight or self.has_gradients():
             return
         if grads.kept_elsewhere():
             self.grads = None

@@ -12,7 +12,6 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -294,13 +293,16 @@ class Unit:
                     self._launch_regrouped(bucket, tag)
                 elif not bucket.aliases_shards:
                     bucket.allocate()
-                    bucket.fill_own_slices()
+                    if bucket.fills_own_slices:
+                        bucket.fill_own_slices()
                     if self.gatherer is not None:
                         finish = self.gatherer.all_gather(bucket.plan, tag)
                         if finish is not None:
                             finishes.append(finish)
-                    bucket.free_staged()
-                bucket.note_references()
+                    if bucket.staged is not None:
+                        bucket.free_staged()
+                if self.encloses:
+                    bucket.note_references()
                 tag += self._tags_per_bucket
             self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
@@ -426,26 +428,25 @@ class Unit:
         """
         taken = []
         for bucket in self.buckets:
-            indices: Iterable[int] = range(len(bucket.params))
-            if direct_only:
-                indices = bucket.layout.direct
             grads: dict[int, torch.Tensor] = {}
-            for i in indices:
-                param = bucket.params[i]
-                unsharded = param.unsharded
-                grad = unsharded.grad  # type: ignore[union-attr]
-                if grad is None:
-                    if self.accumulated and id(param) in self.accumulated:
-                        grads[i] = self.accumulated.pop(id(param))
-                    continue
-                unsharded.grad = None  # type: ignore[union-attr]
-                if type(grad) is not torch.Tensor or not _is_plain(grad):
-                    grad = param.local_gradient(grad)
-                if self.accumulated and id(param) in self.accumulated:
-                    grad = self.accumulated.pop(id(param)).add_(grad)
-                grads[i] = grad
+            for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
+                grad = unsharded.grad
+                if grad is not None:
+                    unsharded.grad = None
+                    if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
+                        grad = bucket.params[i].local_gradient(grad)
+                    grads[i] = grad
+            if self.accumulated:
+                self._add_accumulated(bucket, grads)
             taken.append(grads)
         return taken
+
+    def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """What backwards without sync have left, in the dtype of the reduction."""
+        for i, param in enumerate(bucket.params):
+            earlier = self.accumulated.pop(id(param), None)
+            if earlier is not None:
+                grads[i] = earlier.add_(grads[i]) if i in grads else earlier
 
     def accumulate_gradients(self) -> None:
         """Without sync: keep gradients unsharded, in the dtype of the reduction."""
@@ -508,11 +509,11 @@ class Unit:
         return reductions
 
     def _reduce_plan(self, index: int, bucket: Bucket, grads: dict[int, torch.Tensor]):
-        present = tuple(grads) if len(grads) == 1 else tuple(sorted(grads))
+        present = tuple(grads)
         plan = self._reduce_plans.get((index, present))
         if plan is None:
             stageable = () if self.scatter is None else self.scatter.stageable(bucket)
-            plan = ReducePlan(bucket.layout, present, stageable)
+            plan = ReducePlan(bucket.layout, sorted(present), stageable)
             self._reduce_plans[index, present] = plan
         return plan
 
@@ -529,7 +530,3 @@ class Unit:
 
 def _has_grad(param: torch.Tensor | None) -> bool:
     return param is not None and param.grad is not None
-
-
-def _is_plain(grad: torch.Tensor) -> bool:
-    return grad.layout is torch.strided and grad.is_contiguous()
