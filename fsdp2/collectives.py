@@ -58,7 +58,7 @@ class Transport(Protocol):
         bucket: Bucket,
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
-        outs: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
         tag: int,
     ) -> Finish | None: ...
 
@@ -159,16 +159,14 @@ class GroupTransport:
         bucket: Bucket,
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
-        outs: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
         tag: int,
     ) -> Finish | None:
         dtype = outs[0].dtype
         inputs = [_as_dtype(grads[i], dtype) for i in plan.direct]
         if plan.staged:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
-        shaped = [out.view(shape) for out, shape in zip(outs, plan.shapes, strict=False)]
-        shaped += outs[len(shaped) :]  # the stage is flat
-        work = self._reduce(shaped, inputs, self._reduce_options)
+        work = self._reduce(outs, inputs, self._reduce_options)
         if self.stream_ordered:
             return None
 
@@ -248,7 +246,7 @@ class Exchange:
         bucket: Bucket,
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
-        outs: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
         tag: int,
     ) -> Finish | None:
         layout = bucket.layout
@@ -276,7 +274,7 @@ class Exchange:
                     ordered = [
                         part[r] if r == self.rank else received[r][i] for r in range(self.size)
                     ]
-                    sum_in_order(ordered, out[: numels[i]])
+                    sum_in_order(ordered, out.view(-1)[: numels[i]])
             parts.clear()
             received.clear()
 

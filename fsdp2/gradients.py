@@ -177,10 +177,12 @@ class Reduction:
         self.flat = self.store.flat
 
     def _allocate_output(self) -> None:
-        if not self.in_place:
-            numel = self.bucket.layout.shard_numel
-            self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
-        self.outs = [self.flat[offset : offset + numel] for offset, numel in self.plan.spans]
+        if self.in_place:
+            self.outs = self.store.outputs(self.plan)
+            return
+        numel = self.bucket.layout.shard_numel
+        self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
+        self.outs = self.plan.outputs(self.flat)
 
     def _copy_to_output(self) -> None:
         """One shard: the gradients are the sharded gradients; only gathered into one storage."""

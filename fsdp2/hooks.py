@@ -79,13 +79,15 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
-        inputs = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
-        if len(inputs) == 1 and type(inputs[0]) is torch.Tensor and not kwargs and _flat(args):
-            # The usual case, by the cheapest node there is.
-            self._watching = False
-            marked = inputs[0].view_as(inputs[0])
-            marked.grad_fn.register_prehook(self._leave_by_view)  # type: ignore[union-attr]
-            return tuple(marked if t is inputs[0] else t for t in args), kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            if args[0].requires_grad:
+                # The usual case, by the cheapest node there is.
+                self._watching = False
+                marked = args[0].view_as(args[0])
+                marked.grad_fn.register_prehook(self._leave_by_view)  # type: ignore[union-attr]
+                return (marked,), kwargs
+            self._watch_accumulation()
+            return args, kwargs
         found = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
         if not found:
             self._watch_accumulation()
@@ -131,14 +133,6 @@ class UnitHooks:
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
             unit.runtime.reduce(unit)
-
-
-def _flat(args: tuple) -> bool:
-    """Whether no argument is a container that might hold more tensors."""
-    return all(isinstance(arg, _NO_CONTAINERS) for arg in args)
-
-
-_NO_CONTAINERS = (torch.Tensor, int, float, bool, str, type(None))
 
 
 class _Border(torch.autograd.Function):

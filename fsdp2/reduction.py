@@ -68,6 +68,14 @@ class ReducePlan:
             else:
                 self.ranges.append((offset, numel))
 
+    def outputs(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Where the sums go in ``flat``, laid out like the sharded storage: the padded shards of
+        direct slots in their shapes, then the stage."""
+        outs = [flat[offset : offset + numel] for offset, numel in self.spans]
+        return [o.view(s) for o, s in zip(outs, self.shapes, strict=False)] + outs[
+            len(self.shapes) :
+        ]
+
 
 def stage(
     layout: BucketLayout,

@@ -157,7 +157,7 @@ class GradientStore:
     anybody else holds one, the old storage is left to them and a new one is made.
     """
 
-    __slots__ = ("_baseline", "dtensors", "flat", "locals", "params", "storage")
+    __slots__ = ("_baseline", "_outputs", "dtensors", "flat", "locals", "params", "storage")
 
     def __init__(self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat):
         self.params = params
@@ -172,6 +172,7 @@ class GradientStore:
         self.dtensors = [
             p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
         ]
+        self._outputs: dict[Any, list[torch.Tensor]] = {}
         self._baseline = self._references()
 
     def _references(self) -> tuple[int, int, int]:
@@ -180,6 +181,14 @@ class GradientStore:
             sum(map(sys.getrefcount, self.locals)),
             torch._C._storage_Use_Count(self.storage._cdata),
         )
+
+    def outputs(self, plan: Any) -> list[torch.Tensor]:
+        """Views for a reduction that writes in place, made once per plan."""
+        outs = self._outputs.get(plan)
+        if outs is None:
+            outs = self._outputs[plan] = plan.outputs(self.flat)
+            self._baseline = (*self._baseline[:2], self._baseline[2] + len(outs))
+        return outs
 
     def kept_elsewhere(self) -> bool:
         """Whether somebody else holds a gradient of ours. Only valid while none is attached."""
