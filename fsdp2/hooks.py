@@ -153,16 +153,14 @@ class _Border(torch.autograd.Function):
 def hook_state_dict(unit: Unit, module: nn.Module) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of ``module``, which owns parameters of
     ``unit``, see the sharded parameters, at any time and whatever is computed with."""
-    shown: list[str] = []
+    entered: list[Any] = []
 
     def before_save(*_: Any) -> None:
-        shown.append(unit.registration.shown)
-        unit.registration.show("sharded")
+        entered.append(unit.registration.showing_sharded())
+        entered[-1].__enter__()
 
     def after_save(*_: Any) -> None:
-        before = shown.pop()
-        if before in ("unsharded", "regrouped"):
-            unit.registration.show(before)
+        entered.pop().__exit__(None, None, None)
 
     def before_load(*_: Any) -> None:
         if unit.runtime is not None:

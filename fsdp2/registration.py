@@ -8,7 +8,8 @@ computation pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .param import ShardedParam
+from .released import ReleasedParameter
 
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
@@ -24,20 +26,18 @@ class Registration:
     """What is registered in the modules that own the parameters of a unit.
 
     Attributes:
-        shown: "sharded", "unsharded", "regrouped", or "partly unsharded" where some parameters
-            were given back early.
+        shown: "sharded", "unsharded" or "regrouped".
     """
 
-    def __init__(self, unit_modules: tuple[nn.Module, ...], on_call: Callable[[nn.Module], bool]):
+    def __init__(self, unit_modules: tuple[nn.Module, ...]) -> None:
         """
         Args:
             unit_modules: the modules of the unit, which gather for themselves.
-            on_call: asked when a guarded module is called; True if that is fine.
         """
         self.unit_modules = unit_modules
         self.unit_name = type(unit_modules[0]).__name__
         self.shown = "sharded"
-        self._on_call = on_call
+        self._released: list[tuple[ShardedParam, ReleasedParameter]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
         self._slow: dict[str, list[Callable[[], None]]] = {}
@@ -75,17 +75,26 @@ class Registration:
             for hooks in self._guarded:
                 hooks[GUARD] = guard
         self.shown = kind
+        self._released.clear()
 
-    def show_one_sharded(self, param: ShardedParam) -> None:
-        """Of one parameter only, whose memory was given back while the unit computes."""
+    def show_released(self, param: ShardedParam, stand_in: ReleasedParameter) -> None:
+        """Of one parameter, whose memory was given back early, a stand-in, until `show`."""
+        self._released.append((param, stand_in))
         for module, name in param.owners:
-            module._parameters[name] = param.sharded
-            if module not in self.unit_modules:
-                module._forward_pre_hooks[GUARD] = self._guard
-        self.shown = "partly unsharded"
+            module._parameters[name] = stand_in  # type: ignore[assignment]
+
+    @contextmanager
+    def showing_sharded(self) -> Iterator[None]:
+        """Sharded parameters inside, whatever was shown before after it."""
+        before, released = self.shown, list(self._released)
+        self.show("sharded")
+        yield
+        self.show(before)
+        for item in released:
+            self.show_released(*item)
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._on_call(module) or any(isinstance(arg, DTensor) for arg in args):
+        if any(isinstance(arg, DTensor) for arg in args):
             return
         names = ", ".join(p.fqn for p in self._params if any(m is module for m, _ in p.owners))
         unit_type = type(self.unit_modules[0]).__name__

@@ -106,6 +106,8 @@ class Runtime:
             self.backward_order.append(unit)
         outermost = self.forward_root is unit
         policy = unit.reshard_after_forward
+        if not differentiable and unit.reshard_policy is None:
+            policy = True  # what a root keeps for backward is of no use without one
         if policy is not False and not self._runs_next(unit):
             if differentiable and not outermost and self._ends_forward(unit):
                 # The last unit of forward is the first of backward: keep its memory.

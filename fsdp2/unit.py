@@ -13,6 +13,7 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ from .param import ShardedParam
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reduction import ReducePlan
 from .registration import Registration
+from .released import ReleasedParameter
 from .storage import Bucket
 from .streams import Streams
 
@@ -102,7 +104,8 @@ class Unit:
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
         # The state.
         self.state = State.SHARDED
-        self.registration = Registration(modules, self._on_call_while_sharded)
+        self.registration = Registration(modules)
+        self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self.released = False  # the memory of some parameters was given back early
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
@@ -235,14 +238,6 @@ class Unit:
         self._locals = [p.local for p in self.params if p.is_sharded]
         self._requires_grad = tuple(map(_requires_grad, self._sharded_list))
 
-    def _on_call_while_sharded(self, module: nn.Module) -> bool:
-        """Recomputation of activations may need what was given back early: gather again."""
-        if self.runtime is None or not self.runtime.in_backward:
-            return False
-        self.runtime.unshard(self)
-        self.runtime.wait_unshard(self)
-        return True
-
     def _sync_requires_grad(self) -> None:
         """Users freeze and unfreeze the sharded parameters; the unsharded ones must follow."""
         now = tuple(map(_requires_grad, self._sharded_list))
@@ -363,8 +358,9 @@ class Unit:
         """After forward: give back embeddings, whose weights backward does not read."""
         for bucket in self.buckets:
             for i in bucket.layout.direct:
-                owners = bucket.params[i].owners
-                if len(owners) == 1 and type(owners[0][0]) is nn.Embedding:
+                param = bucket.params[i]
+                is_embedding = type(param.owners[0][0]) is nn.Embedding
+                if is_embedding and len(param.owners) == 1 and param not in self._recalled:
                     self._release(bucket, i, streams)
 
     def release_reduced(self, taken: list[dict[int, torch.Tensor]], streams: Streams) -> None:
@@ -378,10 +374,17 @@ class Unit:
         with streams.gathering():
             if not bucket.release(i):
                 return
-        # Whoever needs it after all (recomputation of the module that owns it) finds the
-        # sharded parameter and a guard that gathers the unit again.
         self.released = True
-        self.registration.show_one_sharded(bucket.params[i])
+        param = bucket.params[i]
+        assert param.unsharded is not None
+        stand_in = ReleasedParameter.make(param.unsharded, partial(self._recall, param))
+        self.registration.show_released(param, stand_in)
+
+    def _recall(self, param: ShardedParam) -> None:
+        """Backward needs a released parameter after all, to recompute activations."""
+        self._recalled.add(param)
+        if self.released:
+            self.runtime.wait_unshard(self)
 
     def show_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
@@ -411,8 +414,8 @@ class Unit:
         self._plan_registration()
 
     def versions(self) -> int:
-        """Grows whenever somebody writes into a sharded parameter."""
-        return sum(map(_version, self._locals))
+        """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
+        return sum(map(_version, self._locals)) + sum(map(_version, self._sharded_list))
 
     def is_stale(self) -> bool:
         """Whether the shards were written after the last gather began."""
