@@ -1,0 +1,58 @@
+"""torchrun for one machine, with its own defaults and a quiet end.
+
+    python examples/launch.py [--nproc-per-node N] script.py [options of the script]
+
+does what `torchrun --standalone --nproc-per-node N script.py ...` does, with one process per GPU,
+or 2 where there are none, unless N is given. Two endings of the ranks are no failures here, and
+leave no report and no traceback: Ctrl-C, after which the ranks may finish what they must (exit
+status 130), and a mistake in the options, which rank 0 has named in one line (exit status 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import sys
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="number of processes")
+    parser.add_argument("script")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
+    given = parser.parse_args()
+
+    # Until torchrun handles it, Ctrl-C ends this process as it ends any program not written in
+    # Python. Importing torch takes seconds, so it comes after this.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    num_ranks = given.nproc_per_node or torch.cuda.device_count() or 2
+    # The ranks share the cores; more threads than cores would slow all of them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    command = ["--standalone", "--nproc-per-node", str(num_ranks), given.script, *given.options]
+    print("+ torchrun", shlex.join(command), flush=True)
+    # What torchrun logs about a failure is in the error that it raises, too.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torchrun.main(command)
+    except SignalException:
+        return INTERRUPTED
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode == USAGE_ERROR:
+            return USAGE_ERROR
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

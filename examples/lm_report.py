@@ -1,0 +1,307 @@
+"""What train_lm.py shows: a progress bar, a loss log, and the figures at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule
+from text_data import Text, ngram_bits_per_byte, validation_starts
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+
+class Numbers:
+    """A few numbers of every rank, made known to all: losses, sizes, wishes to stop.
+
+    They go over a gloo group of their own. On GPUs they stay out of the way of the gradients. On
+    the CPU, ending this group ends its threads, where those of a group in a device mesh live on
+    in torch's caches; a thread that still holds tensors of the last collective when Python ends
+    would abort the process.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+
+    def of_all_ranks(self, *values: float) -> Tensor:
+        """(ranks, values) in float64; every rank must call it."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, mine, group=self.group)
+        return torch.stack(ranks)
+
+
+class Progress:
+    """A progress bar on rank 0, or a line every ten seconds where tqdm is not installed."""
+
+    def __init__(self, *, first_step: int, last_step: int, tokens_per_step: int) -> None:
+        self.shown = dist.get_rank() == 0
+        self.last_step, self.tokens_per_step = last_step, tokens_per_step
+        self.bar = None
+        self._step_began, self._step_s = time.perf_counter(), 0.0
+        self._printed_at = 0.0
+        if not self.shown:
+            return
+        if tqdm is None:
+            print("no progress bar: tqdm is not installed", flush=True)
+            return
+        # A log file does not need ten updates a second.
+        self.bar = tqdm(
+            total=last_step,
+            initial=first_step,
+            unit="step",
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        )
+
+    def update(self, step: int, *, loss: float, memory_bytes: float) -> None:
+        """Show the state after `step`; `memory_bytes` is what the fullest rank holds."""
+        now = time.perf_counter()
+        step_s, self._step_began = now - self._step_began, now
+        # A running mean, so that the figure can be read.
+        self._step_s = step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step_s
+        if not self.shown:
+            return
+        rate = f"{self.tokens_per_step / self._step_s:,.0f} tokens/s"
+        memory = f"{memory_bytes / 1e6:,.0f} MB per rank"
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {rate}, {memory}", refresh=False)
+            self.bar.update()
+        elif now - self._printed_at > 10 or step == self.last_step:
+            self._printed_at = now
+            print(f"step {step}/{self.last_step}: loss {loss:.3f}, {rate}, {memory}", flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class LossLog:
+    """losses.jsonl: one line per step, with every digit, written by rank 0."""
+
+    def __init__(self, out: Path, *, first_step: int) -> None:
+        self.path = out / "losses.jsonl"
+        self._file = None
+        if dist.get_rank() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            # Steps after the checkpoint that this run goes on from are about to be done again.
+            kept = [row for row in read_losses(self.path) if row["step"] <= first_step]
+            self._file = self.path.open("w", buffering=1)
+            for row in kept:
+                self._file.write(json.dumps(row) + "\n")
+
+    def write(self, step: int, *, loss: float, learning_rate: float, grad_norm: float) -> None:
+        """Add a step; `loss` is in nats per byte."""
+        if self._file is not None:
+            row = {
+                "step": step,
+                "loss": loss,
+                "bits_per_byte": loss / math.log(2),
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm,
+            }
+            self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_losses(path: Path) -> list[dict[str, Any]]:
+    """The rows of a loss log; none where there is no log."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Bytes that this process holds: its peak on the GPU, its resident size on the CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return float(pages * os.sysconf("SC_PAGE_SIZE"))
+    except OSError:  # not Linux
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def communicated_bytes(
+    model: nn.Module,
+    *,
+    shard_ranks: int,
+    replicas: int,
+    micro_batches: int,
+    compute_itemsize: int,
+    reduce_itemsize: int,
+) -> dict[str, float]:
+    """Bytes that one rank must receive from others in one step, computed, not measured.
+
+    A unit is a module that `fully_shard` was called on, with the parameters that no unit inside
+    it has. With P parameters in a unit, padded to S x the largest shard, where S ranks shard:
+
+    - an all-gather brings the other ranks' shards: P * (S - 1) / S elements. A unit does one per
+      micro-batch in forward, and one more in backward if it was resharded after forward, which is
+      the default for all units but the root;
+    - a reduce-scatter brings the other ranks' gradients for this rank's shard: P * (S - 1) / S
+      elements, once per step, after the last micro-batch;
+    - with R replicas an all-reduce of the gradient shard: 2 * (R - 1) / R * P / S elements.
+
+    Args:
+        model: The sharded model, its units wrapped with the default `reshard_after_forward`.
+        compute_itemsize: Bytes per element of the gathered parameters.
+        reduce_itemsize: Bytes per element of the gradients that are sent.
+    """
+    gathered = reduced = all_reduced = 0.0
+    # From the innermost unit outwards, so that each parameter is counted in its own unit.
+    counted: set[nn.Parameter] = set()
+    for unit in reversed([m for m in model.modules() if isinstance(m, FSDPModule)]):
+        own = [p for p in unit.parameters() if p not in counted]
+        counted.update(own)
+        shard = sum(-(-p.shape[0] // shard_ranks) * (p.numel() // p.shape[0]) for p in own)
+        gathers = micro_batches * (1 if unit is model else 2)
+        gathered += gathers * shard * (shard_ranks - 1) * compute_itemsize
+        reduced += shard * (shard_ranks - 1) * reduce_itemsize
+        all_reduced += 2 * (replicas - 1) / replicas * shard * reduce_itemsize
+    return {"all_gather": gathered, "reduce_scatter": reduced, "all_reduce": all_reduced}
+
+
+def shard_sizes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Numbers
+) -> dict[str, Any]:
+    """Parameters and bytes of the whole model and of every rank, from the tensors themselves."""
+
+    def count(local: bool) -> list[int]:
+        numel = num_bytes = state_bytes = 0
+        for parameter in model.parameters():
+            own = _part(parameter, local)
+            numel += own.numel()
+            num_bytes += own.numel() * own.element_size()
+            for value in optimizer.state[parameter].values():
+                if value.shape == parameter.shape:  # the moments, not the step counter
+                    state_bytes += _part(value, local).numel() * value.element_size()
+        return [numel, num_bytes, state_bytes]
+
+    ranks = numbers.of_all_ranks(*count(local=True)).long().tolist()
+    keys = ("parameters", "parameter_bytes", "optimizer_bytes")
+    return {
+        "unsharded": dict(zip(keys, count(local=False), strict=True)),
+        "ranks": [dict(zip(keys, rank, strict=True)) for rank in ranks],
+    }
+
+
+def _part(tensor: Tensor, local: bool) -> Tensor:
+    return tensor.to_local() if local and isinstance(tensor, DTensor) else tensor
+
+
+def draw_curve(losses: list[dict[str, Any]], levels: dict[str, float], path: Path) -> str:
+    """Draw the training loss and horizontal `levels`, in bits per byte; says what it did."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "skipped: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot([r["step"] for r in losses], [r["bits_per_byte"] for r in losses], label="training")
+    for color, (name, level) in enumerate(levels.items(), start=1):
+        axes.axhline(level, color=f"C{color}", linestyle="--", label=f"{name}: {level:.2f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
+
+
+def print_start(
+    out: Path, model: nn.Module, text: Text, *, first_step: int, device: torch.device
+) -> None:
+    """Say what is about to be trained, on what, and what becomes of an earlier run."""
+    if dist.get_rank() != 0:
+        return
+    numel = sum(p.numel() for p in model.parameters())
+    kind = "GPUs, NCCL" if device.type == "cuda" else "CPU processes, gloo"
+    print(f"model        {numel:,} parameters on {dist.get_world_size()} ranks ({kind})")
+    print(
+        f"text         {text.source}: {text.train.numel():,} bytes, "
+        f"{text.held_out.numel():,} more held out"
+    )
+    if first_step:
+        print(f"resumed      after step {first_step}")
+    elif (out / "checkpoint.json").exists():
+        print(f"note         the checkpoint in {out} will be replaced (--resume goes on from it)")
+    sys.stdout.flush()
+
+
+def report(
+    out: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Text,
+    options: argparse.Namespace,
+    numbers: Numbers,
+    *,
+    bits: float,
+    sample: str,
+) -> None:
+    """Print the figures of a finished run and write them to summary.json; all ranks call it."""
+    sizes = shard_sizes(model, optimizer, numbers)
+    if dist.get_rank() != 0:
+        return
+    # The n-gram models predict the same bytes as the model did.
+    starts = torch.tensor(validation_starts(text.held_out, options.length, options.eval_bytes))
+    targets = (starts[:, None] + torch.arange(1, options.length + 1)).flatten()
+    baselines = {
+        "bigram": ngram_bits_per_byte(text, 2, targets),
+        "trigram": ngram_bits_per_byte(text, 3, targets),
+    }
+    communicated = communicated_bytes(
+        model,
+        shard_ranks=dist.get_world_size() // options.replicate,
+        replicas=options.replicate,
+        micro_batches=options.accumulate,
+        compute_itemsize=2 if options.bf16 else 4,
+        reduce_itemsize=4,
+    )
+    curve = draw_curve(read_losses(out / "losses.jsonl"), baselines, out / "loss.png")
+    summary = {
+        "held_out_bits_per_byte": {"model": bits, **baselines},
+        "communicated_bytes_per_rank_and_step": communicated,
+        "sizes": sizes,
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    print(
+        f"held out     {bits:.3f} bits per byte on {targets.numel():,} bytes; a bigram model: "
+        f"{baselines['bigram']:.3f}, a trigram model: {baselines['trigram']:.3f}"
+    )
+    for name, size in [("unsharded", sizes["unsharded"])] + [
+        (f"rank {i}", size) for i, size in enumerate(sizes["ranks"])
+    ]:
+        print(
+            f"{name:<12} {size['parameters']:,} parameters, {size['parameter_bytes'] / 1e6:.1f} "
+            f"MB; AdamW's moments {size['optimizer_bytes'] / 1e6:.1f} MB"
+        )
+    parts = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in communicated.items() if v)
+    print(f"received     per rank and step, computed: {parts or 'nothing'}")
+    print(f"loss curve   {curve}")
+    print(f"checkpoint   {out} (a larger --steps with --resume trains on)")
+    print(f"sample\n{sample}", flush=True)

@@ -1,0 +1,148 @@
+"""The command line of train_lm.py, and how the examples answer a mistake in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+# What a resumed run may set anew. Everything else shapes the loss curve or the shards, and comes
+# from the checkpoint.
+FREE_ON_RESUME = {"resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes"}
+
+
+def fail(message: str) -> NoReturn:
+    """End with exit status 2; rank 0 says why, in one line."""
+    if os.environ.get("RANK", "0") != "0":
+        # torchrun ends the other ranks as soon as one has failed: rank 0 has to be the first.
+        time.sleep(10)
+        sys.exit(2)
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, and helps on one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the options; with --resume, take what is not given from the checkpoint."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.resume:
+        saved = _saved_run(options.out)
+        if saved["world_size"] != world_size:
+            fail(
+                f"--resume: the checkpoint in {options.out} was saved by {saved['world_size']} "
+                f"processes, and these are {world_size}"
+            )
+        parser.set_defaults(**saved["options"])
+        options = parser.parse_args(argv)
+        for name, value in saved["options"].items():
+            if name not in FREE_ON_RESUME and getattr(options, name) != value:
+                flag = "--" + name.replace("_", "-")
+                fail(f"--resume: the checkpoint was made with {flag} {value}")
+    _check(options, world_size)
+    return options
+
+
+def options_to_save(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that a checkpoint keeps for --resume."""
+    return {k: v for k, v in vars(options).items() if k not in FREE_ON_RESUME or k == "steps"}
+
+
+def _saved_run(out: str) -> dict[str, Any]:
+    path = Path(out) / "checkpoint.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        fail(f"--resume: there is no checkpoint in {out}")
+    except (OSError, ValueError) as error:
+        fail(f"--resume: cannot read {path}: {error}")
+
+
+def _check(options: argparse.Namespace, world_size: int) -> None:
+    """What argparse cannot see: options that do not fit together or the number of processes."""
+    if world_size % options.replicate:
+        fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
+    if options.dim % (2 * options.heads):
+        fail(f"--dim {options.dim} is not a multiple of twice --heads {options.heads}")
+    if options.data is not None and not Path(options.data).exists():
+        fail(f"--data: there is no file or folder {options.data}")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Any finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+# argparse names them in "invalid ... value".
+positive.__name__, positive_number.__name__ = "whole number", "number"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        description="Train a byte-level language model with fully sharded data parallelism.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(flag: str, default: Any, text: str, kind: Any = positive, meta: str = "N") -> None:
+        parser.add_argument(flag, type=kind, default=default, metavar=meta, help=text)
+
+    def switch(flag: str, text: str) -> None:
+        parser.add_argument(flag, action="store_true", help=text)
+
+    add("--data", None, "file or folder to read; None: Python's standard library", str, "PATH")
+    add("--out", "runs/lm", "folder for the log, the curve and the checkpoint", str, "DIR")
+    add("--seed", 0, "seed of the weights, the batches and the sample", int)
+
+    add("--steps", 300, "optimizer steps; the learning rate falls until the last")
+    add("--stop-at", None, "stop after this step, to go on later with --resume")
+    add("--minutes", None, "stop after this many minutes", positive_number, "M")
+    add("--save-every", None, "save a checkpoint every N steps, besides the one at the end")
+    switch("--resume", "go on from the checkpoint in --out")
+
+    add("--batch", 4, "sequences per rank in one forward")
+    add("--length", 128, "bytes per sequence")
+    add("--accumulate", 1, "forwards and backwards per optimizer step")
+    add("--lr", 7e-4, "peak learning rate", positive_number, "X")
+    add("--warmup", 20, "steps until the learning rate is at its peak")
+
+    add("--replicate", 1, "shard over 1/N of the ranks and replicate N times (HSDP)")
+    switch("--bf16", "compute in bfloat16, reduce gradients in float32")
+    switch("--ac", "activation checkpointing: recompute each block in backward")
+    switch("--offload", "keep the sharded parameters, gradients and optimizer on the CPU")
+
+    add("--dim", 512, "width of the model")
+    add("--layers", 3, "number of blocks")
+    add("--heads", 8, "attention heads per block")
+    add("--hidden", 1408, "inner width of the feed-forward layers")
+
+    add("--eval-bytes", 65_536, "held-out bytes to validate on")
+    add("--sample-bytes", 200, "bytes of text to generate at the end", int)
+    return parser

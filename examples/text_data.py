@@ -1,0 +1,163 @@
+"""The text to train on, the order of its batches, and the n-gram models to compare with.
+
+Text is bytes. Of a folder, every twentieth file is held out; of a single file (or a few), the last
+twentieth. The n-gram models answer the question "what does a model that only counts get
+on the same held-out bytes?".
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_EVERY = 20
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", ".git"}
+# Of the standard library also what is tables and not source.
+TABLE_FOLDERS = {"encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Training and held-out bytes, each a 1-D uint8 tensor, and a word on where they are from."""
+
+    train: Tensor
+    held_out: Tensor
+    source: str
+
+
+def read_text(path: Path | None) -> Text:
+    """Read a file, a folder, or (None) the source of Python's own standard library.
+
+    Raises:
+        ValueError: there is too little text at `path`.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        source = "the Python standard library"
+        contents = _read_folder(root, "*.py", SKIPPED_FOLDERS | TABLE_FOLDERS)
+    else:
+        source = str(path)
+        contents = (
+            _read_folder(path, "*", SKIPPED_FOLDERS) if path.is_dir() else [path.read_bytes()]
+        )
+    if len(contents) < 2 * HELD_OUT_EVERY:
+        whole = b"".join(contents)
+        cut = len(whole) - len(whole) // HELD_OUT_EVERY
+        train, held_out = whole[:cut], whole[cut:]
+    else:
+        held_out = b"".join(contents[::HELD_OUT_EVERY])
+        train = b"".join(c for i, c in enumerate(contents) if i % HELD_OUT_EVERY)
+    if len(held_out) < 1024:
+        raise ValueError(f"{source} has too little text: {len(train) + len(held_out):,} bytes")
+    return Text(_as_tensor(train), _as_tensor(held_out), source)
+
+
+def _read_folder(root: Path, pattern: str, skipped: set[str]) -> list[bytes]:
+    """The content of every text file under `root`, in the same order on every rank."""
+    files = sorted(
+        f
+        for f in root.rglob(pattern)
+        if f.is_file() and skipped.isdisjoint(f.relative_to(root).parts)
+    )
+    contents = [f.read_bytes() for f in files]
+    # Binary files teach nothing, and a NUL byte gives them away.
+    return [c for c in contents if c and b"\0" not in c]
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class Batches:
+    """An endless stream of training windows, the same for every number of ranks.
+
+    The text is cut into windows of `length + 1` bytes (the targets are the inputs moved by one),
+    shuffled anew in every epoch. Each call takes the next `batch * num_ranks` windows and gives
+    this rank its own part. `position`, the number of windows taken by all ranks together, is all
+    there is to save and restore.
+    """
+
+    def __init__(
+        self, text: Tensor, *, length: int, batch: int, rank: int, num_ranks: int, seed: int
+    ) -> None:
+        self.num_windows = (text.numel() - 1) // length
+        if self.num_windows < batch * num_ranks:
+            raise ValueError(f"{text.numel():,} bytes are too few for one batch")
+        self.text = text
+        self.length, self.batch = length, batch
+        self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
+        self.position = 0
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank, each (batch, length) int64."""
+        first = self.position + self.rank * self.batch
+        starts = [self._window(i) * self.length for i in range(first, first + self.batch)]
+        self.position += self.batch * self.num_ranks
+        return windows_at(self.text, starts, self.length)
+
+    def _window(self, index: int) -> int:
+        epoch, offset = divmod(index, self.num_windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._epoch = epoch
+            self._order = torch.randperm(self.num_windows, generator=generator)
+        return int(self._order[offset])
+
+
+def windows_at(text: Tensor, starts: list[int], length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (len(starts), length) int64, of the windows at `starts`."""
+    windows = torch.stack([text[start : start + length + 1] for start in starts]).long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def validation_starts(held_out: Tensor, length: int, max_bytes: int) -> list[int]:
+    """Where the validation windows start: spread evenly over the held-out text."""
+    available = (held_out.numel() - 1) // length
+    wanted = max(1, min(available, max_bytes // length))
+    return [i * available // wanted * length for i in range(wanted)]
+
+
+def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
+    """Bits per byte that an n-gram model gets on held-out bytes.
+
+    It counts on the training text and mixes the orders from uniform up to `order` by
+    Witten-Bell interpolation, which has no number to tune: with `c` the count of a context and
+    `t` the number of different bytes seen after it, the shorter context gets the weight
+    t / (c + t).
+
+    Args:
+        text: Counted is `text.train` only.
+        order: 2 for a bigram model (one byte of context), 3 for a trigram model.
+        targets: Positions in `text.held_out` of the bytes to predict.
+    """
+    train, held_out = text.train, text.held_out
+    probability = torch.full((targets.numel(),), 1 / 256, dtype=torch.float64)
+    for n in range(1, order + 1):
+        counts = torch.bincount(_ngram_codes(train, n), minlength=256**n).view(-1, 256)
+        totals, distinct = counts.sum(1), counts.count_nonzero(1)
+        code = torch.zeros_like(targets)
+        for back in range(n - 1, -1, -1):
+            # Before its first byte the text reads as NUL, for every model alike.
+            at = targets - back
+            byte = torch.where(at >= 0, held_out[at.clamp(min=0)].long(), 0)
+            code = code * 256 + byte
+        context = code // 256
+        seen = counts[context, code % 256] + distinct[context] * probability
+        known = totals[context] + distinct[context]
+        probability = torch.where(known > 0, seen / known.clamp(min=1), probability)
+    return float(-probability.log().mean()) / math.log(2)
+
+
+def _ngram_codes(text: Tensor, n: int) -> Tensor:
+    """Every run of `n` bytes as one number, base 256."""
+    count = text.numel() - n + 1
+    code = torch.zeros(count, dtype=torch.int32)
+    for i in range(n):
+        code = code * 256 + text[i : i + count]
+    return code

@@ -1,0 +1,119 @@
+"""Tensor parallel and fully sharded at once, on a 2 x 2 mesh: a tutorial that runs.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_2d.py
+
+Four ranks form a mesh of two dims. Along "tensor", the two ranks split every matrix product of
+a block between them and work on the same batch. Along "shard", `fully_shard` shards what is left
+on each rank, and the two ranks work on different batches:
+
+                  tensor 0   tensor 1
+        shard 0   rank 0     rank 1      batch 0
+        shard 1   rank 2     rank 3      batch 1
+
+Every rank holds a quarter of each large matrix.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fsdp2 import fully_shard
+from lm_model import LanguageModel, ModelConfig
+from lm_report import Numbers
+from options import OneLineParser, fail, positive
+from text_data import Batches, read_text
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, default=30, help="optimizer steps")
+    steps = parser.parse_args().steps
+    if os.environ.get("WORLD_SIZE") != "4":
+        fail("start it with torchrun --standalone --nproc-per-node 4")
+
+    # The mesh. Neighbouring ranks share matrix products, which communicate most.
+    device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("shard", "tensor"))
+
+    # The model: small, so plainly made, the same on every rank. Tensor parallelism comes first,
+    # then `fully_shard` on parameters that are DTensors already.
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(dim=128, num_layers=2, num_heads=4, hidden=384))
+    model.to(device_type)
+    split_matrices(model, mesh["tensor"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    if dist.get_rank() == 0:
+        show_placements(model)
+
+    # Ranks of one row must see the same batch: it is the shard coordinate that picks it.
+    text = read_text(None)
+    shard_rank = mesh.get_local_rank("shard")
+    batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)
+    numbers, losses = Numbers(), []
+    for step in range(1, steps + 1):
+        inputs, targets = (ids.to(device_type) for ids in batches.next())
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(numbers.of_all_ranks(loss.item()).mean()))
+        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+            print(f"step {step}/{steps}: loss {losses[-1]:.3f}", flush=True)
+
+    dist.destroy_process_group()
+    # All ranks have the same losses, so all come to the same end.
+    if losses[-1] >= losses[0]:
+        raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+
+
+def split_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Split the matrices of every block over the ranks of `mesh`.
+
+    The first matrix of each pair is split by output features (Colwise), so that a rank has some
+    of the attention heads or some of the hidden features; the second by input features (Rowwise),
+    so that it takes just those, and the ranks' results are summed. Norms, embedding and head stay
+    whole.
+    """
+    plan = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
+def show_placements(model: LanguageModel) -> None:
+    """Print how a few parameters lie on the mesh."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.0.") or "." not in name.removesuffix(".weight"):
+            assert isinstance(parameter, DTensor)
+            print(
+                f"{name:<33} {tuple(parameter.shape)!s:<11} "
+                f"on {parameter.device_mesh.mesh_dim_names}: {parameter.placements}, "
+                f"here {tuple(parameter.to_local().shape)}"
+            )
+
+
+if __name__ == "__main__":
+    main()

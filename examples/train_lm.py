@@ -1,0 +1,300 @@
+"""Train a language model with fully sharded data parallelism: a tutorial that runs.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py
+
+A byte-level Llama-like model learns the source of Python's standard library (`--data PATH`: any
+other text). Every rank holds only its shards of the parameters, the gradients and the optimizer's
+state. The same command trains on GPUs over NCCL where there are GPUs, and on the CPU over gloo
+where there are none. `--help` lists the options.
+
+Read `main` from top to bottom; the functions follow in the order of their use. The files beside
+this one are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
+(the model, plain PyTorch), `text_data.py` (text and n-gram models), `lm_checkpoint.py` (saving),
+`lm_report.py` (progress bar and figures).
+"""
+
+from __future__ import annotations
+
+from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a request from here)
+
+import argparse
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from lm_checkpoint import load_checkpoint, save_checkpoint
+from lm_model import LanguageModel, ModelConfig, init_std
+from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report
+from options import fail, options_to_save, parse_options
+from text_data import Batches, Text, read_text, validation_starts, windows_at
+
+
+def main() -> None:
+    options = parse_options()
+    device = start_processes()
+    numbers = Numbers()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    out = Path(options.out)
+
+    # The text. Every rank reads all of it and takes its own windows.
+    try:
+        text = read_text(None if options.data is None else Path(options.data))
+        batches = Batches(
+            text.train,
+            length=options.length,
+            batch=options.batch,
+            rank=rank,
+            num_ranks=world_size,
+            seed=options.seed,
+        )
+    except (OSError, ValueError) as error:
+        fail(f"--data: {error}")
+
+    # The model: described without memory, sharded, and only then given memory and values. No
+    # rank ever holds all of it.
+    config = ModelConfig(
+        dim=options.dim,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        hidden=options.hidden,
+        recompute=options.ac,
+    )
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    shard(model, options, device)
+    model.to_empty(device="cpu" if options.offload else device)
+    init_weights(model, config, options.seed)
+
+    # The optimizer is made after sharding: its state is as sharded as the parameters it sees.
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+    first_step = 0
+    if options.resume:
+        saved = load_checkpoint(out, model, optimizer)
+        first_step, batches.position = saved["step"], saved["position"]
+    print_start(out, model, text, first_step=first_step, device=device)
+
+    # The training loop.
+    log = LossLog(out, first_step=first_step)
+    last_step = min(options.steps, options.stop_at or options.steps)
+    tokens = options.accumulate * options.batch * options.length * world_size
+    progress = Progress(first_step=first_step, last_step=last_step, tokens_per_step=tokens)
+    end_time = time.monotonic() + 60 * (options.minutes or math.inf)
+    step, stop = first_step, bool(numbers.of_all_ranks(stop_requested()).any())
+    while step < last_step and not stop:
+        step += 1
+        learning_rate = learning_rate_at(step, options)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = forward_backward(model, batches, options.accumulate, device)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # What each rank knows is made known to all: the mean loss, the largest memory, and
+        # whether to stop, which all ranks must do after the same step.
+        stop = stop_requested() or time.monotonic() > end_time
+        ranks = numbers.of_all_ranks(loss, memory_in_use(device), stop)
+        loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
+        log.write(step, loss=loss, learning_rate=learning_rate, grad_norm=whole(grad_norm))
+        progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
+        if options.save_every and step % options.save_every == 0 and step < last_step and not stop:
+            save_checkpoint(out, step, model, optimizer, run_state(batches, options))
+    progress.close()
+    log.close()
+    if step > first_step:
+        save_checkpoint(out, step, model, optimizer, run_state(batches, options))
+
+    # Held-out text, a sample, and the figures.
+    if numbers.of_all_ranks(stop_requested()).any():
+        if rank == 0:
+            saved_where = f"; --resume goes on from the checkpoint in {out}" if step else ""
+            print(f"stopped after step {step}{saved_where}")
+    else:
+        bits = validation_bits(model, text, options, device, numbers)
+        sample = sample_text(model, b"def ", options, device)
+        report(out, model, optimizer, text, options, numbers, bits=bits, sample=sample)
+    dist.destroy_process_group()
+
+
+def start_processes() -> torch.device:
+    """Join the process group that torchrun has prepared; returns this rank's device."""
+    if "RANK" not in os.environ:
+        fail("start it with torchrun: torchrun --standalone --nproc-per-node 2 train_lm.py")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:
+        fail(f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs; there are {num_gpus}")
+    # Kernels that add in an order of their own would keep --resume from being exact.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    # gloo beside NCCL: with --offload the gradients whose norm is taken are on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device
+
+
+def shard(model: LanguageModel, options: argparse.Namespace, device: torch.device) -> None:
+    """Shard every block, and with the root what is left: embedding, last norm and head.
+
+    Each call makes one unit: its parameters are gathered together before its forward, freed
+    after it, gathered again for backward, and its gradients are reduced together. While one
+    block computes, the next one's parameters are on their way.
+    """
+    world_size = dist.get_world_size()
+    if options.replicate == 1:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        # HSDP: shards within a group of ranks, whole copies of that across the groups.
+        shape = (options.replicate, world_size // options.replicate)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    precision = MixedPrecisionPolicy()
+    if options.bf16:
+        # Shards and optimizer stay in float32; the gathered copies are bfloat16.
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+@torch.no_grad()
+def init_weights(model: LanguageModel, config: ModelConfig, seed: int) -> None:
+    """Give every parameter the values that it has for every number of ranks.
+
+    Each parameter has a generator of its own, seeded with its name. Every rank draws the whole
+    parameter, one at a time, and keeps its own rows: no communication, and the same model on 1
+    rank, on 8, and with replicas.
+    """
+    for name, parameter in model.named_parameters():
+        std = init_std(name, config)
+        if std is None:
+            full = torch.ones(parameter.shape)
+        else:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            full = torch.normal(0.0, std, parameter.shape, generator=generator)
+        assert isinstance(parameter, DTensor)
+        own = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        parameter.to_local().copy_(own.to_local())
+
+
+def learning_rate_at(step: int, options: argparse.Namespace) -> float:
+    """Linear warm-up, then half a cosine down to a tenth of the peak."""
+    warmup = min(options.warmup, options.steps)
+    if step <= warmup:
+        return options.lr * step / warmup
+    done = (step - warmup) / (options.steps - warmup)
+    return options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def forward_backward(
+    model: LanguageModel, batches: Batches, micro_batches: int, device: torch.device
+) -> float:
+    """Accumulate the gradients of one step; returns this rank's mean loss in nats per byte."""
+    assert isinstance(model, FSDPModule)  # which `fully_shard` has made it, besides its own class
+    total = torch.zeros((), device=device)
+    for i in range(micro_batches):
+        # Until the last micro-batch gradients add up on each rank, without communication.
+        model.set_requires_gradient_sync(i == micro_batches - 1)
+        loss = next_byte_loss(model, *batches.next(), device) / micro_batches
+        loss.backward()
+        total += loss.detach()
+    return float(total)
+
+
+def next_byte_loss(
+    model: LanguageModel, inputs: Tensor, targets: Tensor, device: torch.device
+) -> Tensor:
+    """Mean cross-entropy, in nats per byte."""
+    logits = model(inputs.to(device))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten())
+
+
+def whole(value: Tensor) -> float:
+    """The number in a tensor, added up first if it is spread over the ranks (a DTensor)."""
+    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def run_state(batches: Batches, options: argparse.Namespace) -> dict[str, Any]:
+    """What a resumed run has to know besides its tensors."""
+    return {"position": batches.position, "options": options_to_save(options)}
+
+
+@torch.no_grad()
+def validation_bits(
+    model: LanguageModel,
+    text: Text,
+    options: argparse.Namespace,
+    device: torch.device,
+    numbers: Numbers,
+) -> float:
+    """Bits per byte on held-out windows. Each rank takes its part of them.
+
+    A forward is collective, so every rank does the same number of them: ranks that run out of
+    windows take window 0 again and do not count it.
+    """
+    starts = validation_starts(text.held_out, options.length, options.eval_bytes)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    loss_sum = 0.0
+    for first in range(0, len(starts), options.batch * world_size):
+        begin = first + rank * options.batch
+        mine = starts[begin : begin + options.batch]
+        inputs, targets = windows_at(text.held_out, mine or starts[:1], options.length)
+        loss = next_byte_loss(model, inputs, targets, device)
+        loss_sum += float(loss) * len(mine) * options.length
+    total = numbers.of_all_ranks(loss_sum).sum()
+    return float(total) / (len(starts) * options.length) / math.log(2)
+
+
+@torch.no_grad()
+def sample_text(
+    model: LanguageModel, prompt: bytes, options: argparse.Namespace, device: torch.device
+) -> str:
+    """Let the model write on after `prompt`.
+
+    All ranks take part, with the same context and the same random numbers: each forward gathers
+    parameters from all of them. For the whole sample they are gathered once and kept.
+    """
+    assert isinstance(model, FSDPModule)
+    generator = torch.Generator().manual_seed(options.seed)
+    model.set_reshard_after_forward(False)
+    content = list(prompt)
+    for _ in range(options.sample_bytes):
+        context = torch.tensor([content[-options.length :]], device=device)
+        logits = model(context)[0, -1].float().cpu()
+        probability = torch.softmax(logits / 0.8, dim=0)
+        content.append(int(torch.multinomial(probability, 1, generator=generator)))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    written = bytes(content).decode(errors="replace")
+    # An untrained model writes control characters, which a terminal would obey.
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in written)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Gradient accumulation: without communication, with it every time, and mixtures of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import FSDPModule
+from harness import distributed
+from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER, Case
+from reference import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    pair,
+    run_both,
+    whole,
+)
+
+some_models = pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "recurrent", "lora"])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def train_without_communication(
+    case: Case, num_steps: int, num_micro_batches: int, **options: Any
+) -> None:
+    """Accumulates locally; the last micro-batch reduces the sum."""
+    model, plain = pair(case, **options)
+    assert isinstance(model, FSDPModule)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    for step in range(num_steps):
+        for micro in range(num_micro_batches):
+            last = micro == num_micro_batches - 1
+            model.set_requires_gradient_sync(last)
+            run_both(case, model, plain, num_micro_batches * step + micro, average=last)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    assert_same_parameters(model, plain)
+
+
+@some_models
+@distributed(1, 2, 3, 4)
+def test_without_communication(name: str) -> None:
+    train_without_communication(BY_NAME[name], num_steps=2, num_micro_batches=3)
+
+
+@distributed(2, 3)
+def test_no_sharded_gradient_appears_before_the_reduction() -> None:
+    """And none changes: what is reduced early would be reduced again."""
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    run_both(MLP, model, plain, 0, average=False)
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+    before = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    model.set_requires_gradient_sync(False)
+    run_both(MLP, model, plain, 2, average=False)
+    after = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(before) == len(after) == len(list(plain.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("mode", [False, 2])
+@distributed(4)
+def test_without_communication_in_other_reshard_modes(mode: bool | int) -> None:
+    train_without_communication(TRANSFORMER, 2, 2, reshard_after_forward=mode)
+
+
+@distributed(2, 3)
+def test_without_communication_and_parameters_kept_gathered() -> None:
+    """No gather and no reduction between micro-batches: all of it waits for the last one."""
+    model, plain = pair(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        for micro in range(3):
+            last = micro == 2
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            model.set_is_last_backward(last)
+            run_both(TRANSFORMER, model, plain, 3 * step + micro, average=last)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@some_models
+@distributed(1, 2, 3)
+def test_with_communication_every_time(name: str) -> None:
+    model, plain = pair(BY_NAME[name])
+    for step in range(3):
+        run_both(BY_NAME[name], model, plain, step)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_is_last_backward_only_for_the_last() -> None:
+    model, plain = pair(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        for micro in range(3):
+            model.set_is_last_backward(micro == 2)
+            run_both(TRANSFORMER, model, plain, 3 * step + micro)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_local_sums_join_gradients_that_are_already_there() -> None:
+    """Reduce, then accumulate locally, then reduce again, without zero_grad in between."""
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    run_both(MLP, model, plain, 0)
+    reduced = [p.grad for p in plain.parameters()]
+    plain.zero_grad()
+    for step in (1, 2, 3):
+        model.set_requires_gradient_sync(step == 3)
+        run_both(MLP, model, plain, step, average=step == 3)
+    for parameter, earlier in zip(plain.parameters(), reduced, strict=True):
+        assert parameter.grad is not None
+        assert earlier is not None
+        parameter.grad += earlier
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_one_unit_waits_while_the_others_reduce() -> None:
+    """The switch of one module, not of those inside it."""
+    model, plain = pair(MLP)
+    layer = model[2]
+    assert isinstance(layer, FSDPModule)
+    layer.set_requires_gradient_sync(False, recurse=False)
+    run_both(MLP, model, plain, 0)
+    layer.set_requires_gradient_sync(True, recurse=False)
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@distributed(1, 2, 3)
+def test_a_unit_used_in_a_later_micro_batch_only(mode: bool) -> None:
+    """Even micro-batches use one branch, odd ones the other."""
+    train_without_communication(CONDITIONAL, 2, 2, reshard_after_forward=mode)
+
+
+@distributed(2, 3)
+def test_a_unit_used_only_in_a_micro_batch_that_does_not_reduce() -> None:
+    """The reduction at the end of the last backward includes what earlier ones left."""
+    model, plain = pair(CONDITIONAL)
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        run_both(CONDITIONAL, model, plain, step, average=step == 1)
+    assert plain.get_parameter("even.weight").grad is not None
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_evaluation_between_micro_batches() -> None:
+    model, plain = pair(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    for step in range(3):
+        with torch.no_grad():
+            tokens, _ = TRANSFORMER.batch(9, dist.get_rank(), torch.float64)
+            assert torch.equal(model(tokens), plain(tokens))
+        model.set_requires_gradient_sync(step == 2)
+        run_both(TRANSFORMER, model, plain, step, average=step == 2)
+    assert_same_gradients(model, plain)

@@ -1,0 +1,235 @@
+"""The benchmarks run, count what they say they count, and write complete results.
+
+Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import copies, report, suite
+from benchmarks.ledger import Ledger
+from benchmarks.models import LMConfig, StackConfig
+from benchmarks.steps import DisagreementError, check_agreement
+from benchmarks.variants import BASELINE, OURS, VARIANTS
+
+MB = 1 << 20
+TINY = suite.Settings(
+    rounds=2,
+    iters=1,
+    lm=LMConfig(vocab=64, width=16, hidden=32, num_blocks=2, num_heads=2),
+    stack=StackConfig(width=16, hidden=32, num_blocks=2, num_heads=2),
+    batch_size=1,
+    tokens=4,
+    small_tokens=4,
+)
+# Gathered in forward and, blocks only, again in backward; reduced once; 4 bytes each.
+TINY_BLOCK_NUMEL = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+TINY_ROOT_NUMEL = 2 * 64 * 16 + 16
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The record of every measure at a tiny size, after a trip through its file."""
+    folder = tmp_path_factory.mktemp("results")
+    for name in suite.MEASURES:
+        report.write_record(suite.run(name, TINY), folder)
+    return {record["name"]: record for record in report.read_records(folder)}
+
+
+def test_every_measure_writes_a_complete_record(records: dict[str, dict[str, Any]]) -> None:
+    assert list(records) == list(suite.MEASURES)
+    for name, record in records.items():
+        assert {"date", "commit", "uncommitted_changes", "wall_to_cpu_time", "runs"} <= set(record)
+        assert record["versions"]["torch"] == torch.__version__
+        assert {"cpu", "cores", "memory_bytes", "load_average_before"} <= set(record["machine"])
+        assert record["config"]["settings"]["lm"]["num_blocks"] == 2
+        compared = suite.HOOK_VARIANTS if name == "hooks" else VARIANTS
+        for run in record["runs"].values():
+            assert set(run) == set(compared)
+        for figure in record["figures"]:
+            assert {BASELINE, OURS} <= set(figure["values"])
+    targets = [f["target"] for r in records.values() for f in r["figures"] if f["target"]]
+    assert targets == [0.70, 0.70, 0.25, 0.60, 0.05]
+
+
+def test_timed_records_keep_every_round(records: dict[str, dict[str, Any]]) -> None:
+    for name in ("lm", "lm-bf16", "hooks"):
+        for run in records[name]["runs"].values():
+            for result in run.values():
+                assert [len(steps) for steps in result["rounds_s"]] == [1, 1]
+
+
+def test_copies_of_torch_fsdp2_are_what_its_algorithm_needs(
+    records: dict[str, dict[str, Any]],
+) -> None:
+    run = records["copies"]["runs"]["fp32"]
+    gathered = 2 * 2 * TINY_BLOCK_NUMEL + TINY_ROOT_NUMEL
+    reduced = 2 * TINY_BLOCK_NUMEL + TINY_ROOT_NUMEL
+    # A rank copies in its half, copies out all, and lays out all gradients once.
+    expected = 4 * (gathered // 2 + gathered + reduced)
+    assert expected <= run[BASELINE]["above_plain_bytes"] < 1.01 * expected
+    assert run["plain"]["above_plain_bytes"] == 0
+
+
+def test_memory_peak_holds_at_least_the_gathered_root(
+    records: dict[str, dict[str, Any]],
+) -> None:
+    run = records["memory"]["runs"]["fp32"]
+    state = 4 * (2 * TINY_BLOCK_NUMEL + TINY_ROOT_NUMEL) // 2
+    for name in ("FSDP1", BASELINE, OURS):
+        assert run[name]["parameter_bytes"] == run[name]["gradient_bytes"] == state
+        assert run[name]["peak_bytes"] >= 4 * TINY_ROOT_NUMEL
+        assert sum(alive["bytes"] for alive in run[name]["alive_at_peak"]) > 0
+
+
+def test_table_has_a_row_for_every_figure(records: dict[str, dict[str, Any]]) -> None:
+    table = report.table(list(records.values()))
+    for record in records.values():
+        for figure in record["figures"]:
+            assert f"| {figure['title']}, {figure['unit']} |" in table
+
+
+def test_target_is_met_only_up_to_its_number() -> None:
+    values = dict.fromkeys(VARIANTS, 10.0)
+    for ours, verdict in ((7.0, "0.70, met"), (7.1, "0.70, not met")):
+        figure = suite.counted_figure("x", "MB", values | {OURS: ours}, 1.0, target=0.7)
+        assert report.figure_row(figure).endswith(f"| {verdict} |")
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    rounds = {BASELINE: [1.0, 2.0, 4.0], OURS: [0.5, 1.0, 1.0]}
+    figure = suite.timed_figure("x", "ms", rounds, 1e3)
+    assert figure["ratios"][OURS] == 0.5
+    assert figure["ratio_ranges"][OURS] == [0.25, 0.5]
+    assert figure["values"][OURS] == 1000.0
+
+
+def test_times_that_drown_in_noise_meet_no_target() -> None:
+    rounds = {BASELINE: [1.0, 2.0], OURS: [0.1, -0.1]}
+    figure = suite.timed_figure("x", "us", rounds, 1e6, target=0.25)
+    assert report.figure_row(figure).endswith("| 0.25, too noisy to tell |")
+
+
+def test_readme_table_replaces_the_old_one(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    with pytest.raises(report.ReadmeError, match="does not exist"):
+        report.write_readme(readme, "new")
+    readme.write_text("before\n")
+    with pytest.raises(report.ReadmeError, match="lacks"):
+        report.write_readme(readme, "new")
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write_readme(readme, "new")
+    assert readme.read_text() == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
+
+
+def test_disagreeing_variants_are_an_error() -> None:
+    plain = {"losses": [2.0], "gradient_norms": [1.0]}
+    check_agreement({"plain": plain, OURS: plain}, bf16=False)
+    for wrong in ({"losses": [2.1]}, {"gradient_norms": [float("nan")]}):
+        with pytest.raises(DisagreementError, match=f"{OURS}: {next(iter(wrong))}"):
+            check_agreement({"plain": plain, OURS: plain | wrong}, bf16=False)
+
+
+def test_ledger_counts_what_is_alive() -> None:
+    with Ledger() as ledger:
+        a = torch.ones(MB // 4)
+        b = a + a
+        assert ledger.live_bytes[-1] == 2 * MB
+        b.untyped_storage().resize_(0)
+        ledger.sample("freed")
+        assert ledger.live_bytes[-1] == MB
+        b.untyped_storage().resize_(MB)
+        ledger.sample("allocated")
+        assert ledger.live_bytes[-1] == 2 * MB
+        b.view(2, -1)  # a view is no memory
+        assert ledger.live_bytes[-1] == 2 * MB
+        part = a.untyped_storage()[: MB // 2]  # nor is a storage that is a slice of another
+        torch.empty(0).set_(part, 0, (MB // 8,), (1,)).add_(1)
+        assert ledger.live_bytes[-1] == 2 * MB
+        box = [b]
+        del b
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+        with ledger.paused():
+            a.mul(2)
+        ledger.sample("freed by another thread")
+        assert ledger.live_bytes[-1] == MB
+    assert max(ledger.live_bytes) == 2 * MB
+
+
+def test_ledger_agrees_with_the_allocator() -> None:
+    class MallInfo(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in (
+                *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+                *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            )
+        ]
+
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("needs mallinfo2 of glibc 2.33")
+    library.mallinfo2.restype = MallInfo
+
+    def used_bytes() -> int:
+        info = library.mallinfo2()
+        return info.uordblks + info.hblkhd
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    x = torch.randn(512, 1024)
+    model(x).sum().backward()  # whatever is made once
+    with Ledger() as ledger:
+        model(x)  # makes the parameters and the input known
+        ledger.sample("start")
+        before, start = used_bytes(), ledger.live_bytes[-1]
+        y = model(x)
+        assert used_bytes() - before == pytest.approx(ledger.live_bytes[-1] - start, abs=MB // 4)
+        y.sum().backward()
+        model.zero_grad()
+        del y
+        ledger.sample("end")
+        # Gradients were there before the start, unknown to the ledger; they are gone now.
+        gradients = sum(p.nbytes for p in model.parameters())
+        grown = ledger.live_bytes[-1] - start - gradients
+        assert used_bytes() - before == pytest.approx(grown, abs=MB // 4)
+
+
+def test_copies_are_counted_once_and_by_place() -> None:
+    a, b = torch.ones(100), torch.ones(100)
+    out = torch.empty(2, 100)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with record_function("outer (unit 3)"):
+            torch.cat([a, b])  # 800 bytes
+            a.to(torch.bfloat16)  # 200 bytes written
+        torch.ops.aten._chunk_cat.out([a, b], 0, 2, out=out)  # 800, however it is done inside
+        torch.ops.aten._foreach_copy_([a], [b])  # 400
+        a.add(b).view(10, 10)  # no copy
+        with record_function(copies.EXCHANGE):
+            a.copy_(b)  # 400
+        with record_function(copies.WAIT):
+            a[:50].clone()  # 200
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    counted = copies.count_copies(profiler.profiler.kineto_results.experimental_event_tree())
+    assert counted["outside_bytes"] == 800 + 200 + 800 + 400
+    assert counted["exchange_bytes"] == 400
+    assert counted["transport_bytes"] == 200
+    assert counted["largest_bytes"] == 800
+    inside = {(e["operator"], e["inside"]): e["bytes"] for e in counted["outside"]}
+    assert inside["aten::cat", "outer"] == 800
+
+
+def test_results_are_json_without_special_numbers(records: dict[str, dict[str, Any]]) -> None:
+    for record in records.values():
+        json.dumps(record, allow_nan=False)

@@ -1,0 +1,257 @@
+"""The examples, run as a user runs them: by torchrun, in processes of their own.
+
+The model is tiny and the runs are a few steps long. What they show is that the programs work,
+that a resumed run is exactly the run it continues, and how they answer mistakes and Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES = REPOSITORY / "examples"
+TINY = "--dim 32 --hidden 64 --heads 2 --layers 2 --length 32 --eval-bytes 2048 --sample-bytes 8"
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text: a few modules of the standard library."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = ("argparse.py", "dataclasses.py", "inspect.py", "typing.py")
+    path.write_bytes(b"".join((library / name).read_bytes() for name in names))
+    return path
+
+
+@pytest.fixture(scope="module")
+def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of six steps on two ranks."""
+    out = tmp_path_factory.mktemp("six_steps")
+    train(2, "--steps 6", text, out)
+    return out
+
+
+def environment(**extra: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # On the CPU also where there is a GPU: these tests are about the programs.
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | fixed | extra
+
+
+def launch(num_ranks: int, script: str, *options: str) -> list[str]:
+    """The command that `make` runs."""
+    launcher = [sys.executable, str(EXAMPLES / "launch.py"), "--nproc-per-node", str(num_ranks)]
+    return [*launcher, str(EXAMPLES / script), *options]
+
+
+def train_arguments(flags: str, text: Path, out: Path) -> list[str]:
+    return [*TINY.split(), *flags.split(), "--data", str(text), "--out", str(out)]
+
+
+def train(num_ranks: int, flags: str, text: Path, out: Path, **extra: str) -> str:
+    """Run train_lm.py to its end; returns what it printed."""
+    command = launch(num_ranks, "train_lm.py", *train_arguments(flags, text, out))
+    return succeed(command, **extra)
+
+
+def succeed(command: list[str], **extra: str) -> str:
+    done = subprocess.run(
+        command, env=environment(**extra), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+
+
+def loss_values(out: Path) -> list[float]:
+    return [row["loss"] for row in losses(out)]
+
+
+def test_training_logs_every_step_and_reports(six_steps: Path) -> None:
+    rows = losses(six_steps)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    summary = json.loads((six_steps / "summary.json").read_text())
+    bits = summary["held_out_bits_per_byte"]
+    assert bits["trigram"] < bits["bigram"] < bits["model"] < 8.5
+    whole, ranks = summary["sizes"]["unsharded"], summary["sizes"]["ranks"]
+    for key in ("parameters", "parameter_bytes", "optimizer_bytes"):
+        assert sum(rank[key] for rank in ranks) == whole[key]
+        assert ranks[0][key] == whole[key] / 2
+
+
+def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:
+    summary = json.loads((six_steps / "summary.json").read_text())
+    received = summary["communicated_bytes_per_rank_and_step"]
+    shard_bytes = summary["sizes"]["ranks"][0]["parameter_bytes"]
+    root_shard_bytes = 4 * (2 * 256 * 32 + 32) // 2  # embedding, head and last norm
+    assert received["reduce_scatter"] == shard_bytes
+    assert received["all_gather"] == 2 * shard_bytes - root_shard_bytes
+    assert received["all_reduce"] == 0
+
+
+def test_checkpoint_is_safetensors_and_json(six_steps: Path) -> None:
+    files = {str(f.relative_to(six_steps)) for f in six_steps.rglob("*") if f.is_file()}
+    assert files - {"loss.png"} == {
+        "checkpoint.json",
+        "losses.jsonl",
+        "step-000006/rank-0-of-2.safetensors",
+        "step-000006/rank-1-of-2.safetensors",
+        "summary.json",
+    }
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --ac --accumulate 2 --offload"])
+def test_resumed_run_is_bitwise_the_uninterrupted_run(
+    flags: str, text: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    whole = six_steps
+    if flags:
+        whole = tmp_path / "whole"
+        train(2, f"{flags} --steps 6", text, whole)
+    train(2, f"{flags} --steps 6 --stop-at 3", text, tmp_path / "parts")
+    assert loss_values(tmp_path / "parts") == loss_values(whole)[:3]
+    train(2, "--resume", text, tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(whole)
+
+
+def test_losses_do_not_depend_on_how_the_model_is_sharded(
+    text: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    """Same weights, same batches: one rank alone, and two ranks that replicate (HSDP)."""
+    train(1, "--batch 8 --steps 6", text, tmp_path / "one")
+    train(2, "--replicate 2 --steps 6", text, tmp_path / "replicated")
+    assert loss_values(tmp_path / "one") == pytest.approx(loss_values(six_steps), rel=1e-5)
+    assert loss_values(tmp_path / "replicated") == pytest.approx(loss_values(six_steps), rel=1e-5)
+
+
+def test_missing_extras_are_named(text: Path, tmp_path: Path) -> None:
+    for module in ("tqdm", "matplotlib"):
+        (tmp_path / f"{module}.py").write_text(f"raise ImportError('no {module}')\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    printed = train(1, "--steps 2", text, tmp_path / "out", PYTHONPATH=path)
+    assert "tqdm is not installed" in printed
+    assert "matplotlib is not installed" in printed
+    assert "step 2/2: loss" in printed
+    assert not (tmp_path / "out" / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stepz 3", "unrecognized arguments: --stepz 3"),
+        ("--steps 0", "argument --steps: 0 is not 1 or more"),
+        ("--steps many", "argument --steps: invalid whole number value: 'many'"),
+        ("--lr -1", "argument --lr: -1 is not above 0"),
+        ("--replicate 3", "--replicate 3 does not divide the 2 processes evenly"),
+        ("--dim 100", "--dim 100 is not a multiple of twice --heads 8"),
+        ("--data nowhere", "--data: there is no file or folder nowhere"),
+        ("--resume --out nowhere", "--resume: there is no checkpoint in nowhere"),
+    ],
+)
+def test_bad_option_is_named_in_one_line(
+    flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(flags.split(), 2, monkeypatch, capsys) == message
+
+
+def test_resume_refuses_another_world_size_and_other_settings(
+    six_steps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ["--resume", "--out", str(six_steps)]
+    message = refused(resume, 3, monkeypatch, capsys)
+    assert message.endswith("was saved by 2 processes, and these are 3")
+    message = refused([*resume, "--batch", "5"], 2, monkeypatch, capsys)
+    assert message == "--resume: the checkpoint was made with --batch 4"
+    longer = options_module().parse_options([*resume, "--steps", "9"])
+    assert (longer.steps, longer.dim) == (9, 32)
+
+
+def refused(
+    arguments: list[str],
+    world_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """The one line with which the options are refused."""
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train_lm.py"])
+    with pytest.raises(SystemExit) as ended:
+        options_module().parse_options(arguments)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line.removeprefix("train_lm.py: error: ").strip()
+
+
+def options_module() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("options", EXAMPLES / "options.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_bad_option_ends_all_ranks_with_one_line_and_status_2() -> None:
+    done = subprocess.run(
+        launch(2, "train_lm.py", "--stepz"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "train_lm.py: error: unrecognized arguments: --stepz\n"
+
+
+def test_ctrl_c_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        launch(2, "train_lm.py", *train_arguments("--steps 100000", text, tmp_path)),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for_steps(process, tmp_path / "losses.jsonl", 3)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.terminate()
+    step = losses(tmp_path)[-1]["step"]
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert f"stopped after step {step}" in printed
+    assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == step
+
+
+def wait_for_steps(process: subprocess.Popen[str], log: Path, num_steps: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not log.exists() or log.read_text().count("\n") < num_steps:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the training did not get going"
+        time.sleep(0.05)
+
+
+def test_tensor_parallel_example_learns() -> None:
+    printed = succeed(launch(4, "train_2d.py", "--steps", "10"))
+    assert "blocks.0.attention.wo.weight" in printed
+    assert "step 10/10: loss" in printed

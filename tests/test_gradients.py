@@ -1,0 +1,282 @@
+"""What a user may do with `.grad`, and with backward, without disturbing the next one."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule
+from harness import distributed
+from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case
+from reference import (
+    assert_same,
+    assert_same_gradients,
+    assert_sharded,
+    average_gradients,
+    average_over_ranks,
+    gradients,
+    pair,
+    run_both,
+    whole,
+)
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """The gradient tensors themselves, as a user would keep them."""
+    kept = [p.grad for p in model.parameters()]
+    assert all(isinstance(grad, DTensor) for grad in kept)
+    return [grad for grad in kept if grad is not None]
+
+
+@pytest.mark.parametrize("name", ["mlp", "even_mlp", "transformer"])
+@distributed(1, 2, 3, 4)
+def test_full_tensors_of_parameters_and_gradients(name: str) -> None:
+    model, plain = pair(BY_NAME[name])
+    run_both(BY_NAME[name], model, plain, 0)
+    for (path, sharded), parameter in zip(
+        model.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert torch.equal(whole(sharded), parameter), path
+        assert sharded.grad is not None
+        assert parameter.grad is not None
+        assert_same(whole(sharded.grad), parameter.grad, path)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(1, 2, 3)
+def test_zero_grad_forgets_the_last_step(set_to_none: bool) -> None:
+    model, plain = pair(EVEN_MLP)
+    for step in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        plain.zero_grad(set_to_none=set_to_none)
+        run_both(EVEN_MLP, model, plain, step)
+        assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", ["mlp", "even_mlp"])
+@distributed(1, 2, 3)
+def test_gradients_kept_across_zero_grad_stay_as_they_are(name: str) -> None:
+    case = BY_NAME[name]
+    model, plain = pair(case)
+    run_both(case, model, plain, 0)
+    kept = local_gradients(model)
+    before = [whole(grad) for grad in kept]
+    for step in (1, 2):
+        model.zero_grad()
+        plain.zero_grad()
+        run_both(case, model, plain, step)
+        assert_same_gradients(model, plain)
+    for grad, copy in zip(kept, before, strict=True):
+        assert torch.equal(whole(grad), copy)
+
+
+@distributed(1, 2, 3)
+def test_gradients_kept_through_only_their_local_tensors() -> None:
+    """The local tensor alone keeps its values, whoever owned its storage."""
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    kept = [grad.to_local() for grad in local_gradients(model) if isinstance(grad, DTensor)]
+    before = [local.clone() for local in kept]
+    model.zero_grad()
+    for _ in range(2):
+        EVEN_MLP.loss(model, *EVEN_MLP.batch(1, dist.get_rank(), torch.float64)).backward()
+        model.zero_grad()
+    for local, copy in zip(kept, before, strict=True):
+        assert torch.equal(local, copy)
+
+
+@distributed(1, 2, 3)
+def test_gradients_replaced_by_the_user_are_added_to() -> None:
+    model, plain = pair(MLP)
+    run_both(MLP, model, plain, 0)
+    for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert sharded.grad is not None
+        assert parameter.grad is not None
+        sharded.grad = sharded.grad * 3
+        parameter.grad = parameter.grad * 3
+    mine = local_gradients(model)
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(MLP, model, plain, 2)
+    assert_same_gradients(model, plain)
+    assert all(grad.to_local().isfinite().all() for grad in mine if isinstance(grad, DTensor))
+
+
+@distributed(2, 3)
+def test_one_gradient_removed_by_the_user() -> None:
+    """Some gradients of a unit are there and some are not when the next backward comes."""
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    for network in (model, plain):
+        network.get_parameter("0.weight").grad = None
+        network.get_parameter("4.bias").grad = None
+    run_both(EVEN_MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_gradients_changed_in_place_between_backwards() -> None:
+    model, plain = pair(EVEN_MLP)
+    for step in range(3):
+        run_both(EVEN_MLP, model, plain, step)
+        for network in (model, plain):
+            for parameter in network.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+    assert_same_gradients(model, plain)
+
+
+def backward_twice(case: Case, model: nn.Module, reduce: bool) -> None:
+    loss = case.loss(model, *case.batch(0, dist.get_rank(), torch.float64))
+    loss.backward(retain_graph=True)
+    if reduce:
+        average_gradients(model)
+    loss.backward()
+    if reduce:
+        average_gradients(model)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "recurrent"])
+@distributed(1, 2, 3)
+def test_backward_twice_through_a_retained_graph(name: str, mode: bool) -> None:
+    case = BY_NAME[name]
+    model, plain = pair(case, reshard_after_forward=mode)
+    backward_twice(case, plain, reduce=True)
+    backward_twice(case, model, reduce=False)
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+    run_both(case, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@distributed(1, 2, 3)
+def test_gradient_of_the_input() -> None:
+    model, plain = pair(MLP)
+    (inputs,) = MLP.batch(0, dist.get_rank(), torch.float64)
+    mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    MLP.loss(model, mine).backward()
+    MLP.loss(plain, theirs).backward()
+    average_gradients(plain)
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert_same(mine.grad, theirs.grad, "gradient of the input", bitwise=True)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_gradient_of_the_input_alone_by_autograd_grad() -> None:
+    """torch.autograd.grad accumulates nothing; the parameters go back to their shards."""
+    model, plain = pair(MLP)
+    (inputs,) = MLP.batch(0, dist.get_rank(), torch.float64)
+    inputs.requires_grad_()
+    (mine,) = torch.autograd.grad(MLP.loss(model, inputs), inputs)
+    (theirs,) = torch.autograd.grad(MLP.loss(plain, inputs), inputs)
+    assert_same(mine, theirs, "gradient of the input", bitwise=True)
+    assert all(p.grad is None for p in model.parameters())
+    run_both(MLP, model, plain, 1)
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_hooks_on_the_sharded_parameters_see_the_reduced_gradient() -> None:
+    model, plain = pair(EVEN_MLP)
+    seen: list[Tensor] = []
+    weight = model.get_parameter("2.weight")
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
+    run_both(EVEN_MLP, model, plain, 0)
+    expected = plain.get_parameter("2.weight").grad
+    assert expected is not None
+    assert len(seen) == 1
+    assert_same(seen[0], expected, "gradient that the hook saw")
+
+
+class Spread(nn.Module):
+    """Gradients that are not laid out as their parameters: transposed, expanded, sliced, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 4))
+        self.row = nn.Parameter(torch.randn(4))
+        self.left = nn.Parameter(torch.randn(3, 5))
+        self.right = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.left, self.right])
+        y = x @ self.matrix.t().contiguous().t().t() + (joined.sum() + self.row[::2].sum())
+        return y + self.row.sum() * joined[2:6, 1:2].sum()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@distributed(1, 2, 3, 4)
+def test_gradients_of_unusual_layout(sync: bool) -> None:
+    def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor]:
+        return (torch.randn(3, 4, dtype=dtype, generator=torch.Generator().manual_seed(rank)),)
+
+    case = Case("spread", Spread, lambda model: [], batch)
+    model, plain = pair(case)
+    for step in range(3):
+        last = sync or step == 2
+        cast(FSDPModule, model).set_requires_gradient_sync(last)
+        run_both(case, model, plain, step, average=last)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_gradients_of_the_reference_are_averages() -> None:
+    """The reference itself, against numbers written by hand."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mean = average_over_ranks(torch.tensor([1.0 * rank, 2.0]))
+    assert mean.tolist() == [(world_size - 1) / 2, 2.0]
+    plain = nn.Linear(1, 1, bias=False)
+    (plain(torch.tensor([[float(rank)]])) * 1.0).sum().backward()
+    average_gradients(plain)
+    grad = gradients(plain)["weight"]
+    assert grad is not None
+    assert grad.item() == (world_size - 1) / 2
+
+
+@distributed(2)
+def test_backward_of_a_part_of_the_loss() -> None:
+    """Two losses of one forward, one backward after the other."""
+    for case in (TRANSFORMER, RECURRENT):
+        model, plain = pair(case)
+        batch = case.batch(0, dist.get_rank(), torch.float64)
+        for network in (plain, model):
+            output = network(batch[0])
+            output[0].square().mean().backward(retain_graph=True)
+            if network is plain:
+                average_gradients(plain)
+            output[1:].sin().mean().backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+
+
+@distributed(1, 2)
+def test_a_gradient_penalty() -> None:
+    """The gradient of a gradient: the graph of a backward needs parameters after it."""
+    for case in (EVEN_MLP, MLP):
+        model, plain = pair(case, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(False)
+        for step in range(2):
+            (inputs,) = case.batch(step, dist.get_rank(), torch.float64)
+            for network in (plain, model):
+                x = inputs.clone().requires_grad_()
+                (slope,) = torch.autograd.grad(case.loss(network, x), x, create_graph=True)
+                slope.square().sum().backward()
+            average_gradients(plain)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+            plain.zero_grad()

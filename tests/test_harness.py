@@ -1,0 +1,122 @@
+"""The harness itself: results, failures, hangs and deaths of ranks are reported."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import RankError, distributed, run_on
+
+
+@distributed(1, 2, 3, 4)
+def test_every_rank_runs_the_body() -> None:
+    total = torch.tensor(dist.get_rank() + 1.0)
+    dist.all_reduce(total)
+    world_size = dist.get_world_size()
+    assert total.item() == world_size * (world_size + 1) / 2
+
+
+@pytest.mark.parametrize("word", ["a", "b"])
+@distributed(2)
+def test_parameters_reach_the_body(word: str) -> None:
+    words: list[str] = ["", ""]
+    dist.all_gather_object(words, word)
+    assert words == [word, word]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@distributed(2)
+def test_a_job_starts_from_a_clean_state(call: int) -> None:
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.initial_seed() == 0
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(call)
+
+
+def process_and_sum() -> tuple[int, float]:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return os.getpid(), total.item()
+
+
+def fail_on_rank_one(number: int) -> None:
+    if dist.get_rank() == 1:
+        assert number == 3, "not three"
+    dist.barrier()
+
+
+def leave_rank_one_behind() -> None:
+    if dist.get_rank() == 0:
+        return
+    while True:
+        time.sleep(0.05)
+
+
+def die_on_rank_zero() -> None:
+    if dist.get_rank() == 0:
+        os.abort()
+    dist.barrier()
+
+
+def print_and_fail() -> None:
+    print("words before the failure", flush=True)
+    raise ValueError("it failed")
+
+
+def test_ranks_are_reused() -> None:
+    first = run_on(2, process_and_sum)
+    assert run_on(2, process_and_sum) == first
+    assert [total for _, total in first] == [2.0, 2.0]
+
+
+def test_a_failure_names_the_rank_and_has_its_traceback_and_variables() -> None:
+    with pytest.raises(RankError) as caught:
+        run_on(2, fail_on_rank_one, 7)
+    text = str(caught.value)
+    assert "rank 1" in text
+    assert "not three" in text
+    assert "fail_on_rank_one" in text
+    assert "number = 7" in text
+    assert "ranks [0] did not answer" in text
+
+
+def test_a_failure_shows_what_the_rank_printed() -> None:
+    with pytest.raises(RankError, match="words before the failure"):
+        run_on(1, print_and_fail)
+
+
+def test_a_hang_is_detected_and_its_stack_shown() -> None:
+    with pytest.raises(RankError) as caught:
+        run_on(2, leave_rank_one_behind, timeout_s=1.0)
+    text = str(caught.value)
+    assert "rank 1 hangs" in text
+    assert "in leave_rank_one_behind" in text
+
+
+def test_a_dead_rank_is_reported() -> None:
+    with pytest.raises(RankError) as caught:
+        run_on(2, die_on_rank_zero)
+    text = str(caught.value)
+    assert "rank 0" in text
+    assert "ended with code -6" in text
+    assert "in die_on_rank_zero" in text
+
+
+def test_ranks_are_fresh_after_a_failure() -> None:
+    before = run_on(2, process_and_sum)
+    with pytest.raises(RankError):
+        run_on(2, fail_on_rank_one, 0)
+    after = run_on(2, process_and_sum)
+    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after)
+    assert [total for _, total in after] == [2.0, 2.0]
+
+
+def test_restart_gives_the_next_job_fresh_ranks() -> None:
+    before = run_on(1, process_and_sum, restart=True)
+    assert run_on(1, process_and_sum)[0][0] != before[0][0]

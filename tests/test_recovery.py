@@ -1,0 +1,157 @@
+"""After an exception in forward or backward the next step works, with nothing reset by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from fsdp2 import FSDPModule
+from harness import distributed, ours_only
+from models import Case, normal_batch
+from reference import assert_same_gradients, assert_sharded, pair, run_both
+
+
+class PlannedError(Exception):
+    """What the tests raise."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity; its backward raises when told to."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, broken: bool) -> Tensor:
+        vars(ctx)["broken"] = broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        if vars(ctx)["broken"]:
+            raise PlannedError("in backward")
+        return grads[0], None
+
+
+class Fragile(nn.Module):
+    """A linear layer that raises in its forward, or in the backward of its output or input.
+
+    The input of the first layer needs no gradient: nothing raises there late in backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.fault = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault == "before forward":
+            raise PlannedError("in forward")
+        x = RaiseInBackward.apply(x, self.fault == "late in backward")
+        x = self.linear(x).tanh()
+        if self.fault == "after forward":
+            raise PlannedError("in forward")
+        return RaiseInBackward.apply(x, self.fault == "early in backward")
+
+
+def build_fragile() -> nn.Module:
+    return nn.Sequential(*[Fragile() for _ in range(4)], nn.Linear(6, 2))
+
+
+FRAGILE = Case(
+    "fragile",
+    build_fragile,
+    lambda m: [child for child in m.children() if isinstance(child, Fragile)],
+    normal_batch(3, 6),
+)
+FORWARD_FAULTS = ["before forward", "after forward"]
+BACKWARD_FAULTS = ["early in backward", "late in backward"]
+IN_BACKWARD = [
+    pytest.param(fault, marks=ours_only("the next step after an exception in backward"))
+    for fault in BACKWARD_FAULTS
+]
+every_fault = pytest.mark.parametrize("fault", FORWARD_FAULTS + IN_BACKWARD)
+
+
+def set_fault(model: nn.Module, index: int, fault: str) -> None:
+    layer = model.get_submodule(str(index))
+    assert isinstance(layer, Fragile)
+    layer.fault = fault
+
+
+def fail_once(model: nn.Module, index: int, fault: str) -> None:
+    """One step in which the layer of this index raises."""
+    set_fault(model, index, fault)
+    with pytest.raises(PlannedError):
+        FRAGILE.loss(model, *FRAGILE.batch(8, dist.get_rank(), torch.float64)).backward()
+    set_fault(model, index, "")
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@every_fault
+@distributed(1, 2, 3)
+def test_the_next_step_is_right(fault: str, mode: bool) -> None:
+    model, plain = pair(FRAGILE, reshard_after_forward=mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step, index in enumerate([1 if fault == "late in backward" else 0, 2, 3]):
+        run_both(FRAGILE, model, plain, 2 * step)
+        assert_same_gradients(model, plain)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+        fail_once(model, index, fault)
+        model.zero_grad()
+        run_both(FRAGILE, model, plain, 2 * step + 1)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@every_fault
+@distributed(2)
+def test_the_first_step_fails(fault: str) -> None:
+    """Before any order has been recorded or any buffer was used."""
+    model, plain = pair(FRAGILE)
+    fail_once(model, 2, fault)
+    model.zero_grad()
+    run_both(FRAGILE, model, plain, 0)
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("fault", FORWARD_FAULTS)
+@distributed(2)
+def test_gradients_there_before_a_failing_forward_are_kept(fault: str) -> None:
+    model, plain = pair(FRAGILE)
+    run_both(FRAGILE, model, plain, 0)
+    fail_once(model, 1, fault)
+    run_both(FRAGILE, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_state_dict_and_evaluation_after_a_failure() -> None:
+    model, plain = pair(FRAGILE)
+    fail_once(model, 2, "after forward")
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert list(full) == list(plain.state_dict())
+    assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
+    with torch.no_grad():
+        (inputs,) = FRAGILE.batch(0, dist.get_rank(), torch.float64)
+        assert torch.equal(model(inputs), plain(inputs))
+
+
+@ours_only("the next step after an exception in backward")
+@distributed(2)
+def test_a_failure_in_a_micro_batch_without_communication() -> None:
+    """The micro-batches are run again from the start."""
+    model, plain = pair(FRAGILE)
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    fail_once(model, 1, "late in backward")
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    run_both(FRAGILE, model, plain, 1)
+    assert_sharded(model)

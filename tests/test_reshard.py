@@ -1,0 +1,274 @@
+"""When parameters are gathered and freed: reshard modes, `unshard` and `reshard` by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule, UnshardHandle
+from harness import distributed, ours_only
+from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
+from reference import (
+    Training,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    assert_unsharded,
+    average_gradients,
+    check_training,
+    pair,
+    run_both,
+    whole,
+)
+
+three_models = pytest.mark.parametrize("name", ["mlp", "transformer", "nested"])
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """The sharded modules in the order of the module tree, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@three_models
+@distributed(4)
+def test_parameters_are_kept_on_two_ranks_after_forward(name: str) -> None:
+    check_training(BY_NAME[name], Training(steps=3), reshard_after_forward=2)
+
+
+@distributed(4)
+def test_resharding_to_all_ranks_or_to_one_by_an_integer() -> None:
+    check_training(TRANSFORMER, Training(steps=2), reshard_after_forward=4)
+    check_training(TRANSFORMER, Training(steps=2), reshard_after_forward=1)
+
+
+@distributed(1, 2, 3)
+def test_by_default_all_but_the_root_are_resharded_after_forward() -> None:
+    model, _ = pair(TRANSFORMER)
+    tokens, _ = TRANSFORMER.batch(0, dist.get_rank(), torch.float64)
+    loss = model(tokens).sum()
+    for block in model.get_submodule("blocks").children():
+        assert_sharded(block)
+    assert not isinstance(model.get_parameter("embedding.weight"), DTensor)
+    loss.backward()
+    assert_sharded(model)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@distributed(1, 2, 3)
+def test_state_after_forward_and_backward(mode: bool) -> None:
+    model, _ = pair(MLP, reshard_after_forward=mode)
+    (inputs,) = MLP.batch(0, dist.get_rank(), torch.float64)
+    output = model(inputs)
+    for linear in (model[0], model[2], model[4]):
+        if mode:
+            assert_sharded(linear)
+        else:
+            assert_unsharded(linear)
+    output.sum().backward()
+    assert_sharded(model)
+
+
+@distributed(2, 3)
+def test_reshard_after_forward_can_change_between_steps() -> None:
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    for step, mode in enumerate([True, False, False, True]):
+        model.set_reshard_after_forward(mode)
+        run_both(MLP, model, plain, step)
+        assert_same_gradients(model, plain)
+    model.set_reshard_after_forward(True)
+    model[2].set_reshard_after_forward(False, recurse=False)
+    loss = model(MLP.batch(0, 0, torch.float64)[0]).sum()
+    assert_sharded(model[0])
+    assert_unsharded(model[2])
+    loss.backward()
+    assert_sharded(model)
+
+
+@distributed(2, 3)
+def test_parameters_stay_gathered_after_backward_until_resharded_by_hand() -> None:
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    for step in range(2):
+        run_both(MLP, model, plain, step)
+        for linear in (model[0], model[2], model[4]):
+            assert_unsharded(linear)
+    for unit in units_of(model):
+        unit.reshard()
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+    model.set_reshard_after_backward(True)
+    run_both(MLP, model, plain, 2)
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(1, 2, 3, 4)
+def test_unshard_and_reshard_by_hand(async_op: bool) -> None:
+    model, plain = pair(MLP)
+    linear, expected = model[0], plain[0].weight
+    assert isinstance(linear, FSDPModule)
+    for _ in range(2):
+        handle = linear.unshard(async_op=async_op)
+        if async_op:
+            assert isinstance(handle, UnshardHandle)
+            handle.wait()
+        else:
+            assert handle is None
+        assert_unsharded(linear)
+        assert_sharded(model[2])
+        assert torch.equal(linear.weight, expected)
+        linear.reshard()
+        assert_sharded(linear)
+        assert torch.equal(whole(linear.weight), expected)
+
+
+@distributed(2, 3)
+def test_several_asynchronous_unshards_in_flight() -> None:
+    model, plain = pair(MLP)
+    layers = [model[0], model[2], model[4]]
+    handles = [layer.unshard(async_op=True) for layer in layers]
+    for layer, handle, reference in zip(
+        layers, handles, [plain[0], plain[2], plain[4]], strict=True
+    ):
+        handle.wait()
+        assert torch.equal(layer.weight, reference.weight)
+        assert torch.equal(layer.bias, reference.bias)
+    run_both(MLP, model, plain, 0)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_repeated_unshard_and_reshard_change_nothing() -> None:
+    model, plain = pair(MLP)
+    for unit in units_of(model):
+        unit.unshard()
+        unit.unshard()
+    for _ in range(2):
+        for unit in units_of(model):
+            unit.reshard()
+    assert_sharded(model)
+    assert_same_parameters(model, plain, bitwise=True)
+
+
+@distributed(2, 3)
+def test_a_forward_after_unshard_by_hand() -> None:
+    model, plain = pair(MLP)
+    for step in range(3):
+        for unit in units_of(model):
+            unit.unshard(async_op=step == 1)  # in step 1 nobody waits before the forward does
+        run_both(MLP, model, plain, step, bitwise_loss=True)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_unshard_sees_what_the_optimizer_wrote() -> None:
+    model, plain = pair(EVEN_MLP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        run_both(EVEN_MLP, model, plain, step)
+        optimizer.step()
+        plain_optimizer.step()
+        handle = model[2].unshard(async_op=True)
+        handle.wait()
+        torch.testing.assert_close(model[2].weight, plain[2].weight, rtol=1e-12, atol=1e-12)
+        model[2].reshard()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@distributed(1, 2, 3)
+def test_reshard_by_hand_between_forward_and_backward(mode: bool) -> None:
+    model, plain = pair(MLP, reshard_after_forward=mode)
+    for step in range(2):
+        batch = MLP.batch(step, dist.get_rank(), torch.float64)
+        loss = MLP.loss(model, *batch)
+        for unit in units_of(model):
+            unit.reshard()
+        assert_sharded(model)
+        loss.backward()
+        run_both(MLP, model, plain, step)
+        for parameter in plain.parameters():  # the sharded model had this batch twice
+            assert parameter.grad is not None
+            parameter.grad *= 2
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@distributed(1, 2, 3)
+def test_parameters_changed_between_forward_and_backward_are_gathered_anew() -> None:
+    """Backward of a resharded unit computes with what its shards hold by then."""
+    model, plain = pair(MLP, reshard_after_forward=True)
+    for step in range(3):
+        batch = MLP.batch(step, dist.get_rank(), torch.float64)
+        losses = [MLP.loss(network, *batch) for network in (model, plain)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+            for parameter in plain.parameters():
+                parameter.data.mul_(1.5)  # unnoticed by autograd, which would refuse
+        for loss in losses:
+            loss.backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@ours_only("parameters that an evaluation left gathered are used after the step too")
+@pytest.mark.parametrize("mode", [None, True, False])
+@distributed(1, 2, 3)
+def test_an_optimizer_step_after_an_evaluation(mode: bool | None) -> None:
+    """Evaluation between backward and step must not leave old parameters gathered."""
+    model, plain = pair(TRANSFORMER, reshard_after_forward=mode)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, plain)]
+    for step in range(3):
+        run_both(TRANSFORMER, model, plain, step)
+        tokens, _ = TRANSFORMER.batch(9, dist.get_rank(), torch.float64)
+        with torch.no_grad():
+            assert_same(model(tokens), plain(tokens), "evaluation")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert_same(model(tokens), plain(tokens), "evaluation")
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda parameter: parameter.mul_(1.5),
+    "data": lambda parameter: parameter.data.mul_(1.5),
+    "detach": lambda parameter: parameter.detach().mul_(1.5),
+    "local": lambda parameter: local(parameter).mul_(1.5),
+    "local data": lambda parameter: local(parameter).data.mul_(1.5),
+    "foreach": lambda parameter: torch._foreach_mul_([parameter], 1.5),
+}
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@ours_only("parameters that an evaluation left gathered are used after the step too")
+@pytest.mark.parametrize("write", list(WRITES))
+@distributed(1, 2)
+def test_parameters_written_in_any_way_after_an_evaluation(write: str) -> None:
+    model, plain = pair(TRANSFORMER)
+    parameters = {network: list(network.parameters()) for network in (model, plain)}
+    tokens, _ = TRANSFORMER.batch(9, dist.get_rank(), torch.float64)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(model(tokens), plain(tokens), "evaluation")
+            for network in (model, plain):
+                for parameter in parameters[network]:
+                    WRITES[write](parameter)
+        assert_same(model(tokens), plain(tokens), "evaluation")
