@@ -41,7 +41,7 @@ def main() -> int:
     command = ["--standalone", "--nproc-per-node", str(num_ranks), given.script, *given.options]
     print("+ torchrun", shlex.join(command), flush=True)
     # What torchrun logs about a failure is in the error that it raises, too.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     try:
         torchrun.main(command)
     except SignalException:

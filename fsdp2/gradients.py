@@ -62,6 +62,7 @@ class Reduction:
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
         self.outs: list[torch.Tensor] = []
         self.flat: Any = None
+        self._held: Any = None
         self.in_place = False
         self._finish: Finish | None = None
         self._event: Event = None
@@ -135,6 +136,7 @@ class Reduction:
 
     def _release(self) -> None:
         self.grads, self.outs = (), []
+        self._held = None
         self.flat = None
         self.bucket.in_flight -= self.covered
 
@@ -242,7 +244,8 @@ class Reduction:
             bucket.partial[offset : offset + numel] = 0
         bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
-            bucket.partial = None
+            # Its stream is not the one that reads it last: hold it until `use_reduced`.
+            self._held, bucket.partial = bucket.partial, None
 
     def _scale(self) -> None:
         """From what the transports give (mean or sum) to sum / factor."""

@@ -67,6 +67,8 @@ class UnitHooks:
                 if tensor.requires_grad:
                     tensor.register_hook(self.enter_backward)
                     differentiable = True
+                    if tensor._base is not None:
+                        self._watch_base(tensor._base, args)
         runtime.post_forward(unit, differentiable=differentiable)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
@@ -97,12 +99,22 @@ class UnitHooks:
         replaced = dict(zip(found, marked_all, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
-    def enter_backward(self, grad: torch.Tensor) -> None:
+    def enter_backward(self, grad: Any) -> None:
         """Backward reached an output of the unit."""
         unit = self.unit
         if not unit.backward_began:
             self._num_accumulated = 0
         unit.runtime.pre_backward(unit)
+
+    def _watch_base(self, base: torch.Tensor, args: tuple) -> None:
+        """An output is a view of ``base``. Should it be changed in place, its history is
+        rewritten and the hook on it lost, so there is one on the node that made the base too."""
+        inputs = [t for t in tensors_in(args) if t is base or t._base is base]
+        if base.grad_fn is not None and not inputs:
+            base.grad_fn.register_prehook(self._enter_by_node)
+
+    def _enter_by_node(self, grads: Any) -> None:
+        self.enter_backward(grads)
 
     def leave_backward(self) -> None:
         """Backward left the unit by its inputs."""

@@ -39,9 +39,7 @@ class ReleasedParameter(torch.Tensor):
         return stand_in
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Looking at attributes (shape, dtype, grad) needs no data.
         needs_data = getattr(func, "__name__", "") not in ("__get__", "__set__")
 

@@ -252,6 +252,8 @@ class Runtime:
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
+        if any(unit.offload for unit in self.units):
+            self.streams.synchronize()
         self._kept = None
         self.in_backward = False
 

@@ -66,6 +66,9 @@ class Streams:
     def use_reduced(self, event: Event) -> None:
         """Compute may use sharded gradients, and the inputs of the reduction may be freed."""
 
+    def synchronize(self) -> None:
+        """The host waits for all streams: it is about to use offloaded shards and gradients."""
+
 
 class DeviceStreams(Streams):
     """Stream-ordered devices (CUDA and the like)."""
@@ -124,6 +127,10 @@ class DeviceStreams(Streams):
         # all-reduce stream last, so their stream waits too before they are released.
         self.compute.wait_event(event)
         self.reduce.wait_event(event)
+
+    def synchronize(self) -> None:
+        for stream in (self.gather, self.reduce, self.all_reduce):
+            stream.synchronize()
 
 
 def make_streams(device: torch.device) -> Streams:

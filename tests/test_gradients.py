@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
 from harness import distributed
-from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case
+from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
 from reference import (
     assert_same,
     assert_same_gradients,
@@ -118,6 +118,45 @@ def test_one_gradient_removed_by_the_user() -> None:
         network.get_parameter("0.weight").grad = None
         network.get_parameter("4.bias").grad = None
     run_both(EVEN_MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
+@distributed(1, 2, 3)
+def test_one_gradient_kept_and_removed_by_the_user(name: str) -> None:
+    """It stays as it is, while the others of its unit are added to."""
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    kept = model.get_parameter(name).grad
+    assert isinstance(kept, DTensor)
+    before = whole(kept)
+    for step in (1, 2):
+        for network in (model, plain):
+            network.get_parameter(name).grad = None
+        run_both(EVEN_MLP, model, plain, step)
+        assert_same_gradients(model, plain)
+        assert torch.equal(whole(kept), before)
+
+
+@distributed(1, 2, 3)
+def test_a_gradient_moved_to_another_parameter() -> None:
+    """Swapped between two parameters of one unit and shape, and put back later."""
+    case = Case(
+        "twins",
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)),
+        no_units,
+        normal_batch(3, 6),
+    )
+    model, plain = pair(case)
+    for step in range(3):
+        run_both(case, model, plain, step)
+        for network in (model, plain):
+            first, second = network.get_parameter("0.weight"), network.get_parameter("1.weight")
+            first.grad, second.grad = second.grad, first.grad
+        assert_same_gradients(model, plain)
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(case, model, plain, 3)
     assert_same_gradients(model, plain)
 
 
