@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,19 +76,48 @@ def test_gradients_kept_across_zero_grad_stay_as_they_are(name: str) -> None:
         assert torch.equal(whole(grad), copy)
 
 
-@distributed(1, 2, 3)
-def test_gradients_kept_through_only_their_local_tensors() -> None:
-    """The local tensor alone keeps its values, whoever owned its storage."""
+def local_of(grad: Tensor) -> Tensor:
+    assert isinstance(grad, DTensor)
+    return grad.to_local()
+
+
+# What a user may hold on to; each can be read by `torch.as_tensor`, or is a storage.
+WAYS_TO_KEEP: dict[str, Callable[[Tensor], Any]] = {
+    "local tensor": local_of,
+    "detached": lambda grad: local_of(grad.detach()),
+    "data": lambda grad: local_of(grad.data),
+    "flat view": lambda grad: local_of(grad).view(-1),
+    "slice": lambda grad: local_of(grad)[1:],
+    "transposed": lambda grad: local_of(grad).t(),
+    "numpy": lambda grad: local_of(grad).numpy(),
+    "slice of numpy": lambda grad: local_of(grad).numpy()[:1],
+    "storage": lambda grad: local_of(grad).untyped_storage(),
+}
+
+
+def values_of(kept: Any) -> list[float]:
+    if isinstance(kept, torch.UntypedStorage):
+        return kept.tolist()
+    return torch.as_tensor(kept).flatten().tolist()
+
+
+@pytest.mark.parametrize("way", list(WAYS_TO_KEEP))
+@distributed(1, 2)
+def test_gradients_kept_in_part_or_by_another_name(way: str) -> None:
+    """Whoever owns the storage, nobody overwrites or frees what can still be read."""
     model, plain = pair(EVEN_MLP)
     run_both(EVEN_MLP, model, plain, 0)
-    kept = [grad.to_local() for grad in local_gradients(model) if isinstance(grad, DTensor)]
-    before = [local.clone() for local in kept]
+    kept = WAYS_TO_KEEP[way](local_gradients(model)[2])
+    before = values_of(kept)
+    assert before
     model.zero_grad()
-    for _ in range(2):
-        EVEN_MLP.loss(model, *EVEN_MLP.batch(1, dist.get_rank(), torch.float64)).backward()
+    plain.zero_grad()
+    for step in (1, 2):
+        run_both(EVEN_MLP, model, plain, step)
+        assert_same_gradients(model, plain)
         model.zero_grad()
-    for local, copy in zip(kept, before, strict=True):
-        assert torch.equal(local, copy)
+        plain.zero_grad()
+        assert values_of(kept) == before
 
 
 @distributed(1, 2, 3)
