@@ -248,15 +248,10 @@ class Reduction:
             self._held, bucket.partial = bucket.partial, None
 
     def _scale(self) -> None:
-        """From what the transports give (mean or sum) to sum / factor."""
-        divided = 1
-        for transport in (self.scatter, self.replicate):
-            if transport is not None and transport.averages:
-                divided *= transport.group.size()
-        divisor = (self.num_ranks if self.factor is None else self.factor) / divided
-        if divisor != 1:
+        """From the mean over all ranks, which transports give, to sum / factor."""
+        if self.factor is not None and self.factor != self.num_ranks:
             for part in self._ranges():
-                part.div_(divisor)
+                part.mul_(self.num_ranks / self.factor)
 
     def _write_back(self) -> None:
         """From the temporary output into the gradient storage, or added to ``.grad``."""
