@@ -56,7 +56,7 @@ def load_checkpoint(
     for parameter in model.parameters():
         # AdamW makes its state in its first step; here it has to exist before that.
         optimizer.state[parameter] = {
-            "step": torch.zeros(()),
+            "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }

@@ -166,7 +166,8 @@ def communicated_bytes(
     Args:
         model: The sharded model, its units wrapped with the default `reshard_after_forward`.
         compute_itemsize: Bytes per element of the gathered parameters.
-        reduce_itemsize: Bytes per element of the gradients that are sent.
+        reduce_itemsize: Bytes per element of the gradients as they are sent, which may be fewer
+            than of those that are summed.
     """
     gathered = reduced = all_reduced = 0.0
     # From the innermost unit outwards, so that each parameter is counted in its own unit.
@@ -301,7 +302,7 @@ def report(
             f"MB; AdamW's moments {size['optimizer_bytes'] / 1e6:.1f} MB"
         )
     parts = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in communicated.items() if v)
-    print(f"received     per rank and step, computed: {parts or 'nothing'}")
+    print(f"received     per rank and step, computed for float32 gradients: {parts or 'nothing'}")
     print(f"loss curve   {curve}")
     print(f"checkpoint   {out} (a larger --steps with --resume trains on)")
     print(f"sample\n{sample}", flush=True)

@@ -22,6 +22,7 @@ import math
 import os
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,96 +44,36 @@ from text_data import Batches, Text, read_text, validation_starts, windows_at
 def main() -> None:
     options = parse_options()
     device = start_processes()
-    numbers = Numbers()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    out = Path(options.out)
-
-    # The text. Every rank reads all of it and takes its own windows.
-    try:
-        text = read_text(None if options.data is None else Path(options.data))
-        batches = Batches(
-            text.train,
-            length=options.length,
-            batch=options.batch,
-            rank=rank,
-            num_ranks=world_size,
-            seed=options.seed,
-        )
-    except (OSError, ValueError) as error:
-        fail(f"--data: {error}")
-
-    # The model: described without memory, sharded, and only then given memory and values. No
-    # rank ever holds all of it.
-    config = ModelConfig(
-        dim=options.dim,
-        num_layers=options.layers,
-        num_heads=options.heads,
-        hidden=options.hidden,
-        recompute=options.ac,
-    )
-    with torch.device("meta"):
-        model = LanguageModel(config)
-    shard(model, options, device)
-    model.to_empty(device="cpu" if options.offload else device)
-    init_weights(model, config, options.seed)
-
+    text, batches = open_text(options)
+    model = build_model(options, device)
     # The optimizer is made after sharding: its state is as sharded as the parameters it sees.
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=options.lr,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    optimizer = build_optimizer(model, options)
+    run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
 
-    first_step = 0
-    if options.resume:
-        saved = load_checkpoint(out, model, optimizer)
-        first_step, batches.position = saved["step"], saved["position"]
-    print_start(out, model, text, first_step=first_step, device=device)
-
-    # The training loop.
-    log = LossLog(out, first_step=first_step)
-    last_step = min(options.steps, options.stop_at or options.steps)
-    tokens = options.accumulate * options.batch * options.length * world_size
-    progress = Progress(first_step=first_step, last_step=last_step, tokens_per_step=tokens)
-    end_time = time.monotonic() + 60 * (options.minutes or math.inf)
-    step, stop = first_step, bool(numbers.of_all_ranks(stop_requested()).any())
-    while step < last_step and not stop:
-        step += 1
-        learning_rate = learning_rate_at(step, options)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        loss = forward_backward(model, batches, options.accumulate, device)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-        # What each rank knows is made known to all: the mean loss, the largest memory, and
-        # whether to stop, which all ranks must do after the same step.
-        stop = stop_requested() or time.monotonic() > end_time
-        ranks = numbers.of_all_ranks(loss, memory_in_use(device), stop)
-        loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
-        log.write(step, loss=loss, learning_rate=learning_rate, grad_norm=whole(grad_norm))
-        progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
-        if options.save_every and step % options.save_every == 0 and step < last_step and not stop:
-            save_checkpoint(out, step, model, optimizer, run_state(batches, options))
-    progress.close()
-    log.close()
-    if step > first_step:
-        save_checkpoint(out, step, model, optimizer, run_state(batches, options))
-
-    # Held-out text, a sample, and the figures.
-    if numbers.of_all_ranks(stop_requested()).any():
-        if rank == 0:
-            saved_where = f"; --resume goes on from the checkpoint in {out}" if step else ""
-            print(f"stopped after step {step}{saved_where}")
+    step = train(run)
+    if run.numbers.of_all_ranks(stop_requested()).any():
+        if dist.get_rank() == 0:
+            where = f"; --resume goes on from the checkpoint in {run.out}" if step else ""
+            print(f"stopped after step {step}{where}", flush=True)
     else:
-        bits = validation_bits(model, text, options, device, numbers)
-        sample = sample_text(model, b"def ", options, device)
-        report(out, model, optimizer, text, options, numbers, bits=bits, sample=sample)
+        bits = validation_bits(run)
+        sample = sample_text(run, b"def ")
+        report(run.out, model, optimizer, text, options, run.numbers, bits=bits, sample=sample)
     dist.destroy_process_group()
+
+
+@dataclass
+class Run:
+    """What a training run is made of."""
+
+    options: argparse.Namespace
+    out: Path
+    device: torch.device
+    numbers: Numbers
+    text: Text
+    batches: Batches
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
 
 
 def start_processes() -> torch.device:
@@ -147,13 +88,51 @@ def start_processes() -> torch.device:
         fail(f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs; there are {num_gpus}")
     # Kernels that add in an order of their own would keep --resume from being exact.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     # gloo beside NCCL: with --offload the gradients whose norm is taken are on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device
+
+
+def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
+    """The text and this rank's share of its batches. Every rank reads all of the text."""
+    try:
+        text = read_text(None if options.data is None else Path(options.data))
+        batches = Batches(
+            text.train,
+            length=options.length,
+            batch=options.batch,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            seed=options.seed,
+        )
+    except (OSError, ValueError) as error:
+        fail(f"--data: {error}")
+    return text, batches
+
+
+def build_model(options: argparse.Namespace, device: torch.device) -> LanguageModel:
+    """The sharded model.
+
+    First the model is described without memory (on the meta device), then it is sharded, and only
+    then do the shards get memory and values: no rank ever holds all of it.
+    """
+    config = ModelConfig(
+        dim=options.dim,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        hidden=options.hidden,
+        recompute=options.ac,
+    )
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    shard(model, options, device)
+    model.to_empty(device="cpu" if options.offload else device)
+    init_weights(model, config, options.seed)
+    return model
 
 
 def shard(model: LanguageModel, options: argparse.Namespace, device: torch.device) -> None:
@@ -202,6 +181,57 @@ def init_weights(model: LanguageModel, config: ModelConfig, seed: int) -> None:
         parameter.to_local().copy_(own.to_local())
 
 
+def build_optimizer(model: LanguageModel, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW, with weight decay on the matrices."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
+def train(run: Run) -> int:
+    """The training loop; returns the last step, after which the run was saved."""
+    options, model, optimizer = run.options, run.model, run.optimizer
+    first_step = 0
+    if options.resume:
+        saved = load_checkpoint(run.out, model, optimizer)
+        first_step, run.batches.position = saved["step"], saved["position"]
+    print_start(run.out, model, run.text, first_step=first_step, device=run.device)
+    log = LossLog(run.out, first_step=first_step)
+    last_step = min(options.steps, options.stop_at or options.steps)
+    tokens = options.accumulate * options.batch * options.length * dist.get_world_size()
+    progress = Progress(first_step=first_step, last_step=last_step, tokens_per_step=tokens)
+    end_time = time.monotonic() + 60 * (options.minutes or math.inf)
+
+    step, stop = first_step, bool(run.numbers.of_all_ranks(stop_requested()).any())
+    while step < last_step and not stop:
+        step += 1
+        learning_rate = learning_rate_at(step, options)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = forward_backward(run)
+        grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # What each rank knows is made known to all: the mean loss, the largest memory, and
+        # whether to stop, which all ranks must do after the same step.
+        stop = stop_requested() or time.monotonic() > end_time
+        ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop)
+        loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
+        log.write(step, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm)
+        progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
+        if stop or step == last_step or (options.save_every and step % options.save_every == 0):
+            save_checkpoint(run.out, step, model, optimizer, run_state(run))
+    progress.close()
+    log.close()
+    return step
+
+
 def learning_rate_at(step: int, options: argparse.Namespace) -> float:
     """Linear warm-up, then half a cosine down to a tenth of the peak."""
     warmup = min(options.warmup, options.steps)
@@ -211,27 +241,24 @@ def learning_rate_at(step: int, options: argparse.Namespace) -> float:
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def forward_backward(
-    model: LanguageModel, batches: Batches, micro_batches: int, device: torch.device
-) -> float:
+def forward_backward(run: Run) -> float:
     """Accumulate the gradients of one step; returns this rank's mean loss in nats per byte."""
+    model, micro_batches = run.model, run.options.accumulate
     assert isinstance(model, FSDPModule)  # which `fully_shard` has made it, besides its own class
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=run.device)
     for i in range(micro_batches):
         # Until the last micro-batch gradients add up on each rank, without communication.
         model.set_requires_gradient_sync(i == micro_batches - 1)
-        loss = next_byte_loss(model, *batches.next(), device) / micro_batches
+        loss = next_byte_loss(run, *run.batches.next()) / micro_batches
         loss.backward()
         total += loss.detach()
     return float(total)
 
 
-def next_byte_loss(
-    model: LanguageModel, inputs: Tensor, targets: Tensor, device: torch.device
-) -> Tensor:
+def next_byte_loss(run: Run, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in nats per byte."""
-    logits = model(inputs.to(device))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten())
+    logits = run.model(inputs.to(run.device))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.to(run.device).flatten())
 
 
 def whole(value: Tensor) -> float:
@@ -239,52 +266,46 @@ def whole(value: Tensor) -> float:
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def run_state(batches: Batches, options: argparse.Namespace) -> dict[str, Any]:
+def run_state(run: Run) -> dict[str, Any]:
     """What a resumed run has to know besides its tensors."""
-    return {"position": batches.position, "options": options_to_save(options)}
+    return {"position": run.batches.position, "options": options_to_save(run.options)}
 
 
 @torch.no_grad()
-def validation_bits(
-    model: LanguageModel,
-    text: Text,
-    options: argparse.Namespace,
-    device: torch.device,
-    numbers: Numbers,
-) -> float:
+def validation_bits(run: Run) -> float:
     """Bits per byte on held-out windows. Each rank takes its part of them.
 
     A forward is collective, so every rank does the same number of them: ranks that run out of
     windows take window 0 again and do not count it.
     """
-    starts = validation_starts(text.held_out, options.length, options.eval_bytes)
+    options, held_out = run.options, run.text.held_out
+    starts = validation_starts(held_out, options.length, options.eval_bytes)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     loss_sum = 0.0
     for first in range(0, len(starts), options.batch * world_size):
         begin = first + rank * options.batch
         mine = starts[begin : begin + options.batch]
-        inputs, targets = windows_at(text.held_out, mine or starts[:1], options.length)
-        loss = next_byte_loss(model, inputs, targets, device)
+        inputs, targets = windows_at(held_out, mine or starts[:1], options.length)
+        loss = next_byte_loss(run, inputs, targets)
         loss_sum += float(loss) * len(mine) * options.length
-    total = numbers.of_all_ranks(loss_sum).sum()
+    total = run.numbers.of_all_ranks(loss_sum).sum()
     return float(total) / (len(starts) * options.length) / math.log(2)
 
 
 @torch.no_grad()
-def sample_text(
-    model: LanguageModel, prompt: bytes, options: argparse.Namespace, device: torch.device
-) -> str:
+def sample_text(run: Run, prompt: bytes) -> str:
     """Let the model write on after `prompt`.
 
     All ranks take part, with the same context and the same random numbers: each forward gathers
     parameters from all of them. For the whole sample they are gathered once and kept.
     """
+    model, options = run.model, run.options
     assert isinstance(model, FSDPModule)
     generator = torch.Generator().manual_seed(options.seed)
     model.set_reshard_after_forward(False)
     content = list(prompt)
     for _ in range(options.sample_bytes):
-        context = torch.tensor([content[-options.length :]], device=device)
+        context = torch.tensor([content[-options.length :]], device=run.device)
         logits = model(context)[0, -1].float().cpu()
         probability = torch.softmax(logits / 0.8, dim=0)
         content.append(int(torch.multinomial(probability, 1, generator=generator)))

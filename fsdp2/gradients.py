@@ -76,13 +76,17 @@ class Reduction:
 
     def launch(self, streams: Streams) -> None:
         """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
-        self.bucket.in_flight |= self.covered
         if self.scatter is None and self.replicate is None:
+            self.bucket.in_flight |= self.covered
             self._event = streams.reduced()
             return
-        unattached = not self.bucket.has_gradients()
-        self.store: GradientStore = self.bucket.gradient_store(unattached)
-        self._choose_output(unattached)
+        detached = None
+        if self.bucket.has_gradients():
+            params = self.bucket.params
+            detached = [i for i in self.covered if params[i].sharded.grad is None]
+        self.store: GradientStore = self.bucket.gradient_store(detached)
+        self.bucket.in_flight |= self.covered
+        self._choose_output(detached)
         with streams.reducing():
             if self.scatter is None:
                 self._copy_to_output()
@@ -162,17 +166,16 @@ class Reduction:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _choose_output(self, unattached: bool) -> None:
+    def _choose_output(self, detached: list[int] | None) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
         dtype = self.bucket.orig_dtype
         if self.scatter is not None:
             dtype = self.scatter.out_dtype(self.bucket)
-        params = self.bucket.params
         self.in_place = (
             dtype == self.bucket.orig_dtype
             and self.bucket.shard_device == self.bucket.device
             and not self.waits
-            and (unattached or all(params[i].sharded.grad is None for i in self.covered))
+            and (detached is None or len(detached) == len(self.covered))
         )
         self.dtype = dtype
         self.dtensors = self.store.dtensors

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -157,7 +157,16 @@ class GradientStore:
     anybody else holds one, the old storage is left to them and a new one is made.
     """
 
-    __slots__ = ("_baseline", "_outputs", "dtensors", "flat", "locals", "params", "storage")
+    __slots__ = (
+        "_baseline",
+        "_outputs",
+        "_storage_uses",
+        "dtensors",
+        "flat",
+        "locals",
+        "params",
+        "storage",
+    )
 
     def __init__(self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat):
         self.params = params
@@ -174,25 +183,36 @@ class GradientStore:
         ]
         self._outputs: dict[Any, list[torch.Tensor]] = {}
         self._baseline = self._references()
+        self._storage_uses = self._count_storage_uses()
 
-    def _references(self) -> tuple[int, int, int]:
-        return (
-            sum(map(sys.getrefcount, self.dtensors)),
-            sum(map(sys.getrefcount, self.locals)),
-            torch._C._storage_Use_Count(self.storage._cdata),
-        )
+    def _references(self) -> list[int]:
+        return [*map(sys.getrefcount, self.dtensors), *map(sys.getrefcount, self.locals)]
+
+    def _count_storage_uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)
 
     def outputs(self, plan: Any) -> list[torch.Tensor]:
         """Views for a reduction that writes in place, made once per plan."""
         outs = self._outputs.get(plan)
         if outs is None:
             outs = self._outputs[plan] = plan.outputs(self.flat)
-            self._baseline = (*self._baseline[:2], self._baseline[2] + len(outs))
+            self._storage_uses += len(outs)
         return outs
 
-    def kept_elsewhere(self) -> bool:
-        """Whether somebody else holds a gradient of ours. Only valid while none is attached."""
-        return self._references() != self._baseline
+    def kept_elsewhere(self, detached: Collection[int] | None = None, *, idle: bool = True) -> bool:
+        """Whether somebody else holds a gradient of ours that is not attached.
+
+        Args:
+            detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
+            idle: no reduction that writes here is on its way, holding views of its own.
+        """
+        if idle and self._count_storage_uses() != self._storage_uses:
+            return True
+        now, before = self._references(), self._baseline
+        if detached is None:
+            return now != before
+        num = len(self.dtensors)
+        return any(now[i] != before[i] or now[num + i] != before[num + i] for i in detached)
 
     def allocate(self) -> None:
         nbytes = self.flat.numel() * self.flat.itemsize
@@ -397,14 +417,16 @@ class Bucket:
         """Whether any sharded parameter has a gradient, ours or not."""
         return any(p.sharded.grad is not None for p in self.params)
 
-    def gradient_store(self, unattached: bool) -> GradientStore:
+    def gradient_store(self, detached: Collection[int] | None) -> GradientStore:
         """The store of sharded gradients, with memory, safe to write where no ``.grad`` is.
 
         Args:
-            unattached: no sharded parameter has a gradient now.
+            detached: the parameters that will be written and have no ``.grad``; None: no
+                parameter has one.
         """
         grads = self.grads
-        if grads is None or (unattached and not self.in_flight and grads.kept_elsewhere()):
+        write = detached is None or len(detached) > 0
+        if grads is None or (write and grads.kept_elsewhere(detached, idle=not self.in_flight)):
             flat = torch.zeros(
                 self.layout.shard_numel,
                 dtype=self.orig_dtype,

@@ -29,6 +29,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -156,7 +157,8 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()

@@ -81,7 +81,7 @@ def local_of(grad: Tensor) -> Tensor:
     return grad.to_local()
 
 
-# What a user may hold on to; each can be read by `torch.as_tensor`, or is a storage.
+# What a user may hold on to.
 WAYS_TO_KEEP: dict[str, Callable[[Tensor], Any]] = {
     "local tensor": local_of,
     "detached": lambda grad: local_of(grad.detach()),
@@ -91,13 +91,10 @@ WAYS_TO_KEEP: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda grad: local_of(grad).t(),
     "numpy": lambda grad: local_of(grad).numpy(),
     "slice of numpy": lambda grad: local_of(grad).numpy()[:1],
-    "storage": lambda grad: local_of(grad).untyped_storage(),
 }
 
 
 def values_of(kept: Any) -> list[float]:
-    if isinstance(kept, torch.UntypedStorage):
-        return kept.tolist()
     return torch.as_tensor(kept).flatten().tolist()
 
 
@@ -118,6 +115,28 @@ def test_gradients_kept_in_part_or_by_another_name(way: str) -> None:
         model.zero_grad()
         plain.zero_grad()
         assert values_of(kept) == before
+
+
+@pytest.mark.parametrize("way", ["local tensor", "flat view", "numpy"])
+@distributed(1, 2)
+def test_gradients_kept_and_dropped_between_forward_and_backward(way: str) -> None:
+    """`zero_grad` right before backward, as many training loops have it."""
+    model, plain = pair(EVEN_MLP)
+    kept: list[tuple[Any, list[float]]] = []
+    for step in range(3):
+        batch = EVEN_MLP.batch(step, dist.get_rank(), torch.float64)
+        losses = {network: EVEN_MLP.loss(network, *batch) for network in (plain, model)}
+        if step:
+            grad = WAYS_TO_KEEP[way](local_gradients(model)[0])
+            kept.append((grad, values_of(grad)))
+            del grad
+        for network, loss in losses.items():
+            network.zero_grad()
+            loss.backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        for grad, before in kept:
+            assert values_of(grad) == before
 
 
 @distributed(1, 2, 3)

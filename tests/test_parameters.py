@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import cached_mesh, distributed, ours_only
-from models import BY_NAME, MLP, TRANSFORMER, Case, children, no_units, normal_batch
+from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER, Case, children, no_units, normal_batch
 from reference import (
     Training,
     assert_same,
@@ -269,6 +269,25 @@ def test_ignored_parameters_are_left_alone() -> None:
         assert mine is not None
         assert expected is not None
         assert_same(mine, expected, name)
+
+
+def second_dim(parameter: nn.Parameter) -> Shard | None:
+    """Matrices are sharded by columns, everything else by default."""
+    return Shard(1) if parameter.ndim == 2 else None
+
+
+@distributed(1, 2, 3, 4)
+def test_placements_chosen_by_a_function() -> None:
+    model, _ = check_training(EVEN_MLP, Training(steps=3), shard_placement_fn=second_dim)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Shard(1) if "weight" in name else Shard(0),)
+
+
+@ours_only("another dim than the first that the ranks do not divide")
+@distributed(2, 3)
+def test_placements_on_dims_that_the_ranks_do_not_divide() -> None:
+    check_training(MLP, Training(steps=3), shard_placement_fn=second_dim)
 
 
 @distributed(1, 2, 3)
