@@ -169,7 +169,8 @@ def plan_bucket(
     # pack by one kernel over a contiguous part of it.
     packed = [i for i in range(len(shapes)) if i not in direct]
     direct.sort(key=lambda i: not even[i])
-    packed.sort(key=lambda i: dims[i] not in (0, None))
+    # Neighbours of equal size are taken out together.
+    packed.sort(key=lambda i: (dims[i] not in (0, None), shard_numels[i]))
     full_align = GATHERED_ALIGN_BYTES // min(itemsizes)
     slots: list[Slot | None] = [None] * len(shapes)
     shard_offset = full_offset = 0

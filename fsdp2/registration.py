@@ -42,6 +42,7 @@ class Registration:
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
         self._slow: dict[str, list[Callable[[], None]]] = {}
         self._guarded: list[dict[int, Any]] = []
+        self._guards_are_on = False
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
         """Make the lists, after parameters were made anew or got other owners."""
@@ -58,24 +59,37 @@ class Registration:
                     fast.append((module._parameters, name, value))
                 else:  # recurrent layers keep a second list of their weights
                     slow.append(partial(setattr, module, name, value))
+        self._switch_guards(False)
         guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
         self._guarded = [module._forward_pre_hooks for module in guarded]
 
-    def show(self, kind: str) -> None:
-        """Make the modules hold their parameters of this kind."""
+    def show(self, kind: str, *, for_forward: bool = True) -> None:
+        """Make the modules hold their parameters of this kind.
+
+        Args:
+            for_forward: whether they are about to compute. If not, in backward, the guards may
+                stay where they are: modules run then only to recompute, which they let pass.
+        """
         for parameters, name, value in self._fast[kind]:
             parameters[name] = value
         for set_attribute in self._slow[kind]:
             set_attribute()
-        if kind == "unsharded":
-            for hooks in self._guarded:
-                hooks.pop(GUARD, None)
-        else:
+        self.shown = kind
+        guards_on = kind != "unsharded"
+        if guards_on != self._guards_are_on and (guards_on or for_forward):
+            self._switch_guards(guards_on)
+        if self._released:
+            self._released.clear()
+
+    def _switch_guards(self, on: bool) -> None:
+        self._guards_are_on = on
+        if on:
             guard = self._guard
             for hooks in self._guarded:
                 hooks[GUARD] = guard
-        self.shown = kind
-        self._released.clear()
+        else:
+            for hooks in self._guarded:
+                hooks.pop(GUARD, None)
 
     def show_released(self, param: ShardedParam, stand_in: ReleasedParameter) -> None:
         """Of one parameter, whose memory was given back early, a stand-in, until `show`."""
@@ -94,7 +108,7 @@ class Registration:
             self.show_released(*item)
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if any(isinstance(arg, DTensor) for arg in args):
+        if self.shown == "unsharded" or any(isinstance(arg, DTensor) for arg in args):
             return
         names = ", ".join(p.fqn for p in self._params if any(m is module for m, _ in p.owners))
         unit_type = type(self.unit_modules[0]).__name__

@@ -213,9 +213,9 @@ class Runtime:
             reduction.launch(self.streams)
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
-            for older in tuple(self._reductions)[:-1]:
-                for reduction in older:
-                    if reduction.replicate is not None:
+            if unit.replicate is not None:
+                for older in tuple(self._reductions)[:-1]:
+                    for reduction in older:
                         reduction.advance()
             if nbytes > self.max_bytes_in_flight:
                 self._complete_all()

@@ -76,7 +76,6 @@ class GatherPlan:
         "messages",
         "outputs",
         "own",
-        "pack_split",
         "rank",
         "rows",
         "source",
@@ -114,7 +113,6 @@ class GatherPlan:
 
     def _plan_unpack(self, layout: BucketLayout, gathered: Segments) -> None:
         """Views for copying packed parameters from the pack to their places."""
-        self.pack_split: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
         self.unpack_to: list[torch.Tensor] = []
         self.unpack_from: list[torch.Tensor] = []
         if not layout.packed:
@@ -122,31 +120,47 @@ class GatherPlan:
         num_shards = layout.num_shards
         pack = gathered.view(layout.pack_full_offset, num_shards * layout.pack_numel)
         pack = pack.view(num_shards, layout.pack_numel)
-        sizes, outs = [], []
-        for i in layout.packed:
-            slot = layout.slots[i]
-            full = gathered.view(slot.full_offset, slot.full_numel)
+        slots = [layout.slots[i] for i in layout.packed]
+        for group in _of_equal_size([slot for slot in slots if slot.dim in (0, None)]):
+            first, numel = group[0], group[0].shard_numel
+            whole = gathered.view(first.full_offset, len(group) * num_shards * numel)
+            rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)
+            self.unpack_to.append(whole.view(len(group), num_shards, numel))
+            self.unpack_from.append(rows.unflatten(1, (len(group), numel)).transpose(0, 1))
+        for slot in slots:
             if slot.dim in (0, None):
-                sizes.append(slot.shard_numel)
-                outs.append(full.view(num_shards, slot.shard_numel))
                 continue
-            whole = full[: prod(slot.shape)].view(slot.shape)
+            whole = gathered.view(slot.full_offset, prod(slot.shape)).view(slot.shape)
             offset = slot.shard_offset - layout.pack_offset
             for rank in range(num_shards):
                 start, stop = slot.span(rank)
                 piece = pack[rank, offset : offset + slot.local_numel(rank)]
                 self.unpack_to.append(whole.narrow(slot.dim, start, stop - start))
                 self.unpack_from.append(piece.view(slot.local_shape(rank)))
-        if sizes:
-            self.pack_split = (pack[:, : sum(sizes)], sizes, outs)
 
     def unpack(self) -> None:
-        """Copy packed parameters from the pack to their places: one kernel for those on dim-0."""
-        if self.pack_split is not None:
-            pack, sizes, outs = self.pack_split
-            torch.split_with_sizes_copy(pack, sizes, dim=1, out=outs)
+        """Copy packed parameters from the pack to their places, those of equal size together."""
         if self.unpack_to:
             torch._foreach_copy_(self.unpack_to, self.unpack_from)
+
+
+def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Neighbours in both storages with shards of equal size, grouped; empty ones left out."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        if not slot.shard_numel:
+            continue
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None
+            and slot.shard_numel == last.shard_numel
+            and slot.shard_offset == last.shard_offset + last.shard_numel
+            and slot.full_offset == last.full_offset + last.full_numel
+        ):
+            groups[-1].append(slot)
+        else:
+            groups.append([slot])
+    return groups
 
 
 class GradientStore:
@@ -206,6 +220,8 @@ class GradientStore:
             detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
             idle: no reduction that writes here is on its way, holding views of its own.
         """
+        if not self.storage.size():
+            return False  # nobody did when the memory was given back, and nobody could since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
         now, before = self._references(), self._baseline

@@ -235,7 +235,8 @@ class Unit:
         self.registration.plan(self.params)
         self._sharded_list = [p.sharded for p in self.params]
         self._unsharded_list = [p.unsharded for p in self.params]
-        self._locals = [p.local for p in self.params if p.is_sharded]
+        locals_ = [p.local for p in self.params if p.is_sharded]
+        self._versioned = [*locals_, *self._sharded_list]
         self._requires_grad = tuple(map(_requires_grad, self._sharded_list))
 
     def _sync_requires_grad(self) -> None:
@@ -278,8 +279,11 @@ class Unit:
         assert self.state is State.SHARDED
         if self.dirty or not self._materialized:
             self.materialize()
-        self._sync_requires_grad()
-        self._versions = self.versions()
+        if not self.runtime.in_backward:
+            self._sync_requires_grad()
+            self._versions = self.versions()
+        elif not self.reshard_after_backward:
+            self._versions = self.versions()
         finishes = self._gather_finish
         with streams.gathering():
             tag = self._tag
@@ -330,7 +334,7 @@ class Unit:
         if self.state is State.GATHERING:
             self.finish_gather(streams)
         if self.registration.shown != "unsharded":
-            self.registration.show("unsharded")
+            self.registration.show("unsharded", for_forward=not self.runtime.in_backward)
 
     def free(self, streams: Streams, *, regroup: bool = False) -> None:
         """UNSHARDED -> SHARDED: give the gathered storage back; sharded parameters registered.
@@ -415,7 +419,7 @@ class Unit:
 
     def versions(self) -> int:
         """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
-        return sum(map(_version, self._locals)) + sum(map(_version, self._sharded_list))
+        return sum(map(_version, self._versioned))
 
     def is_stale(self) -> bool:
         """Whether the shards were written after the last gather began."""
