@@ -1,0 +1,30 @@
+"""Sharded checkpoints: ordinary safetensors files, written and read without communication.
+
+`save_model` and `load_model` are for weights; `Checkpointer` for the exact state of training.
+"""
+
+from .checkpointer import Checkpointer, Loaded
+from .errors import (
+    CheckpointError,
+    CheckpointExists,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+)
+from .job import SaveHandle
+from .restore import LoadReport
+from .weights import load_model, save_model
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "Checkpointer",
+    "CorruptCheckpoint",
+    "LoadReport",
+    "Loaded",
+    "SaveHandle",
+    "load_model",
+    "save_model",
+]

@@ -1,0 +1,102 @@
+"""What ranks have to agree on without collectives: through the store they met by.
+
+The key-value store of the default process group is there on every backend. It carries a few
+bytes per save or load: the name of the run, and which checkpoint is the latest. No tensor and no
+collective is involved, and with one process nothing is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .errors import CheckpointError
+from .placement import all_ranks, this_rank
+
+_run: dict[int, str] = {}  # id of the store -> nonce of the run
+_attempts: Counter[str] = Counter()
+_questions: Counter[str] = Counter()
+TIMEOUT = timedelta(minutes=10)
+
+
+def _store() -> dist.Store | None:
+    if len(all_ranks()) == 1:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def run_nonce() -> str:
+    """Random hexadecimal digits, the same on all ranks of this run, different in every run."""
+    store = _store()
+    key = id(store)
+    if key not in _run:
+        mine = secrets.token_hex(8)
+        _run[key] = mine if store is None else _agree(store, "fsdp2/run", mine)
+    return _run[key]
+
+
+def _agree(store: dist.Store, key: str, value: str) -> str:
+    """The value that the first rank to ask proposed."""
+    if store.add(f"{key}/count", 1) == 1:
+        store.set(f"{key}/value", value)
+    store.wait([f"{key}/value"], TIMEOUT)
+    return store.get(f"{key}/value").decode()
+
+
+def next_nonce(path: Path) -> str:
+    """A nonce for the next attempt to save ``path``: every rank counts its own attempts.
+
+    Restarts within a run (torchrun's) get other nonces by their number.
+    """
+    key = os.path.abspath(path)
+    _attempts[key] += 1
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return f"{run_nonce()}{restart:04x}-{_attempts[key]}"
+
+
+def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
+    """What the first of ``ranks`` says; the others wait for it. Every rank asks equally often."""
+    store = _store()
+    if store is None or len(ranks) == 1:
+        return value
+    _questions[key] += 1
+    full_key = f"fsdp2/{key}/{_questions[key]}"
+    if this_rank() == ranks[0]:
+        store.set(full_key, value)
+        return value
+    store.wait([full_key], TIMEOUT)
+    return store.get(full_key).decode()
+
+
+def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
+    """Check that all ranks see the same folder: the first leaves a file, the others look for it.
+
+    Raises:
+        CheckpointError: on a rank that does not see it, as with a folder on a node's own disk.
+    """
+    if len(ranks) == 1:
+        return
+    token = f".fsdp2-seen-{run_nonce()}"
+    if this_rank() == ranks[0]:
+        try:
+            (folder / token).touch()
+        except OSError as error:
+            said_by_first(f"shared/{folder}", "", ranks)
+            raise CheckpointError(f"{folder} cannot be written to: {error}") from error
+    name = said_by_first(f"shared/{folder}", token, ranks)
+    if not name:
+        raise CheckpointError(f"Rank {ranks[0]} cannot write to {folder}")
+    # A look at the folder itself refreshes what network file systems remember of it.
+    if name not in os.listdir(folder):
+        raise CheckpointError(
+            f"Rank {this_rank()} does not see in {folder} what rank {ranks[0]} wrote there: a "
+            "checkpoint needs a folder that all nodes share"
+        )
+    store = _store()
+    if store is not None and store.add(f"fsdp2/seen/{token}/{folder}", 1) % len(ranks) == 0:
+        (folder / name).unlink(missing_ok=True)

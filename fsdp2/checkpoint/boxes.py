@@ -1,0 +1,118 @@
+"""Boxes in a tensor, and the contiguous runs that they are in memory and in files.
+
+A rank's shard is a box: a start and a shape in the whole tensor. Row-major, a box is a sequence
+of equally long runs; the box of `Shard(0)` is one. Everything is pure arithmetic on elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """``shape`` entries from ``start`` on, per dim; 0-dim tensors have empty tuples."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def within(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is a box of a tensor of ``shape``."""
+        return len(shape) == len(self.start) == len(self.shape) and all(
+            a >= 0 and n >= 0 and a + n <= size
+            for a, n, size in zip(self.start, self.shape, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part; None if it is empty."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def relative_to(self, origin: Box) -> Box:
+        """The same box seen from the start of ``origin``."""
+        return Box(tuple(a - b for a, b in zip(self.start, origin.start, strict=True)), self.shape)
+
+    def pieces(self, limit_numel: int, container: tuple[int, ...]) -> Iterator[Box]:
+        """Cut into boxes, in row-major order, that span at most ``limit_numel`` of ``container``.
+
+        A box spans all elements between its first and its last one. Single elements are never
+        cut, so ``limit_numel`` must be at least 1.
+        """
+        if span(self, container) <= limit_numel or self.numel <= 1:
+            yield self
+            return
+        dim = next(d for d, n in enumerate(self.shape) if n > 1)
+        row = prod(container[dim + 1 :])
+        step = max(1, min(limit_numel // row, self.shape[dim] - 1))
+        for first in range(0, self.shape[dim], step):
+            num = min(step, self.shape[dim] - first)
+            start = (*self.start[:dim], self.start[dim] + first, *self.start[dim + 1 :])
+            part = Box(start, (*self.shape[:dim], num, *self.shape[dim + 1 :]))
+            yield from part.pieces(limit_numel, container)
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def offset(box: Box, container: tuple[int, ...]) -> int:
+    """Of the first element of ``box`` in a row-major tensor of shape ``container``."""
+    return sum(a * s for a, s in zip(box.start, strides(container), strict=True))
+
+
+def span(box: Box, container: tuple[int, ...]) -> int:
+    """Elements from the first to the last of ``box`` in ``container``, both included."""
+    if box.numel == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(box.shape, strides(container), strict=True))
+    return last + 1
+
+
+def run_numel(box: Box, container: tuple[int, ...]) -> int:
+    """Length of the contiguous runs that ``box`` is in ``container``."""
+    dim = len(container)
+    while dim > 0 and box.shape[dim - 1] == container[dim - 1]:
+        dim -= 1
+    # Dims from `dim` on are covered whole; the one before is covered in part, in one piece.
+    return prod(box.shape[max(dim - 1, 0) :])
+
+
+def run_offsets(box: Box, container: tuple[int, ...], run: int) -> Iterator[int]:
+    """Offsets in ``container`` of consecutive runs of ``run`` elements, which divides their length.
+
+    ``run`` is `run_numel(box, container)`, or that of the same box in another container if that
+    is less.
+    """
+    if box.numel == 0:
+        return
+    base, steps = offset(box, container), strides(container)
+    outer = len(box.shape)
+    while outer > 0 and prod(box.shape[outer:]) < run:
+        outer -= 1
+    for index in product(*(range(n) for n in box.shape[:outer])):
+        yield base + sum(i * s for i, s in zip(index, steps[:outer], strict=True))
+
+
+def split_evenly(size: int, num: int, index: int) -> tuple[int, int]:
+    """Start and length of part ``index`` as `torch.chunk` cuts ``size`` entries in ``num``."""
+    chunk = -(-size // num)
+    start = min(index * chunk, size)
+    return start, min(chunk, size - start)

@@ -1,0 +1,450 @@
+"""`Checkpointer`: the checkpoints of a training run, one folder per step."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import check_shared, next_nonce, run_nonce, said_by_first
+from .capture import Captured, ModelTensors, RankLocal, capture, tensors_of
+from .disk import Disk
+from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .job import Options, SaveHandle, SaveJob, own_name, state_name
+from .manifest import FOLDER
+from .placement import all_ranks, this_rank
+from .random_state import random_states, set_random_states
+from .restore import (
+    LoadReport,
+    OptimizerLoad,
+    Wanted,
+    check_fit,
+    check_meta,
+    match_model,
+    match_optimizers,
+    materialize,
+    read_wanted,
+    reshard,
+    verify,
+)
+from .source import Source, open_source
+from .staging import Staging
+from .values import decode, encode
+
+STEP = re.compile(r"step-(\d+)")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+@dataclass
+class Loaded(LoadReport):
+    """What `Checkpointer.load` found.
+
+    Attributes:
+        step: that was loaded.
+        extra: what this rank passed to `save` as ``extra``; the first rank's if this rank did not
+            take part.
+        extra_of_ranks: of every rank that saved.
+        same_ranks: whether as many ranks saved as load. If not, the state of random number
+            generators and of buffers that ranks had different values of is the first rank's, or
+            stays.
+    """
+
+    step: int = 0
+    extra: Any = None
+    extra_of_ranks: dict[int, Any] = field(default_factory=dict)
+    same_ranks: bool = True
+
+
+class Checkpointer:
+    """Saves and loads the exact state of a training run, on any number of ranks.
+
+    All ranks make one and call the same methods in the same order. Nothing is communicated but a
+    few bytes at the start.
+
+    Args:
+        root: the folder of the checkpoints; made if its parent exists.
+        keep: how many committed steps to keep; None: all.
+        layout, max_file_bytes, ranks, rank_local: as for `save_model`.
+        grace_s: leftovers of attempts in which nothing was written for so many seconds are
+            removed by a later save.
+
+    Raises:
+        CheckpointError: if the folder cannot be made, or not all ranks see the same one.
+
+    Example::
+
+        checkpoints = Checkpointer("run/checkpoints", keep=3)
+        for step in range(start, steps):
+            train_step()
+            if step % 100 == 0:
+                checkpoints.save(step, model=model, optimizer=optimizer, blocking=False)
+        checkpoints.close()
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        layout: str = "auto",
+        max_file_bytes: int = 5_000_000_000,
+        ranks: Sequence[int] | None = None,
+        rank_local: RankLocal | None = None,
+        grace_s: float = 3600.0,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.root = Path(os.path.abspath(root))
+        self.keep = keep
+        self.rank = this_rank()
+        self.ranks = tuple(sorted(ranks)) if ranks is not None else all_ranks()
+        if self.rank not in self.ranks:
+            raise ValueError(f"Rank {self.rank} is not in ranks={self.ranks}")
+        self._options = Options(layout, max_file_bytes, grace_s)
+        self._rank_local = rank_local
+        self._disk = Disk()
+        self._staging = Staging()
+        self._last: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        try:
+            self.root.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.root} cannot be made: {error.strerror}") from error
+        run_nonce()
+        check_shared(self.root, self.ranks)
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        scheduler: Any = None,
+        extra: Any = None,
+        blocking: bool = True,
+        timeout: float | None = 600.0,
+    ) -> SaveHandle:
+        """Save everything that training needs to go on after ``step``.
+
+        Saved too, without being asked for: buffers as this rank has them, and the state of random
+        number generators.
+
+        Args:
+            step: not negative; names the checkpoint.
+            model: the module that is trained.
+            optimizer: one, or several; their parameters must be the model's.
+            scheduler: anything with ``state_dict`` and ``load_state_dict``, or several.
+            extra: what else this rank needs: numbers, strings, tensors and lists and dicts of
+                them (the position in the data, say). May differ between ranks.
+            blocking: False: return once this rank's bytes are copied to buffers, which are kept
+                for the next save; a thread writes them. If an earlier save is still being
+                written, it is waited for, and its error raised here.
+            timeout: seconds that a blocking save waits for the other ranks.
+
+        Returns:
+            A handle; with ``blocking`` the checkpoint is committed.
+
+        Raises:
+            CheckpointExists: if the step was saved before.
+            CheckpointError: if the state cannot be saved, or ranks disagree.
+            TypeError: if ``extra`` or a state holds what is no plain value, with its place.
+            OSError: if the disk is full or broken; earlier checkpoints stay as they are.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be an integer of at least 0, got {step!r}")
+        self._finish_last()
+        captured = self._capture(model, optimizer, scheduler, extra)
+        target = self.root / f"step-{step:06d}"
+        job = SaveJob(
+            self.root,
+            target.name,
+            next_nonce(target),
+            self.rank,
+            self.ranks,
+            captured,
+            self._options,
+            self._disk,
+        )
+        job.begin()
+        handle = SaveHandle(job, step)
+        self._last = handle
+        if blocking:
+            handle._run(after=self._prune)
+            handle.wait_committed(timeout)
+            self._prune(handle)
+            return handle
+        read = self._staging.fill(captured)
+        self._thread = threading.Thread(
+            target=handle._run, args=(read, self._prune), name="fsdp2-checkpoint", daemon=False
+        )
+        self._thread.start()
+        return handle
+
+    def _capture(
+        self, model: nn.Module, optimizer: Optimizers, scheduler: Any, extra: Any
+    ) -> Captured:
+        captured = capture(model, _as_list(optimizer), self.ranks, self.rank, self._rank_local)
+        captured.values["random"] = random_states()
+        captured.values["extra"] = encode(extra, "extra")
+        captured.values["schedulers"] = [
+            encode(s.state_dict(), f"scheduler {i}") for i, s in enumerate(_as_list(scheduler))
+        ]
+        return captured
+
+    def _finish_last(self) -> None:
+        """Wait for an earlier save to be written; try once more to commit it."""
+        thread, self._thread = self._thread, None
+        last, self._last = self._last, None
+        if thread is not None:
+            thread.join()
+        if last is not None:
+            last.wait()
+            last.committed()
+
+    def wait(self, timeout: float | None = 600.0) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            What the save raised, or TimeoutError.
+        """
+        last = self._last
+        if last is not None:
+            last.wait_committed(timeout)
+            self._prune(last)
+
+    def close(self, timeout: float | None = 600.0) -> None:
+        """Wait for the last save; afterwards nothing is under way."""
+        try:
+            self.wait(timeout)
+        finally:
+            if self._thread is not None:
+                self._thread.join()
+            self._thread = self._last = None
+            self._staging.clear()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prune(self, handle: SaveHandle) -> None:
+        """Remove committed steps beyond the newest ``keep``; the first rank does it."""
+        if self.keep is None or self.rank != self.ranks[0] or not handle._job.attempt.committed:
+            return
+        with self._disk.directory(self.root) as root:
+            for step in self.steps()[: -self.keep]:
+                name = _find(self.root, step).name
+                # Renamed first: a checkpoint is whole or not there.
+                trash = f".{name}.{handle._job.attempt.nonce}.tmp"
+                self._disk.rename(name, trash, root)
+                self._disk.remove_tree(trash, root)
+
+    # -- what is there ----------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that are committed, oldest first."""
+        return steps_in(self.root)
+
+    # -- loading ----------------------------------------------------------------------------
+
+    def load(
+        self,
+        step: int | str = "latest",
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizers = None,
+        scheduler: Any = None,
+        strict: bool = True,
+        cast: bool = False,
+        verify_checksums: bool = True,
+        random_state: bool = True,
+        device: torch.device | str | None = None,
+    ) -> Loaded:
+        """Load a step, saved by any number of ranks on any mesh.
+
+        Everything is checked before anything is changed.
+
+        Args:
+            step: its number, or "latest": the first rank looks, and all load the same.
+            model, optimizer, scheduler: what to load into; like what was saved. None: leave out.
+                The optimizer needs no state yet.
+            strict, cast, verify_checksums, device: as for `load_model`.
+            random_state: restore random number generators, if as many ranks load as saved.
+
+        Raises:
+            CheckpointNotFound: if there is no such step.
+            CorruptCheckpoint, CheckpointMismatch: as for `load_model`; nothing was changed.
+        """
+        self._finish_last()
+        number = self._resolve(step)
+        with open_source(_find(self.root, number)) as source:
+            if not source.manifests:
+                raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
+            return self._load_from(
+                source, Loaded(step=number), model, _as_list(optimizer), _as_list(scheduler),
+                strict, cast, verify_checksums, random_state, device,
+            )  # fmt: skip
+
+    def _resolve(self, step: int | str) -> int:
+        if step != "latest":
+            return int(step)
+        steps = self.steps()
+        said = said_by_first(f"latest/{self.root}", str(steps[-1] if steps else ""), self.ranks)
+        if not said:
+            raise CheckpointNotFound(f"{self.root} has no committed checkpoint")
+        return int(said)
+
+    def _load_from(
+        self,
+        source: Source,
+        loaded: Loaded,
+        model: nn.Module | None,
+        optimizers: list[torch.optim.Optimizer],
+        schedulers: list[Any],
+        strict: bool,
+        cast: bool,
+        verify_checksums: bool,
+        random_state: bool,
+        device: torch.device | str | None,
+    ) -> Loaded:
+        loaded.same_ranks = len(source.manifests) == len(self.ranks)
+        values = {rank: _values(source, rank) for rank in source.manifests}
+        mine = self.rank if self.rank in values and loaded.same_ranks else min(values)
+        own = _own_tensors(source, mine) if loaded.same_ranks else {}
+        loaded.extra_of_ranks = {rank: decode(v.get("extra")) for rank, v in values.items()}
+        loaded.extra = loaded.extra_of_ranks[mine]
+        states = values[mine].get("schedulers", [])
+        if schedulers and len(states) != len(schedulers):
+            raise CheckpointMismatch(
+                f"{source.path} has {len(states)} schedulers, {len(schedulers)} are to be loaded"
+            )
+        wanted: list[Wanted] = []
+        found = tensors_of(model) if model is not None else None
+        if found is not None:
+            wanted, report = match_model(source, found, self.rank, strict=strict, cast=cast)
+            loaded.missing, loaded.unexpected = report.missing, report.unexpected
+            assert model is not None
+            if check_meta(found, model, {w.name for w in wanted}) and optimizers:
+                raise CheckpointError(
+                    "The model is on the meta device and has an optimizer: call "
+                    "model.to_empty(device=...) first, then make the optimizer"
+                )
+        load_optimizers = None
+        if optimizers:
+            if found is None:
+                raise ValueError("To load an optimizer, pass the model whose parameters it has")
+            load_optimizers = match_optimizers(
+                source, optimizers, found, _merged(values, mine), own, self.rank,
+                same_ranks=loaded.same_ranks,
+            )  # fmt: skip
+            check_fit(source, load_optimizers.wanted, cast=cast)
+            wanted = [*wanted, *load_optimizers.wanted]
+        loaded.verified = verify(source, wanted, asked=verify_checksums)
+        self._change(source, wanted, found, model, load_optimizers, own, values[mine], device)
+        for scheduler, state in zip(schedulers, states, strict=False):
+            scheduler.load_state_dict(decode(state))
+        if random_state and loaded.same_ranks and "random" in values[mine]:
+            set_random_states(values[mine]["random"])
+        loaded.bytes_read = source.bytes_read
+        return loaded
+
+    def _change(
+        self,
+        source: Source,
+        wanted: list[Wanted],
+        found: ModelTensors | None,
+        model: nn.Module | None,
+        load_optimizers: OptimizerLoad | None,
+        own: dict[str, Tensor],
+        values: dict[str, Any],
+        device: torch.device | str | None,
+    ) -> None:
+        """From here on things are changed."""
+        if model is not None and found is not None:
+            if any(w.tensor.is_meta for w in wanted):
+                materialize(model, found, torch.device(device) if device is not None else None)
+                found = tensors_of(model)
+                for w in wanted:
+                    w.tensor = found.tensors[w.name]
+            reshard(model)
+        read_wanted(source, wanted)
+        if load_optimizers is not None:
+            load_optimizers.apply()
+        if model is not None and found is not None:
+            with torch.no_grad():
+                for name in found.buffers & own.keys():
+                    found.tensors[name].copy_(own[name])
+            _set_extra_state(model, values.get("extra_state", {}))
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps that are committed in a `Checkpointer`'s folder, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted(
+        int(match[1])
+        for name in os.listdir(root)
+        if (match := STEP.fullmatch(name)) and (root / name / FOLDER).is_dir()
+    )
+
+
+def _find(root: Path, step: int) -> Path:
+    path = root / f"step-{step:06d}"
+    if not path.is_dir():
+        known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
+        raise CheckpointNotFound(f"{root} has no committed step {step}; the last ones: {known}")
+    return path
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _values(source: Source, rank: int) -> dict[str, Any]:
+    import json
+
+    return json.loads(source.small_file(state_name(rank)))
+
+
+def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    name = own_name(rank)
+    if name not in source.manifests[rank].small_files:
+        return {}
+    return load(source.small_file(name))
+
+
+def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
+    """Optimizer values of this rank first, then those of names that only other ranks know."""
+    if "optimizers" not in values[mine]:
+        return {}
+    groups: list[Any] = []
+    state: dict[str, Any] = {}
+    for rank in (mine, *values):
+        groups += values[rank].get("optimizers", [])
+        for name, entry in values[rank].get("optimizer_state", {}).items():
+            state.setdefault(name, entry)
+    return {"optimizers": groups[::-1], "optimizer_state": state}
+
+
+def _set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
+    if not encoded:
+        return
+    modules = dict(model.named_modules())
+    for name, value in encoded.items():
+        module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
+        if module is not None:
+            module.set_extra_state(decode(value))

@@ -1,0 +1,163 @@
+"""The operating system's calls that a checkpoint is made of, in one place.
+
+Everything that changes a disk goes through a `Disk`, so that tests can record the order of calls,
+stop before the n-th, or make one fail. Paths are relative to directory descriptors: a directory
+may be renamed (committed) by another rank while this one still works in it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+READ_BYTES = 16 << 20
+
+
+class Disk:
+    """Thin wrappers; each method is one system call unless it says otherwise.
+
+    Args:
+        before: called before each call that changes something, with its name and its operands.
+    """
+
+    def __init__(self, before: Callable[[str, str], None] | None = None) -> None:
+        self._before = before
+
+    def _note(self, call: str, operand: object) -> None:
+        if self._before is not None:
+            self._before(call, str(operand))
+
+    # -- directories ------------------------------------------------------------------------
+
+    @contextmanager
+    def directory(self, path: str | os.PathLike[str], within: int | None = None) -> Iterator[int]:
+        """A descriptor of a directory, closed at the end."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def make_directory(self, name: str, within: int) -> None:
+        """Unless it exists: all ranks of a save do this."""
+        self._note("mkdir", name)
+        try:
+            os.mkdir(name, dir_fd=within)
+        except FileExistsError:
+            if not self.is_directory(name, within):
+                raise
+
+    def is_directory(self, name: str, within: int) -> bool:
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def exists(self, name: str, within: int) -> bool:
+        try:
+            os.stat(name, dir_fd=within, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names(self, directory: int) -> list[str]:
+        return sorted(os.listdir(directory))
+
+    def rename(self, old: str, new: str, within: int) -> None:
+        self._note("rename", f"{old} -> {new}")
+        os.rename(old, new, src_dir_fd=within, dst_dir_fd=within)
+
+    def remove_tree(self, name: str, within: int) -> None:
+        """Remove a directory and what is in it; what others have removed is no error."""
+        self._note("remove", name)
+        try:
+            with self.directory(name, within) as fd:
+                for child in os.listdir(fd):
+                    if self.is_directory(child, fd):
+                        self.remove_tree(child, fd)
+                    else:
+                        self.unlink(child, fd)
+            os.rmdir(name, dir_fd=within)
+        except FileNotFoundError:
+            pass
+
+    def unlink(self, name: str, within: int) -> None:
+        self._note("unlink", name)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=within)
+
+    # -- files ------------------------------------------------------------------------------
+
+    def create(self, name: str, size: int, within: int) -> int:
+        """Open for writing and give it its final size; others may do the same at once.
+
+        Never truncates what others have written, and never reserves blocks: `posix_fallocate` is
+        emulated by writing on some file systems, which would race with other ranks.
+        """
+        self._note("open", name)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
+        try:
+            self._note("ftruncate", name)
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def write_at(self, fd: int, data: memoryview | bytes, offset: int, name: str) -> None:
+        """All of ``data``, in as many calls as it takes."""
+        view = memoryview(data).cast("B")
+        while view:
+            self._note("pwrite", name)
+            written = os.pwrite(fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def sync(self, fd: int, name: str) -> None:
+        self._note("fsync", name)
+        os.fsync(fd)
+
+    def start_sync(self, fd: int, name: str) -> None:
+        """Have the disk write while this rank goes on; `sync` is what makes it durable."""
+        self._note("fdatasync", name)
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def write_file(self, name: str, data: bytes, within: int, *, unique: str) -> None:
+        """A small file that is there whole or not at all (several calls).
+
+        Args:
+            unique: distinguishes the temporary name from that of any other rank.
+        """
+        temporary = f".{name}.{unique}.tmp"
+        fd = self.create(temporary, len(data), within)
+        try:
+            self.write_at(fd, data, 0, name)
+            self.sync(fd, name)
+        finally:
+            self.close(fd)
+        self.rename(temporary, name, within)
+
+    def touch(self, name: str, within: int) -> float:
+        """Make or refresh an empty file; returns its time by the file system's own clock."""
+        self._note("touch", name)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
+        try:
+            os.utime(fd)
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+
+
+def read_exactly(fd: int, out: memoryview, offset: int) -> int:
+    """Fill ``out`` from ``offset`` on; returns how many bytes there were, fewer at the end."""
+    done = 0
+    while done < len(out):
+        num = os.preadv(fd, [out[done:]], offset + done)
+        if num == 0:
+            break
+        done += num
+    return done

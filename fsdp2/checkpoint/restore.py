@@ -1,0 +1,348 @@
+"""Loading: first everything is checked, then bytes are read straight into the shards.
+
+Nothing of the model is touched before every name, shape, dtype and checksum that it needs has
+been found right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .boxes import Box
+from .capture import ModelTensors, fsdp_modules, optimizer_names
+from .errors import CheckpointError, CheckpointMismatch, some
+from .placement import holding
+from .source import Source, Stored
+from .tensors import DTYPES, NAMES, Target, local_of, read_into
+from .values import decode
+
+logger = logging.getLogger("fsdp2.checkpoint")
+NameMap = Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass
+class LoadReport:
+    """What a load found.
+
+    Attributes:
+        missing: names of the model that the checkpoint does not have (only with strict=False).
+        unexpected: names of the checkpoint that the model does not have (only with strict=False).
+        verified: whether checksums were compared; no other library writes any.
+        bytes_read: from the disk or its cache, by this rank.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    verified: bool = False
+    bytes_read: int = 0
+
+
+@dataclass
+class Wanted:
+    """A tensor of this process that is to be filled from ``stored``."""
+
+    name: str
+    tensor: Tensor
+    stored: Stored
+    box: Box
+
+
+def match_model(
+    source: Source,
+    found: ModelTensors,
+    rank: int,
+    *,
+    strict: bool,
+    cast: bool,
+    names: NameMap = None,
+) -> tuple[list[Wanted], LoadReport]:
+    """Find each tensor of the model in the checkpoint, and check that it fits.
+
+    Raises:
+        CheckpointMismatch: with all names that are missing, unexpected, or of another shape or
+            dtype.
+    """
+    translate = _translator(names)
+    wanted, missing = [], []
+    used: set[str] = set()
+    for name, tensor in found.tensors.items():
+        aliases = [alias for alias, first in found.aliases.items() if first == name]
+        stored = None
+        # Of tied tensors a checkpoint has one name, and it need not be our first.
+        for candidate in (translate(n) for n in (name, *aliases)):
+            other = source.aliases.get(candidate, candidate)
+            used.update((candidate, other))
+            stored = stored or source.tensors.get(candidate) or source.tensors.get(other)
+        if stored is None:
+            missing.append(name)
+            continue
+        held = holding(tensor, name, (rank,), rank)
+        wanted.append(Wanted(name, tensor, stored, held.box))
+    unexpected = sorted(source.tensors.keys() - used)
+    if strict and (missing or unexpected):
+        raise CheckpointMismatch(
+            f"{source.path} does not fit the model: missing in the checkpoint: "
+            f"[{some(missing)}]; unexpected, not in the model: [{some(unexpected)}]. "
+            "Pass strict=False to load what is in both, or names= to translate names"
+        )
+    check_fit(source, wanted, cast=cast)
+    return wanted, LoadReport(missing, unexpected)
+
+
+def _translator(names: NameMap) -> Callable[[str], str]:
+    if names is None:
+        return lambda name: name
+    if callable(names):
+        return names
+    table = dict(names)
+    return lambda name: table.get(name, name)
+
+
+def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
+    """Compare shapes and dtypes.
+
+    Raises:
+        CheckpointMismatch: listing what differs. Shapes are never coerced.
+    """
+    shapes, dtypes = [], []
+    for w in wanted:
+        info = w.stored.info
+        if info.shape != tuple(w.tensor.shape):
+            shapes.append(
+                f"'{w.name}': {info.shape} in the checkpoint, {tuple(w.tensor.shape)} here"
+            )
+        elif not cast and info.dtype != NAMES.get(w.tensor.dtype):
+            dtypes.append(f"'{w.name}': {info.dtype} in the checkpoint, {w.tensor.dtype} here")
+    if shapes:
+        raise CheckpointMismatch(f"{source.path}: shapes differ: {'; '.join(shapes[:8])}")
+    if dtypes:
+        raise CheckpointMismatch(
+            f"{source.path}: dtypes differ: {'; '.join(dtypes[:8])}. Pass cast=True to convert "
+            "while loading"
+        )
+
+
+def verify(source: Source, wanted: Sequence[Wanted], *, asked: bool) -> bool:
+    """Compare the checksums of all that will be read; returns whether there were any."""
+    if not asked:
+        return False
+    if not source.verifiable:
+        logger.info("%s was written without checksums: it cannot be verified", source.path)
+        return False
+    source.verify((w.stored, w.box) for w in wanted)
+    return True
+
+
+def read_wanted(source: Source, wanted: Sequence[Wanted]) -> None:
+    """Read all bytes into place."""
+    read_into(source, [Target(w.name, w.stored, w.box, local_of(w.tensor)) for w in wanted])
+
+
+def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) -> bool:
+    """Whether there are tensors on the meta device, all of which will be filled.
+
+    Raises:
+        CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
+    """
+    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
+    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
+    # While a sharded model computes, other parameters are registered under the same names.
+    any_meta = any(t.is_meta for t in found.tensors.values())
+    if left:
+        raise CheckpointError(
+            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Make "
+            "these on a real device first (buffers that are not saved have to be computed)"
+        )
+    return any_meta
+
+
+def materialize(model: nn.Module, found: ModelTensors, device: torch.device | None) -> None:
+    """Give tensors on the meta device memory, without values."""
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=device or device_for(tensor))
+
+    model._apply(real)
+    for alias, first in found.aliases.items():  # which plain modules lose on the way
+        _set_tensor(model, alias, _get_tensor(model, first))
+
+
+def _get_tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+    if table.get(last) is not tensor:
+        setattr(module, last, tensor)
+
+
+def device_for(tensor: Tensor) -> torch.device:
+    """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: they are about to be out of date."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+@dataclass
+class OptimizerLoad:
+    """What will be put into optimizers once everything has been checked."""
+
+    state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]]
+    wanted: list[Wanted]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+
+    def apply(self) -> None:
+        """Put state and options in."""
+        for optimizer, param, state in self.state:
+            optimizer.state[param] = state
+        for group, options in self.groups:
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    with torch.no_grad():
+                        group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def match_optimizers(
+    source: Source,
+    optimizers: Sequence[torch.optim.Optimizer],
+    found: ModelTensors,
+    values: dict[str, Any],
+    own: dict[str, Tensor],
+    rank: int,
+    *,
+    same_ranks: bool,
+) -> OptimizerLoad:
+    """Make the state tensors that the checkpoint has, to be filled, and find the options.
+
+    Args:
+        values: of the checkpoint's state file.
+        own: tensors that only this rank had.
+        same_ranks: whether this rank and its mesh are those that saved.
+
+    Raises:
+        CheckpointMismatch: if the checkpoint has no state for a parameter, or state that cannot
+            be resharded.
+    """
+    if "optimizers" not in values:
+        raise CheckpointMismatch(f"{source.path} was saved without an optimizer")
+    names = optimizer_names(optimizers, found)
+    options = {
+        name: group["options"]
+        for groups in values["optimizers"]
+        for group in groups
+        for name in group["params"]
+    }
+    missing = [
+        names[id(p)]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if names[id(p)] not in options
+    ]
+    if missing:
+        raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
+    load = OptimizerLoad([], [], [])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            in_group = [names[id(p)] for p in group["params"]]
+            if any(options[name] != options[in_group[0]] for name in in_group):
+                raise CheckpointMismatch(
+                    f"{source.path}: parameters of one group of {type(optimizer).__name__} were "
+                    f"saved in groups with different options: {some(in_group)}"
+                )
+            if in_group:
+                saved = {k: decode(v) for k, v in options[in_group[0]].items()}
+                load.groups.append((group, saved))
+            for param in group["params"]:
+                name = names[id(param)]
+                entry = values["optimizer_state"].get(name)
+                if entry is None:
+                    continue  # it never had a gradient
+                state = {}
+                for key in entry["keys"]:
+                    state[key] = _state_value(
+                        source, load, f"optim.{key}.{name}", key, entry, param, group,
+                        optimizer, own, rank, same_ranks,
+                    )  # fmt: skip
+                load.state.append((optimizer, param, state))
+    return load
+
+
+def _state_value(
+    source: Source,
+    load: OptimizerLoad,
+    full_name: str,
+    key: str,
+    entry: dict[str, Any],
+    param: Tensor,
+    group: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    own: dict[str, Tensor],
+    rank: int,
+    same_ranks: bool,
+) -> Any:
+    if key in entry["values"]:
+        return decode(entry["values"][key])
+    stored = source.optimizer.get(full_name)
+    if stored is None:
+        if full_name in own and same_ranks:
+            return own[full_name].to(param.device)
+        raise CheckpointMismatch(
+            f"{source.path}: '{full_name}' does not follow the sharding of its parameter, so it "
+            "was saved per rank, and can be loaded only by the same ranks in the same places"
+        )
+    old = optimizer.state.get(param, {}).get(key)
+    tensor = _like_before(old, stored)
+    if tensor is None:
+        tensor = _make_state(stored, param, group)
+    held = holding(tensor, full_name, (rank,), rank)
+    load.wanted.append(Wanted(full_name, tensor, stored, held.box))
+    return tensor
+
+
+def _like_before(old: Any, stored: Stored) -> Tensor | None:
+    """The tensor that the optimizer has already, if it fits."""
+    if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape:
+        return None
+    return old if NAMES.get(old.dtype) == stored.info.dtype else None
+
+
+def _make_state(stored: Stored, param: Tensor, group: dict[str, Any]) -> Tensor:
+    """An empty tensor for a state, placed as its parameter is."""
+    dtype = DTYPES[stored.info.dtype]
+    if stored.info.shape == () and param.ndim:
+        # As torch's optimizers do it: step counts are on the CPU unless kernels read them.
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
+    data = param.detach()
+    if stored.info.shape == tuple(data.shape):
+        return torch.empty_like(data, dtype=dtype)
+    raise CheckpointMismatch(
+        f"'{stored.info.name}' has shape {stored.info.shape}, its parameter {tuple(data.shape)}: "
+        "take a step first, so that the optimizer makes its state"
+    )

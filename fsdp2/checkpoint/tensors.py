@@ -1,0 +1,163 @@
+"""Between torch's tensors and bytes: names of dtypes, memory of tensors, reading into them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .boxes import Box, offset, run_numel, run_offsets, span, strides
+from .errors import CheckpointError
+from .header import TensorInfo
+from .saving import Part
+from .source import Extent, Source, Stored
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STAGE_BYTES = 4 << 20  # read at once where bytes cannot go straight into the tensor
+DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
+
+
+def describe(name: str, tensor: Tensor) -> TensorInfo:
+    """The whole tensor (of a DTensor too) as a file would describe it.
+
+    Raises:
+        CheckpointError: for dtypes and layouts that safetensors files cannot hold.
+    """
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(
+            f"'{name}' has dtype {tensor.dtype}, which safetensors files cannot hold"
+        )
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"'{name}' has layout {tensor.layout}: only dense tensors are saved")
+    return TensorInfo(name, NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The tensor of this rank: a DTensor's local tensor, without autograd."""
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        return cast(Tensor, local.wait() if hasattr(local, "wait") else local).detach()
+    return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable; valid as long as the tensor is."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class LocalBytes:
+    """The bytes of this rank's tensors, for a `Writer`.
+
+    CPU memory is handed out as it is. What lies on a device is copied piece by piece.
+    """
+
+    def __init__(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        """
+        Args:
+            tensors: the local tensor of each (kind, name).
+        """
+        self._tensors = {
+            key: t if t.is_contiguous() else t.contiguous() for key, t in tensors.items()
+        }
+        self._memory = {
+            key: memory_of(t) for key, t in self._tensors.items() if t.device.type == "cpu"
+        }
+
+    def __call__(self, part: Part, start: int, stop: int) -> memoryview:
+        key = (part.kind, part.tensor.name)
+        memory = self._memory.get(key)
+        if memory is not None:
+            return memory[start:stop]
+        tensor = self._tensors[key]
+        size = tensor.element_size()
+        return memory_of(tensor.view(-1)[start // size : stop // size].cpu())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to fill: ``local`` is the ``box`` of the checkpoint's tensor ``stored``."""
+
+    name: str
+    stored: Stored
+    box: Box
+    local: Tensor
+
+
+def read_into(source: Source, targets: Sequence[Target], num_threads: int = 2) -> None:
+    """Fill all targets. Dtypes may differ; shapes have been checked."""
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        jobs = [
+            pool.submit(job, *args)
+            for target in targets
+            for extent in target.stored.extents
+            for job, *args in _jobs(source, target, extent)
+        ]
+        for job in jobs:
+            job.result()
+    for target in targets:
+        if target.local.numel():
+            # Bytes that were written behind autograd's back: what was gathered is out of date.
+            torch.autograd.graph.increment_version(target.local)
+
+
+def _jobs(source: Source, target: Target, extent: Extent):
+    """What to do to fill the part of ``target`` that lies in ``extent``."""
+    common = target.box.intersect(extent.box)
+    if common is None:
+        return
+    size = target.stored.info.itemsize
+    inside, dest = common.relative_to(extent.box), common.relative_to(target.box)
+    local = target.local
+    run = min(
+        run_numel(inside, extent.box.shape),
+        run_numel(dest, target.box.shape),
+    )
+    straight = (
+        local.device.type == "cpu"
+        and local.is_contiguous()
+        and local.dtype == DTYPES[target.stored.info.dtype]
+    )
+    if straight and (run * size >= DIRECT_RUN_BYTES or run == common.numel):
+        froms = run_offsets(inside, extent.box.shape, run)
+        tos = run_offsets(dest, target.box.shape, run)
+        memory = memory_of(local)
+        for a, b in zip(froms, tos, strict=True):
+            for first in range(0, run * size, STAGE_BYTES):
+                num = min(STAGE_BYTES, run * size - first)
+                out = memory[b * size + first : b * size + first + num]
+                yield source.read, extent.file, out, extent.offset + a * size + first
+        return
+    for piece in inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
+        yield _read_staged, source, target, extent, piece
+
+
+def _read_staged(source: Source, target: Target, extent: Extent, piece: Box) -> None:
+    """Read all from the first to the last element of ``piece``, and copy what belongs to it."""
+    container = extent.box.shape
+    size = target.stored.info.itemsize
+    data = bytearray(span(piece, container) * size)
+    source.read(extent.file, memoryview(data), extent.offset + offset(piece, container) * size)
+    flat = torch.frombuffer(data, dtype=DTYPES[target.stored.info.dtype])
+    values = flat.as_strided(piece.shape, strides(container))
+    view = target.local
+    for dim, (start, num) in enumerate(zip(piece.start, piece.shape, strict=True)):
+        view = view.narrow(dim, extent.box.start[dim] + start - target.box.start[dim], num)
+    with torch.no_grad():
+        view.copy_(values)
