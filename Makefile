@@ -20,7 +20,7 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench clean
+.PHONY: help setup train train-2d test test-all cuda lint format bench bench-ckpt clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ format: $(SETUP)  ## format the code and fix what can be fixed
 
 bench: $(SETUP)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
+
+bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
+	$(PY) -m benchmarks.checkpoint $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,16 +101,16 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_readme(path: Path, text: str) -> None:
-    """Puts `text` between the markers of a README.
+def write_readme(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Puts `text` between two markers of a README.
 
     Raises:
         ReadmeError: There is no README, or it lacks the markers.
     """
     if not path.exists():
         raise ReadmeError(f"{path.name} does not exist")
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ReadmeError(f"{path.name} lacks {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    before, found, rest = path.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ReadmeError(f"{path.name} lacks {begin} and {end}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -17,12 +17,14 @@ import shlex
 import signal
 import sys
 
+from options import OneLineParser, positive
+
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="number of processes")
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nproc-per-node", type=positive, metavar="N", help="number of processes")
     parser.add_argument("script")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
     given = parser.parse_args()

@@ -247,8 +247,6 @@ def print_start(
     )
     if first_step:
         print(f"resumed      after step {first_step}")
-    elif (out / "checkpoint.json").exists():
-        print(f"note         the checkpoint in {out} will be replaced (--resume goes on from it)")
     sys.stdout.flush()
 
 

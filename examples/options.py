@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -44,11 +43,10 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.resume:
         saved = _saved_run(options.out)
-        if saved["world_size"] != world_size:
-            fail(
-                f"--resume: the checkpoint in {options.out} was saved by {saved['world_size']} "
-                f"processes, and these are {world_size}"
-            )
+        # The same sequences in every step, if these processes can share them evenly.
+        sequences = saved["options"]["batch"] * saved["world_size"]
+        if sequences % world_size == 0:
+            saved["options"]["batch"] = sequences // world_size
         parser.set_defaults(**saved["options"])
         options = parser.parse_args(argv)
         for name, value in saved["options"].items():
@@ -64,24 +62,34 @@ def options_to_save(options: argparse.Namespace) -> dict[str, Any]:
     return {k: v for k, v in vars(options).items() if k not in FREE_ON_RESUME or k == "steps"}
 
 
+def checkpoint_folder(out: str) -> Path:
+    """Where a run keeps its checkpoints, one folder per step."""
+    return Path(out) / "checkpoints"
+
+
 def _saved_run(out: str) -> dict[str, Any]:
-    path = Path(out) / "checkpoint.json"
+    from fsdp2.checkpoint import CheckpointError, CheckpointNotFound, peek  # imports torch
+
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+        return peek(checkpoint_folder(out)).extra
+    except CheckpointNotFound:
         fail(f"--resume: there is no checkpoint in {out}")
-    except (OSError, ValueError) as error:
-        fail(f"--resume: cannot read {path}: {error}")
+    except (OSError, CheckpointError) as error:
+        fail(f"--resume: {error}")
 
 
 def _check(options: argparse.Namespace, world_size: int) -> None:
-    """What argparse cannot see: options that do not fit together or the number of processes."""
+    """What argparse cannot see: options that do not fit together, the processes or the disk."""
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):
         fail(f"--dim {options.dim} is not a multiple of twice --heads {options.heads}")
     if options.data is not None and not Path(options.data).exists():
         fail(f"--data: there is no file or folder {options.data}")
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out: cannot make the folder {options.out}: {error.strerror}")
 
 
 def positive(text: str) -> int:

@@ -9,8 +9,8 @@ where there are none. `--help` lists the options.
 
 Read `main` from top to bottom; the functions follow in the order of their use. The files beside
 this one are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
-(the model, plain PyTorch), `text_data.py` (text and n-gram models), `lm_checkpoint.py` (saving),
-`lm_report.py` (progress bar and figures).
+(the model, plain PyTorch), `text_data.py` (text and n-gram models), `lm_report.py` (progress bar
+and figures).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a r
 import argparse
 import math
 import os
+import shutil
 import time
 import zlib
 from dataclasses import dataclass
@@ -34,16 +35,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from lm_checkpoint import load_checkpoint, save_checkpoint
+from fsdp2.checkpoint import Checkpointer
 from lm_model import LanguageModel, ModelConfig, init_std
 from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report
-from options import fail, options_to_save, parse_options
+from options import checkpoint_folder, fail, options_to_save, parse_options
 from text_data import Batches, Text, read_text, validation_starts, windows_at
 
 
 def main() -> None:
     options = parse_options()
     device = start_processes()
+    if not options.resume:
+        set_earlier_run_aside(options)
     text, batches = open_text(options)
     model = build_model(options, device)
     # The optimizer is made after sharding: its state is as sharded as the parameters it sees.
@@ -95,6 +98,17 @@ def start_processes() -> torch.device:
     # gloo beside NCCL: with --offload the gradients whose norm is taken are on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device
+
+
+def set_earlier_run_aside(options: argparse.Namespace) -> None:
+    """A run that starts anew has checkpoints of its own; those of the run before are kept."""
+    folder = checkpoint_folder(options.out)
+    if dist.get_rank() == 0 and folder.exists():
+        aside = folder.with_name("checkpoints-before")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        print(f"note         checkpoints of the run before are in {aside} now", flush=True)
+    dist.barrier()
 
 
 def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
@@ -197,9 +211,12 @@ def train(run: Run) -> int:
     """The training loop; returns the last step, after which the run was saved."""
     options, model, optimizer = run.options, run.model, run.optimizer
     first_step = 0
+    # Every rank writes its shards into ordinary safetensors files, and reads its shards from
+    # them, also where another number of ranks has written them.
+    checkpoints = Checkpointer(checkpoint_folder(options.out), keep=2)
     if options.resume:
-        saved = load_checkpoint(run.out, model, optimizer)
-        first_step, run.batches.position = saved["step"], saved["position"]
+        loaded = checkpoints.load("latest", model=model, optimizer=optimizer)
+        first_step, run.batches.position = loaded.step, loaded.extra["position"]
     print_start(run.out, model, run.text, first_step=first_step, device=run.device)
     log = LossLog(run.out, first_step=first_step)
     last_step = min(options.steps, options.stop_at or options.steps)
@@ -226,7 +243,10 @@ def train(run: Run) -> int:
         log.write(step, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm)
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
-            save_checkpoint(run.out, step, model, optimizer, run_state(run))
+            # Only the copying of the shards is waited for; a thread writes them.
+            extra = run_state(run)
+            checkpoints.save(step, model=model, optimizer=optimizer, extra=extra, blocking=False)
+    checkpoints.close()
     progress.close()
     log.close()
     return step
@@ -268,7 +288,11 @@ def whole(value: Tensor) -> float:
 
 def run_state(run: Run) -> dict[str, Any]:
     """What a resumed run has to know besides its tensors."""
-    return {"position": run.batches.position, "options": options_to_save(run.options)}
+    return {
+        "position": run.batches.position,
+        "options": options_to_save(run.options),
+        "world_size": dist.get_world_size(),
+    }
 
 
 @torch.no_grad()

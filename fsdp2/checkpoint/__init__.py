@@ -3,7 +3,7 @@
 `save_model` and `load_model` are for weights; `Checkpointer` for the exact state of training.
 """
 
-from .checkpointer import Checkpointer, Loaded
+from .checkpointer import Checkpointer, Loaded, peek
 from .errors import (
     CheckpointError,
     CheckpointExists,
@@ -26,5 +26,6 @@ __all__ = [
     "Loaded",
     "SaveHandle",
     "load_model",
+    "peek",
     "save_model",
 ]

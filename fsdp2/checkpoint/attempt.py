@@ -19,7 +19,7 @@ import errno
 import json
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .disk import Disk
@@ -29,6 +29,8 @@ from .manifest import FOLDER, INDEX, Manifest, dump, failed_name, load, marker_n
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
+# What renaming a folder says if it is gone, or if something else has the new name.
+_TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class Attempt:
@@ -84,11 +86,11 @@ class Attempt:
             )
             self.disk.sync(folder, FOLDER)
 
-    def give_up(self) -> None:
-        """Say that this rank failed, so that what is left of the attempt can be removed."""
+    def give_up(self, reason: str) -> None:
+        """Say that this rank failed and why, so that what is left of the attempt can go."""
         try:
             with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
-                self.disk.touch(failed_name(self.rank), folder)
+                self.disk.note(failed_name(self.rank), reason, folder)
             self._remove_if_settled()
         except OSError:
             pass  # The disk is broken or full; a later save cleans up after a grace time.
@@ -102,6 +104,7 @@ class Attempt:
             CheckpointExists: if another checkpoint took the name meanwhile.
             CheckpointError: if this attempt can never be committed: a rank gave up, or ranks
                 disagree on what they saved.
+            OSError: if the disk is full or broken; this attempt is given up then.
         """
         if self.committed or self._find_committed():
             return True
@@ -109,8 +112,9 @@ class Attempt:
             with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
                 names = set(self.disk.names(folder))
                 failed = [r for r in self.ranks if failed_name(r) in names]
+                reason = self.disk.read_note(failed_name(failed[0]), folder) if failed else ""
                 if not failed and all(marker_name(r, len(self.ranks)) in names for r in self.ranks):
-                    self._commit(staging, folder)
+                    self._commit_or_give_up(staging, folder)
         except FileNotFoundError:
             # Another rank renamed the folder while we looked, or it was removed.
             if self._find_committed():
@@ -121,8 +125,8 @@ class Attempt:
         if failed:
             self._remove_if_settled()
             raise CheckpointError(
-                f"{self.root / self.name} will not be committed: rank {failed[0]} could not save "
-                "its part; its error is raised there"
+                f"{self.root / self.name} will not be committed: rank {failed[0]} gave up: "
+                f"{reason or 'its error is raised there'}"
             )
         return self.committed
 
@@ -132,25 +136,46 @@ class Attempt:
         Raises:
             CheckpointExists: if it is another one's.
         """
-        path = self.root / self.name / FOLDER / marker_name(self.rank, len(self.ranks))
-        try:
-            self.committed = load(path.read_bytes(), str(path)).nonce == self.nonce
-        except (FileNotFoundError, NotADirectoryError):
+        if not self._has_name():
             if not os.path.lexists(self.root / self.name):
                 return False
-        if not self.committed:
-            raise CheckpointExists(
-                f"{self.root / self.name} was made by another job meanwhile; this attempt is not "
-                "merged into it"
-            )
+            # Another rank may have committed between the two looks, so look again.
+            if not self._has_name():
+                raise CheckpointExists(
+                    f"{self.root / self.name} was made by another job meanwhile; this attempt is "
+                    "not merged into it"
+                )
+        with self.disk.directory(self.root) as root:
+            # The rank that renamed it may have ended before it did this.
+            self.disk.sync(root, str(self.root))
+        self.committed = True
         return True
+
+    def _has_name(self) -> bool:
+        """Whether what is under the final name is this attempt."""
+        path = self.root / self.name / FOLDER / marker_name(self.rank, len(self.ranks))
+        try:
+            return load(path.read_bytes(), str(path)).nonce == self.nonce
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _commit_or_give_up(self, staging: int, folder: int) -> None:
+        try:
+            self._commit(staging, folder)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            # The disk is full: whoever waits should know, and an error means not committed.
+            self.give_up(f"{type(error).__name__}: {error}")
+            if not self._find_committed():
+                raise
 
     def _commit(self, staging: int, folder: int) -> None:
         manifests = [self._read_manifest(folder, rank) for rank in self.ranks]
         try:
             check_agreement(manifests)
-        except CheckpointError:
-            self.disk.touch(failed_name(self.rank), folder)
+        except CheckpointError as error:
+            self.disk.note(failed_name(self.rank), str(error), folder)
             raise
         weight_map: dict[str, str] = {}
         total_bytes = 0
@@ -194,7 +219,7 @@ class Attempt:
             try:
                 self.disk.rename(self.staging, self.name, root)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                if error.errno not in _TAKEN:
                     raise
                 self._find_committed()
                 return
@@ -216,7 +241,7 @@ class Attempt:
                 for r in self.ranks
             )
             if settled and any(failed_name(r) in names for r in self.ranks):
-                self.disk.remove_tree(self.staging, root)
+                _remove(self.disk, self.staging, root)
 
 
 def check_agreement(manifests: list[Manifest]) -> None:
@@ -267,16 +292,32 @@ def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
     """
     removed = []
     with disk.directory(root) as folder:
-        leftovers = [name for name in disk.names(folder) if STAGING.fullmatch(name)]
+        leftovers = [
+            name
+            for name in disk.names(folder)
+            if STAGING.fullmatch(name) and disk.is_directory(name, folder)
+        ]
         if not leftovers:
             return []
         now = disk.touch(CLOCK, folder)
         disk.unlink(CLOCK, folder)
         for name in leftovers:
             if now - _newest(root / name) > grace_s:
-                disk.remove_tree(name, folder)
+                _remove(disk, name, folder)
                 removed.append(name)
     return removed
+
+
+def _remove(disk: Disk, staging: str, root: int) -> None:
+    """Remove a staging folder, under another name: a rank may be about to commit it.
+
+    Either this renames it or that rank does; what has its final name is never touched.
+    """
+    removed = f".removed{staging}"
+    disk.remove_tree(removed, root)  # of an earlier attempt to remove it, which ended early
+    with suppress(FileNotFoundError):
+        disk.rename(staging, removed, root)
+        disk.remove_tree(removed, root)
 
 
 def _newest(path: Path) -> float:

@@ -82,7 +82,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     found = ModelTensors({}, {}, set(), {})
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
             found.extra[name] = value
             continue
         first = first_name.setdefault(id(value), name)
@@ -162,7 +162,8 @@ def optimizer_entries(
     entries: list[Entry] = []
     groups, values = [], {}
     for optimizer in optimizers:
-        groups.append([_group(group, names) for group in optimizer.param_groups])
+        kind = type(optimizer).__name__
+        groups.append([_group(group, names, kind) for group in optimizer.param_groups])
         for param, state in optimizer.state.items():
             if not isinstance(param, Tensor):
                 raise CheckpointError(
@@ -176,7 +177,7 @@ def optimizer_entries(
                 if held is not None:
                     entries.append(Entry("optim", full_name, value, held))
                 elif isinstance(value, Tensor):
-                    captured.own[full_name] = local_of(value)
+                    captured.own[full_name] = _values_of(value)
                 else:
                     others[key] = encode(value, full_name)
             values[name] = {"keys": list(state), "values": others}
@@ -185,9 +186,10 @@ def optimizer_entries(
     return entries
 
 
-def _group(group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
+def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str, Any]:
     content = {k: encode(v, f"param_groups[{k!r}]") for k, v in group.items() if k != "params"}
-    return {"params": [names[id(p)] for p in group["params"]], "options": content}
+    params = [names[id(p)] for p in group["params"]]
+    return {"params": params, "options": content, "optimizer": kind}
 
 
 def _holding_of_state(
@@ -208,7 +210,7 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
     balance = Balance()
     for entry in entries:
         held, info = entry.holding, describe(entry.name, entry.tensor)
-        local = local_of(entry.tensor)
+        local = _values_of(entry.tensor)
         nbytes = held.box.numel * info.itemsize
         # Of buffers that may differ, the first rank's is in the model's file.
         owner = 0 if entry.per_rank else balance.owner(held, nbytes)
@@ -219,6 +221,11 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
         captured.parts.append(part)
         if writes:
             captured.locals[entry.kind, entry.name] = local
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """The local tensor, with conjugation and negation that torch has only noted carried out."""
+    return local_of(tensor).resolve_conj().resolve_neg()
 
 
 def _typical(tensor: Tensor, held: Holding) -> Box:

@@ -387,6 +387,32 @@ class Checkpointer:
             _set_extra_state(model, values.get("extra_state", {}))
 
 
+def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
+    """What a `Checkpointer` saved besides tensors, read by one process on its own.
+
+    For a program that has to know its options before it makes processes and a model.
+
+    Args:
+        root: the folder of the checkpoints.
+        step: its number, or "latest".
+
+    Returns:
+        The step, ``extra`` of the first rank, and ``extra_of_ranks``.
+
+    Raises:
+        CheckpointNotFound: if there is no such step.
+        CorruptCheckpoint: if it is damaged.
+    """
+    folder = Path(os.path.abspath(root))
+    steps = steps_in(folder)
+    if step == "latest" and not steps:
+        raise CheckpointNotFound(f"{folder} has no committed checkpoint")
+    number = steps[-1] if step == "latest" else int(step)
+    with open_source(_find(folder, number)) as source:
+        extra = {rank: decode(_values(source, rank).get("extra")) for rank in source.manifests}
+    return Loaded(step=number, extra=extra[min(extra)], extra_of_ranks=extra)
+
+
 def steps_in(root: Path) -> list[int]:
     """The steps that are committed in a `Checkpointer`'s folder, oldest first."""
     if not root.is_dir():

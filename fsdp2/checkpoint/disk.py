@@ -7,6 +7,7 @@ may be renamed (committed) by another rank while this one still works in it.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -70,7 +71,10 @@ class Disk:
         os.rename(old, new, src_dir_fd=within, dst_dir_fd=within)
 
     def remove_tree(self, name: str, within: int) -> None:
-        """Remove a directory and what is in it; what others have removed is no error."""
+        """Remove a directory and what is in it.
+
+        What others have removed is no error. If they have put something there meanwhile, it stays.
+        """
         self._note("remove", name)
         try:
             with self.directory(name, within) as fd:
@@ -80,8 +84,9 @@ class Disk:
                     else:
                         self.unlink(child, fd)
             os.rmdir(name, dir_fd=within)
-        except FileNotFoundError:
-            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def unlink(self, name: str, within: int) -> None:
         self._note("unlink", name)
@@ -140,6 +145,22 @@ class Disk:
         finally:
             self.close(fd)
         self.rename(temporary, name, within)
+
+    def note(self, name: str, text: str, within: int) -> None:
+        """A few words for other ranks. On a full disk the file is there, though empty."""
+        self._note("note", name)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
+        with suppress(OSError):
+            os.pwrite(fd, text.encode(), 0)
+        os.close(fd)
+
+    def read_note(self, name: str, within: int) -> str:
+        """What `note` wrote."""
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
+        try:
+            return os.read(fd, 4096).decode(errors="replace")
+        finally:
+            os.close(fd)
 
     def touch(self, name: str, within: int) -> float:
         """Make or refresh an empty file; returns its time by the file system's own clock."""

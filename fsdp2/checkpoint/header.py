@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from .errors import CheckpointError, CorruptCheckpoint
 
@@ -148,10 +149,7 @@ def parse_header(body: bytes, file_size: int, file: str) -> Header:
     Raises:
         CorruptCheckpoint: for anything that is not exactly one description of all data bytes.
     """
-    try:
-        table = json.loads(body.decode(), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: the header is not valid JSON: {error}") from error
+    table = parse_json(body, f"{file}: the header")
     if not isinstance(table, dict):
         raise CorruptCheckpoint(f"{file}: the header is a {type(table).__name__}, not an object")
     metadata = table.pop("__metadata__", {})
@@ -180,6 +178,18 @@ def parse_header(body: bytes, file_size: int, file: str) -> Header:
         )
     offsets = {name: data_start + begin for begin, _, name in ranges}
     return Header(tensors, offsets, metadata, data_start)
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """Parse JSON in which no object may have the same key twice.
+
+    Raises:
+        CorruptCheckpoint: starting with ``what``.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{what} is not valid JSON: {error}") from error
 
 
 def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, int]:

@@ -117,8 +117,8 @@ class SaveJob:
                     writer=describe_writer(),
                 )
             )
-        except BaseException:
-            self.attempt.give_up()
+        except BaseException as error:
+            self.attempt.give_up(f"{type(error).__name__}: {error}")
             raise
         self.attempt.commit()
 

@@ -24,6 +24,8 @@ from .tensors import DTYPES, NAMES, Target, local_of, read_into
 from .values import decode
 
 logger = logging.getLogger("fsdp2.checkpoint")
+# Options that schedulers add to param groups.
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 NameMap = Mapping[str, str] | Callable[[str], str] | None
 
 
@@ -210,14 +212,17 @@ def reshard(model: nn.Module) -> None:
 class OptimizerLoad:
     """What will be put into optimizers once everything has been checked."""
 
-    state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]]
+    state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any] | None]]
     wanted: list[Wanted]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
     def apply(self) -> None:
         """Put state and options in."""
         for optimizer, param, state in self.state:
-            optimizer.state[param] = state
+            if state is None:
+                optimizer.state.pop(param, None)
+            else:
+                optimizer.state[param] = state
         for group, options in self.groups:
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
@@ -257,6 +262,12 @@ def match_optimizers(
         for group in groups
         for name in group["params"]
     }
+    kinds = {
+        name: group.get("optimizer")
+        for groups in values["optimizers"]
+        for group in groups
+        for name in group["params"]
+    }
     missing = [
         names[id(p)]
         for optimizer in optimizers
@@ -270,6 +281,8 @@ def match_optimizers(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             in_group = [names[id(p)] for p in group["params"]]
+            for name in in_group:
+                _check_kind(source, optimizer, group, kinds[name], options[name])
             if any(options[name] != options[in_group[0]] for name in in_group):
                 raise CheckpointMismatch(
                     f"{source.path}: parameters of one group of {type(optimizer).__name__} were "
@@ -281,8 +294,9 @@ def match_optimizers(
             for param in group["params"]:
                 name = names[id(param)]
                 entry = values["optimizer_state"].get(name)
-                if entry is None:
-                    continue  # it never had a gradient
+                if entry is None:  # it never had a gradient
+                    load.state.append((optimizer, param, None))
+                    continue
                 state = {}
                 for key in entry["keys"]:
                     state[key] = _state_value(
@@ -291,6 +305,26 @@ def match_optimizers(
                     )  # fmt: skip
                 load.state.append((optimizer, param, state))
     return load
+
+
+def _check_kind(
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    kind: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Refuse the state of another kind of optimizer; Adam's and AdamW's, say, are alike.
+
+    Raises:
+        CheckpointMismatch: if the names of the classes differ, and their options too.
+    """
+    other = (options.keys() - group.keys()) | (optimizer.defaults.keys() - options.keys())
+    if kind not in (None, type(optimizer).__name__) and other - OF_SCHEDULERS:
+        raise CheckpointMismatch(
+            f"{source.path} was saved with {kind}, and {type(optimizer).__name__} is to be "
+            f"loaded: only one of them has the options {some(sorted(other - OF_SCHEDULERS))}"
+        )
 
 
 def _state_value(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .boxes import Box, run_numel, run_offsets
+from .checksum import crc32
 from .disk import Disk
 from .header import FilePlan, TensorInfo, plan_file, plan_files
 from .manifest import BLOCK_BYTES, Chunk, SetOfFiles
@@ -266,7 +266,7 @@ class Writer:
         data = self.read(chunk.part, start, stop)
         fd = self._fds[chunk.file]
         checksums = [
-            zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
+            crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
         ]
         done = 0
         for offset, nbytes in ranges:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import os
 import stat
-import zlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .attempt import check_agreement
+from .attempt import _add_to_index, check_agreement
 from .boxes import Box, run_numel, run_offsets
+from .checksum import crc32
 from .disk import read_exactly
 from .errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
-from .header import Header, TensorInfo, header_length, parse_header
+from .header import Header, TensorInfo, frame, header_length, parse_header, parse_json
 from .manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -34,6 +37,7 @@ from .manifest import (
 )
 
 PIECE_BLOCKS = 4  # verified by one task: as many bytes as stay in a processor's cache
+MAX_PENDING = 64  # such tasks at a time: memory does not grow with the checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Source:
     metadata: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     _folder: int = -1
+    _buffers: threading.local = field(default_factory=threading.local)
     _fds: dict[str, int] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
 
@@ -107,7 +112,8 @@ class Source:
             raise CorruptCheckpoint(
                 f"{self.path}: file name {name!r} leads out of the checkpoint's folder"
             )
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        # Not blocking: whatever lies there under the name, a pipe too, is refused at once.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         if self.manifests:
             flags |= os.O_NOFOLLOW
         try:
@@ -139,7 +145,7 @@ class Source:
 
         path = self.path / FOLDER / name
         try:
-            data = path.read_bytes()
+            data = _read_own(path)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing") from None
         expected = {n: d for m in self.manifests.values() for n, d in m.small_files.items()}
@@ -159,52 +165,70 @@ class Source:
                 "it was cut while it was read"
             )
 
-    def verify(self, wanted: Iterable[tuple[Stored, Box]], num_threads: int = 2) -> int:
+    def verify(
+        self,
+        wanted: Iterable[tuple[Stored, Box]],
+        num_threads: int = 2,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> int:
         """Compare checksums of every block that these boxes touch; returns the bytes read.
+
+        Args:
+            on_bytes: called in this thread with how many more bytes were found right.
 
         Raises:
             CorruptCheckpoint: naming the tensor and the block that differs.
         """
         total = 0
+        tasks = (task for stored, box in wanted for task in _blocks_to_verify(stored, box))
+        pending: deque[Future[int]] = deque()
         with ThreadPoolExecutor(max_workers=num_threads) as pool:
-            tasks = [
-                pool.submit(self._verify_blocks, *task)
-                for stored, box in wanted
-                for task in _blocks_to_verify(stored, box)
-            ]
             try:
-                for task in tasks:
-                    total += task.result()
+                while True:
+                    for task in islice(tasks, MAX_PENDING - len(pending)):
+                        pending.append(pool.submit(self._verify_blocks, *task))
+                    if not pending:
+                        return total
+                    num = pending.popleft().result()
+                    total += num
+                    if on_bytes is not None:
+                        on_bytes(num)
             except BaseException:
-                for task in tasks:
-                    task.cancel()
+                for future in pending:
+                    future.cancel()
                 raise
-        return total
 
     def _verify_blocks(
         self, chunk: Chunk, blocks: range, offset: int, run: int, offsets: list[int] | None
     ) -> int:
         """Read blocks of a chunk and compare: in one piece from ``offset``, or run by run."""
-        first = blocks.start * BLOCK_BYTES
-        data = memoryview(bytearray(min(blocks.stop * BLOCK_BYTES, chunk.nbytes) - first))
-        if offsets is None:
-            self.read(chunk.file, data, offset + first)
-        else:
-            done = 0
-            while done < len(data):
-                index, inside = divmod(first + done, run)
-                num = min(run - inside, len(data) - done)
-                self.read(chunk.file, data[done : done + num], offsets[index] + inside)
-                done += num
+        total = 0
         for block in blocks:
-            start = block * BLOCK_BYTES - first
-            if zlib.crc32(data[start : start + BLOCK_BYTES]) != chunk.checksums[block]:
+            start = block * BLOCK_BYTES
+            data = self._block_buffer()[: min(BLOCK_BYTES, chunk.nbytes - start)]
+            if offsets is None:
+                self.read(chunk.file, data, offset + start)
+            else:
+                done = 0
+                while done < len(data):
+                    index, inside = divmod(start + done, run)
+                    num = min(run - inside, len(data) - done)
+                    self.read(chunk.file, data[done : done + num], offsets[index] + inside)
+                    done += num
+            total += len(data)
+            if crc32(data) != chunk.checksums[block]:
                 raise CorruptCheckpoint(
                     f"{self.path}/{chunk.file}: the checksum of tensor '{chunk.tensor.name}' is "
                     f"wrong in block {block} of {len(chunk.checksums)} (of 1 MiB, counted in the "
                     f"box at {list(chunk.box.start)} of shape {list(chunk.box.shape)})"
                 )
-        return len(data)
+        return total
+
+    def _block_buffer(self) -> memoryview:
+        """Memory for one block, of this thread: it stays in the processor's cache."""
+        if not hasattr(self._buffers, "block"):
+            self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
+        return self._buffers.block
 
 
 def _blocks_to_verify(stored: Stored, box: Box) -> Iterator[tuple[Any, ...]]:
@@ -276,7 +300,10 @@ def open_source(path: str | os.PathLike[str]) -> Source:
             _open_hub(source, given)
         elif given.name.endswith(".index.json"):
             source.path = folder
-            _open_index(source, given)
+            if (folder / FOLDER).is_dir():
+                _open_own(source)
+            else:
+                _open_index(source, given)
         else:
             source.path = folder
             _open_single(source, given.name)
@@ -299,14 +326,18 @@ def _open_own(source: Source) -> None:
     for rank in sorted(markers):
         name = marker_name(rank, num_ranks)
         try:
-            data = (folder / name).read_bytes()
+            data = _read_own(folder / name)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{folder}: manifests of different saves are mixed") from None
-        source.manifests[rank] = load(data, f"{folder}/{name}")
+        try:
+            source.manifests[rank] = load(data, f"{folder}/{name}")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpoint(f"{folder}/{name}: not a manifest: {error!r}") from error
     manifests = list(source.manifests.values())
     missing = sorted(set(manifests[0].ranks) - source.manifests.keys())
     for manifest in manifests[1:]:
-        if manifest.nonce != manifests[0].nonce:
+        # Nonces count the attempts of one name.
+        if (manifest.nonce, manifest.name) != (manifests[0].nonce, manifests[0].name):
             raise CorruptCheckpoint(
                 f"{source.path}: the manifests of ranks {manifests[0].rank} and {manifest.rank} "
                 "are of different saves"
@@ -318,6 +349,36 @@ def _open_own(source: Source) -> None:
         check_agreement(manifests)
     except CheckpointError as error:
         raise CorruptCheckpoint(f"{source.path}: {error}") from error
+    _check_index(source)
+
+
+def _read_own(path: Path) -> bytes:
+    """A file of this package, which never makes symbolic links."""
+    if path.is_symlink():
+        raise CorruptCheckpoint(
+            f"{path.parent}: {path.name} is a symbolic link, which this checkpoint never had"
+        )
+    return path.read_bytes()
+
+
+def _check_index(source: Source) -> None:
+    """Compare Hugging Face's index, which this package does not need to read, with the headers."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for manifest in source.manifests.values():
+        for files in manifest.sets:
+            for file, header in files.headers.items():
+                if file.startswith("model"):
+                    total += _add_to_index(weight_map, file, header)
+    if len(set(weight_map.values())) <= 1:
+        return
+    path = source.path / INDEX
+    try:
+        found = parse_json(_read_own(path), str(path))
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path} is missing") from None
+    if found != {"metadata": {"total_size": total}, "weight_map": weight_map}:
+        raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
 
 
 def _collect(source: Source, missing: list[int]) -> None:
@@ -363,6 +424,8 @@ def _collect(source: Source, missing: list[int]) -> None:
             if info.nbytes == 0:  # nobody writes a chunk of no bytes
                 extent = Extent(file, Box.whole(info.shape), header.offsets[name])
                 table.setdefault(name, Stored(info, [extent]))
+            elif missing:  # a rank that is missing may have written all of it
+                table.setdefault(name, Stored(info))
 
 
 def _set_of(manifest: Manifest, file: str) -> tuple[int, ...]:
@@ -388,6 +451,9 @@ def _check_header(source: Source, file: str, header: Header, expected: str) -> N
         raise CorruptCheckpoint(
             f"{source.path}/{file}: the header is not the one that was written: {some(names)}"
         )
+    # Metadata and padding too.
+    if os.pread(source.open_file(file), header.data_start, 0) != frame(expected):
+        raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
 
 
 def _check_chunk(source: Source, chunk: Chunk, header: Header) -> None:
@@ -446,9 +512,8 @@ def _open_single(source: Source, name: str) -> None:
 
 def _open_index(source: Source, index: Path) -> None:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        items = list(weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        items = list(parse_json(index.read_bytes(), str(index))["weight_map"].items())
+    except (KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{index}: not an index of safetensors files: {error!r}") from error
     headers: dict[str, Header] = {}
     for tensor, file in items:

@@ -132,6 +132,7 @@ def _jobs(source: Source, target: Target, extent: Extent):
     straight = (
         local.device.type == "cpu"
         and local.is_contiguous()
+        and not (local.is_conj() or local.is_neg())
         and local.dtype == DTYPES[target.stored.info.dtype]
     )
     if straight and (run * size >= DIRECT_RUN_BYTES or run == common.numel):

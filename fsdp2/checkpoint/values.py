@@ -50,7 +50,10 @@ def encode(value: Any, where: str = "value") -> Any:
 def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, tuple | set | frozenset | deque):
         kind = next(k for k in (tuple, set, frozenset, deque) if isinstance(value, k)).__name__
-        return {TAG: kind, "value": [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+        content = [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        if isinstance(value, deque):
+            return {TAG: kind, "value": content, "maxlen": value.maxlen}
+        return {TAG: kind, "value": content}
     if isinstance(value, defaultdict):
         return encode(dict(value), where)
     if isinstance(value, complex):
@@ -60,7 +63,7 @@ def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, torch.dtype | torch.device):
         return {TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        data = value.detach().cpu().contiguous()
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = bytes(data.reshape(-1).view(torch.uint8).tolist()) if data.numel() else b""
         return {
             TAG: "tensor",
@@ -89,8 +92,10 @@ def decode(value: Any) -> Any:
     content: Any = value.get("value")
     if kind == "dict":
         return {decode(k): decode(v) for k, v in content}
-    if kind in ("tuple", "set", "frozenset", "deque"):
-        make = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}[kind]
+    if kind == "deque":
+        return deque((decode(v) for v in content), value.get("maxlen"))
+    if kind in ("tuple", "set", "frozenset"):
+        make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
         return make(decode(v) for v in content)
     if kind == "float":
         return float(content)

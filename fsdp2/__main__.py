@@ -1,0 +1,8 @@
+"""``python -m fsdp2``: the same as the command ``fsdp2``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

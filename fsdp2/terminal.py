@@ -1,0 +1,135 @@
+"""What commands print: sizes for people, aligned tables, progress, errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+NEGATIVE, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes
+
+
+def fail(error: Exception | str, code: int = ERROR) -> int:
+    """Say what is wrong; returns the exit code."""
+    print(f"fsdp2: error: {one_line(error)}", file=sys.stderr)
+    return code
+
+
+def one_line(error: Exception | str) -> str:
+    """The message of an error, without the numbers of the operating system's."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return shown(" ".join(text.split()))
+
+
+def shown(text: str) -> str:
+    """Without characters that would control the terminal or cannot be encoded."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def show_bytes(num: float) -> str:
+    """In the largest unit that makes it at least 1, with three digits: ``1.50 GiB``."""
+    if num < 1024:
+        return f"{num:.0f} B"
+    units = ["TiB", "GiB", "MiB", "KiB"]
+    unit = units.pop()
+    num /= 1024
+    while num >= 1024 and units:
+        unit = units.pop()
+        num /= 1024
+    decimals = 2 if num < 10 else 1 if num < 100 else 0
+    return f"{num:.{decimals}f} {unit}"
+
+
+def table(rows: Iterable[Sequence[str]], right: str = "", indent: int = 2) -> str:
+    """Columns of text, aligned.
+
+    Args:
+        right: the numbers of the columns that are aligned to the right.
+    """
+    cells = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = (
+            cell.rjust(width) if str(i) in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append((" " * indent + "  ".join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object, on one line."""
+    print(json.dumps(plain(value)))
+
+
+def plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become strings."""
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def plural(num: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{num:,} {noun}" if num == 1 else f"{num:,} {noun}s"
+
+
+@contextmanager
+def progress(args: argparse.Namespace, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Something to call with how many more bytes are done; shown on a terminal only."""
+    if not sys.stderr.isatty() or args.quiet or getattr(args, "json", False):
+        yield lambda num: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        line = _Line(title, total)
+        try:
+            yield line.add
+        finally:
+            line.clear()
+    else:
+        options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "leave": False}
+        with tqdm(desc=title, total=total, file=sys.stderr, **options) as bar:
+            yield bar.update
+
+
+class _Line:
+    """Progress as one line that is written over."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title = title
+        self.total = total
+        self.done = 0
+        self._last_s = -math.inf
+        self._start_s = time.monotonic()
+
+    def add(self, num: int) -> None:
+        self.done += num
+        now = time.monotonic()
+        if now - self._last_s < 0.1 and self.done < self.total:
+            return
+        self._last_s = now
+        percent = 100 * self.done / max(self.total, 1)
+        rate = show_bytes(self.done / max(now - self._start_s, 1e-9))
+        of = f"{show_bytes(self.done)} of {show_bytes(self.total)}"
+        print(f"\r\033[K{self.title} {percent:3.0f}%  {of}  {rate}/s", end="", file=sys.stderr)
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        print("\r\033[K", end="", file=sys.stderr)
+        sys.stderr.flush()
