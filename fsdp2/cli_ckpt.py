@@ -136,7 +136,7 @@ def ckpt_inspect(args: argparse.Namespace) -> int:
         print_json(result)
         return 0
     _print_summary(summary)
-    if args.tensors:
+    if tensors:
         rows = [("tensor", "dtype", "shape", "bytes", "file")]
         for e in tensors:
             more = f" +{len(e.files) - 1}" if len(e.files) > 1 else ""

@@ -187,6 +187,16 @@ def cached_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh
 # --------------------------------------------------------------------------- inside pytest
 
 
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """What starts processes that have torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    # Before torch is imported in the fork server: threads of several ranks on a few cores only
+    # take turns.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return context
+
+
 class RankPool:
     """The processes of one world size."""
 
@@ -203,11 +213,7 @@ class RankPool:
             raise
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        # Before torch is imported in the fork server: threads of several ranks on a few cores
-        # only take turns.
-        os.environ["OMP_NUM_THREADS"] = "1"
+        context = fork_context()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._folder.name, theirs)
@@ -356,13 +362,18 @@ def stop_all() -> None:
 
 
 def distributed(
-    *world_sizes: int, timeout_s: float = JOB_TIMEOUT_S, restart: bool = False
+    *world_sizes: int,
+    long: tuple[int, ...] = (),
+    timeout_s: float = JOB_TIMEOUT_S,
+    restart: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that runs on every rank, once per world size.
 
     The function may have parameters that `pytest.mark.parametrize` fills; their values are
-    pickled. `timeout_s` and `restart` are those of `run_on`.
+    pickled. World sizes in `long` are of the long tests. `timeout_s` and `restart` are those of
+    `run_on`.
     """
+    sizes = [*world_sizes, *(pytest.param(size, marks=pytest.mark.long) for size in long)]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(world_size: int, **kwargs: Any) -> None:
@@ -377,7 +388,7 @@ def distributed(
         vars(test)["body"] = body
         marks = list(getattr(body, "pytestmark", []))
         vars(test)["pytestmark"] = marks  # a list of its own: the marks below are not the body's
-        return pytest.mark.parametrize("world_size", world_sizes, ids=_ranks)(test)
+        return pytest.mark.parametrize("world_size", sizes, ids=_ranks)(test)
 
     return decorate
 

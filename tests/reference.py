@@ -260,7 +260,7 @@ class Training:
     """How `check_training` trains."""
 
     dtype: torch.dtype = torch.float64
-    steps: int = 5
+    steps: int = 4
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     optimizer_options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"lr": 0.05})
     # AdamW divides a gradient by its own size, so that rounding of a tiny one becomes a full

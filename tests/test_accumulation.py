@@ -49,7 +49,7 @@ def train_without_communication(
 
 
 @some_models
-@distributed(1, 2, 3, 4)
+@distributed(2, 3, long=(1, 4))
 def test_without_communication(name: str) -> None:
     train_without_communication(BY_NAME[name], num_steps=2, num_micro_batches=3)
 

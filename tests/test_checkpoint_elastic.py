@@ -181,3 +181,10 @@ def test_forward_after_a_load_uses_what_was_loaded() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
+
+
+def test_shards_of_single_ranks_are_in_no_index(saved: Any) -> None:
+    """An index promises whole tensors to whoever reads by it."""
+    folder, _ = saved("1d", 3, "per-rank")
+    names = {p.name for p in (folder / f"step-{STEPS:06d}").iterdir()}
+    assert "model.safetensors.index.json" not in names

@@ -89,7 +89,7 @@ def case_of(place: str, reentrant: bool, deep: bool = False) -> Case:
 @both_modes
 @both_kinds
 @pytest.mark.parametrize("place", PLACES)
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_training(place: str, reentrant: bool, mode: bool) -> None:
     case = case_of(place, reentrant)
     check_training(case, Training(steps=3), reshard_after_forward=mode)

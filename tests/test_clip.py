@@ -40,7 +40,7 @@ MODELS_AND_NORMS = [
 
 
 @pytest.mark.parametrize(("name", "norm_type"), MODELS_AND_NORMS)
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_norm_and_clipped_gradients(name: str, norm_type: float) -> None:
     case = BY_NAME[name]
     model, plain = pair(case)

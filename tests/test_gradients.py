@@ -35,7 +35,7 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "even_mlp", "transformer"])
-@distributed(1, 2, 3, 4)
+@distributed(3, long=(1, 2, 4))
 def test_full_tensors_of_parameters_and_gradients(name: str) -> None:
     model, plain = pair(BY_NAME[name])
     run_both(BY_NAME[name], model, plain, 0)

@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import harness
 from harness import RankError, distributed, run_on
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for one that failed are given up soon."""
+    monkeypatch.setattr(harness, "_GRACE_S", 0.2)
 
 
 @distributed(1, 2, 3, 4)
@@ -75,6 +82,7 @@ def test_ranks_are_reused() -> None:
     assert [total for _, total in first] == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_failure_names_the_rank_and_has_its_traceback_and_variables() -> None:
     with pytest.raises(RankError) as caught:
         run_on(2, fail_on_rank_one, 7)
@@ -99,6 +107,7 @@ def test_a_hang_is_detected_and_its_stack_shown() -> None:
     assert "in leave_rank_one_behind" in text
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_dead_rank_is_reported() -> None:
     with pytest.raises(RankError) as caught:
         run_on(2, die_on_rank_zero)
@@ -108,6 +117,7 @@ def test_a_dead_rank_is_reported() -> None:
     assert "in die_on_rank_zero" in text
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_ranks_are_fresh_after_a_failure() -> None:
     before = run_on(2, process_and_sum)
     with pytest.raises(RankError):

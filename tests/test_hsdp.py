@@ -31,7 +31,7 @@ def hybrid_meshes() -> list[DeviceMesh]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "recurrent", "lora", "conditional"])
-@distributed(1, 2, 3, 4)
+@distributed(2, 4, long=(1, 3))
 def test_training(name: str) -> None:
     for mesh in hybrid_meshes():
         check_training(BY_NAME[name], Training(steps=2), mesh=mesh)

@@ -127,7 +127,7 @@ every_use = pytest.mark.parametrize("use", list(USES))
 
 @every_use
 @pytest.mark.parametrize("mode", [None, True])
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_training(use: str, mode: bool | None) -> None:
     case = case_of(USES[use])
     check_training(case, Training(steps=3), reshard_after_forward=mode)
@@ -169,7 +169,7 @@ def test_several_forwards_before_one_backward(use: str) -> None:
 
 
 @every_use
-@distributed(2, 3)
+@distributed(2, long=(3,))
 def test_accumulation_and_evaluation(use: str) -> None:
     """Without communication but for the last, with an evaluation before every backward."""
     case = case_of(USES[use])

@@ -93,7 +93,7 @@ def train_low(case: Case, dtype: torch.dtype = LOW, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "even_mlp", "transformer", "recurrent", "nested", "lora"])
-@distributed(1, 2, 3, 4)
+@distributed(2, 3, long=(1, 4))
 def test_bf16_compute_with_fp32_reduction(name: str) -> None:
     train_low(BY_NAME[name])
 

@@ -33,7 +33,7 @@ every_model = pytest.mark.parametrize("name", list(BY_NAME))
 
 
 @every_model
-@distributed(1, 2, 3, 4)
+@distributed(3, long=(1, 2, 4))
 def test_names_and_layout(name: str) -> None:
     """Each rank holds the rows that torch.chunk would give it."""
     model, plain = pair(BY_NAME[name])

@@ -23,13 +23,13 @@ def test_fp64_with_sgd(name: str) -> None:
 
 
 @every_model
-@distributed(1, 2, 3, 4)
+@distributed(3, long=(1, 2, 4))
 def test_fp32_with_sgd(name: str) -> None:
     check_training(BY_NAME[name], Training(dtype=torch.float32))
 
 
 @every_model
-@distributed(1, 2, 3, 4)
+@distributed(2, 4, long=(1, 3))
 def test_fp32_with_adamw_fed_the_reference_gradients(name: str) -> None:
     training = Training(
         dtype=torch.float32,
@@ -43,7 +43,7 @@ def test_fp32_with_adamw_fed_the_reference_gradients(name: str) -> None:
 @ours_only("a choice between direct and packed gathers")
 @pytest.mark.parametrize("direct_min_bytes", [0, 128, 10**9])
 @every_model
-@distributed(1, 2, 3, 4)
+@distributed(3, long=(1, 2, 4))
 def test_direct_and_packed_gathers(name: str, direct_min_bytes: int) -> None:
     check_training(BY_NAME[name], Training(steps=2), direct_min_bytes=direct_min_bytes)
 
@@ -93,7 +93,7 @@ def test_other_optimizers_fed_the_reference_gradients(optimizer: str) -> None:
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @every_model
-@distributed(2, 3)
+@distributed(3, long=(2,))
 def test_either_reshard_mode_for_all_units(name: str, reshard_after_forward: bool) -> None:
     training = Training(steps=3)
     check_training(BY_NAME[name], training, reshard_after_forward=reshard_after_forward)

@@ -169,13 +169,13 @@ def scripts(**choices: list[Any]) -> list[Script]:
 
 @pytest.mark.parametrize("accumulate", LOCAL_MODES)
 @pytest.mark.parametrize("mode", RESHARD_MODES)
-@distributed(1, 2, 3)
+@distributed(2, 3, long=(1,))
 def test_reshard_and_accumulation_modes(mode: bool | None, accumulate: str) -> None:
     compare(Script(reshard_after_forward=mode, accumulate=accumulate))
 
 
 @pytest.mark.parametrize("model", list(BY_NAME))
-@distributed(2, 3)
+@distributed(2, long=(3,))
 def test_models(model: str) -> None:
     accumulate = "every" if model.startswith("conditional") else "local"
     compare(Script(model=model, accumulate=accumulate))
@@ -183,7 +183,7 @@ def test_models(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
 @pytest.mark.parametrize("mode", RESHARD_MODES)
-@distributed(1, 2, 3)
+@distributed(2, long=(1, 3))
 def test_mixed_precision(mode: bool | None, model: str) -> None:
     for accumulate in LOCAL_MODES:
         compare(Script(model, reshard_after_forward=mode, accumulate=accumulate, precision=BF16))
@@ -195,7 +195,7 @@ def test_mixed_precision(mode: bool | None, model: str) -> None:
 def test_hybrid_sharding(
     accumulate: str, precision: tuple[torch.dtype, torch.dtype] | None
 ) -> None:
-    for shape in [(2, 1), (1, 2)] if dist.get_world_size() == 2 else [(2, 2), (1, 4), (4, 1)]:
+    for shape in [(2, 1), (1, 2)] if dist.get_world_size() == 2 else [(2, 2)]:
         compare(Script("mlp", mesh=shape, accumulate=accumulate, precision=precision))
 
 
@@ -205,21 +205,21 @@ def test_parameters_kept_on_two_ranks() -> None:
         compare(Script(reshard_after_forward=2, accumulate=accumulate))
 
 
-@pytest.mark.parametrize("prefetch", [1, 2])
-@distributed(2, 3)
+@pytest.mark.parametrize("prefetch", [pytest.param(1, marks=pytest.mark.long), 2])
+@distributed(2, long=(3,))
 def test_prefetch(prefetch: int) -> None:
     for model, mode in itertools.product(["transformer", "nested"], RESHARD_MODES):
         compare(Script(model, prefetch=prefetch, reshard_after_forward=mode))
 
 
 @pytest.mark.parametrize("precision", [None, BF16])
-@distributed(1, 2, 3)
+@distributed(2, long=(1, 3))
 def test_offload(precision: tuple[torch.dtype, torch.dtype] | None) -> None:
     for accumulate in LOCAL_MODES:
         compare(Script(offload=True, accumulate=accumulate, precision=precision))
 
 
-@distributed(2, 3)
+@distributed(2, long=(3,))
 def test_fp64() -> None:
     for script in scripts(
         dtype=[torch.float64],

@@ -89,7 +89,7 @@ def fail_once(model: nn.Module, index: int, fault: str) -> None:
 
 @pytest.mark.parametrize("mode", [True, False])
 @every_fault
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_the_next_step_is_right(fault: str, mode: bool) -> None:
     model, plain = pair(FRAGILE, reshard_after_forward=mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -227,7 +227,7 @@ def test_parameters_changed_between_forward_and_backward_are_gathered_anew() -> 
 
 @ours_only("parameters that an evaluation left gathered are used after the step too")
 @pytest.mark.parametrize("mode", [None, True, False])
-@distributed(1, 2, 3)
+@distributed(1, 3, long=(2,))
 def test_an_optimizer_step_after_an_evaluation(mode: bool | None) -> None:
     """Evaluation between backward and step must not leave old parameters gathered."""
     model, plain = pair(TRANSFORMER, reshard_after_forward=mode)

@@ -84,7 +84,7 @@ def test_one_module_registered_twice() -> None:
 
 @ours_only(ACROSS)
 @pytest.mark.parametrize("mode", [None, True, False])
-@distributed(1, 2, 3, 4)
+@distributed(2, 3, long=(1, 4))
 def test_an_embedding_and_a_head_in_units_of_their_own(mode: bool | None) -> None:
     model, plain = check_training(TIED_TRANSFORMER, Training(steps=3), reshard_after_forward=mode)
     weight = model.get_parameter("embedding.weight")

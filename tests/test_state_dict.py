@@ -68,7 +68,7 @@ def other_weights(case: Case, dtype: torch.dtype = torch.float64) -> tuple[nn.Mo
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_state_dict_before_the_first_forward_and_after_a_step(name: str) -> None:
     case = BY_NAME[name]
     model, plain = pair(case)
@@ -78,7 +78,7 @@ def test_state_dict_before_the_first_forward_and_after_a_step(name: str) -> None
 
 
 @pytest.mark.parametrize("mode", [None, True, False])
-@distributed(1, 2, 3)
+@distributed(2, long=(1, 3))
 def test_state_dict_between_forward_and_backward(mode: bool | None) -> None:
     for case in (MLP, TRANSFORMER):
         model, plain = pair(case, reshard_after_forward=mode)
@@ -120,7 +120,7 @@ def test_state_dict_of_one_unit_and_of_a_module_inside_one() -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@distributed(1, 2, 3)
+@distributed(1, 3, long=(2,))
 def test_load_state_dict(assign: bool) -> None:
     """Another model's state; then training goes on from there."""
     for case in (MLP, TRANSFORMER, CNN):
@@ -306,7 +306,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("cast", list(CASTS))
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn"])
-@distributed(1, 2, 3)
+@distributed(3, long=(1, 2))
 def test_casts_after_sharding(name: str, cast: str) -> None:
     """The Parameter objects stay, for optimizers hold them."""
     case = BY_NAME[name]

@@ -29,9 +29,9 @@ def no_exchange() -> Iterator[None]:
         fsdp2.collectives.EXCHANGE_MAX_RANKS = before
 
 
-@pytest.mark.parametrize("direct_min_bytes", [0, 200, 10**9])
+@pytest.mark.parametrize("direct_min_bytes", [0, pytest.param(200, marks=pytest.mark.long), 10**9])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "recurrent", "conditional", "lora"])
-@distributed(2, 3)
+@distributed(3, long=(2,))
 def test_training(name: str, direct_min_bytes: int) -> None:
     training = Training(steps=2, bitwise=False)
     with no_exchange():

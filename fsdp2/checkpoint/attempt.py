@@ -25,7 +25,7 @@ from pathlib import Path
 from .disk import Disk
 from .errors import CheckpointError, CheckpointExists
 from .header import frame
-from .manifest import FOLDER, INDEX, Manifest, dump, failed_name, load, marker_name
+from .manifest import FOLDER, INDEX, Manifest, dump, failed_name, index_of, load, marker_name
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
@@ -177,16 +177,12 @@ class Attempt:
         except CheckpointError as error:
             self.disk.note(failed_name(self.rank), str(error), folder)
             raise
-        weight_map: dict[str, str] = {}
-        total_bytes = 0
         for manifest in manifests:
             for files in manifest.sets:
                 for file, header in files.headers.items():
                     self._write_header(staging, file, frame(header))
-                    if file.startswith("model"):
-                        total_bytes += _add_to_index(weight_map, file, header)
-        if len(set(weight_map.values())) > 1:
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        index = index_of(manifests)
+        if index is not None:
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             self.disk.write_file(INDEX, text.encode(), staging, unique=str(self.rank))
         self.disk.sync(folder, FOLDER)
@@ -273,15 +269,6 @@ def check_agreement(manifests: list[Manifest]) -> None:
         total = whole[_, name]
         if nbytes != total:
             raise CheckpointError(f"'{name}': the ranks wrote {nbytes} of {total} bytes")
-
-
-def _add_to_index(weight_map: dict[str, str], file: str, header: str) -> int:
-    """Add the names of ``file`` that no file before had; returns their bytes."""
-    total = 0
-    for name, entry in json.loads(header).items():
-        if name != "__metadata__" and weight_map.setdefault(name, file) == file:
-            total += entry["data_offsets"][1] - entry["data_offsets"][0]
-    return total
 
 
 def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:

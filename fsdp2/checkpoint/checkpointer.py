@@ -17,8 +17,8 @@ from .agreement import check_shared, next_nonce, run_nonce, said_by_first
 from .capture import Captured, ModelTensors, RankLocal, capture, tensors_of
 from .disk import Disk
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .job import Options, SaveHandle, SaveJob, own_name, state_name
-from .manifest import FOLDER
+from .job import Options, SaveHandle, SaveJob
+from .manifest import FOLDER, own_name
 from .placement import all_ranks, this_rank
 from .random_state import random_states, set_random_states
 from .restore import (
@@ -32,13 +32,16 @@ from .restore import (
     materialize,
     read_wanted,
     reshard,
+    set_extra_state,
+    values_of_rank,
     verify,
 )
 from .source import Source, open_source
 from .staging import Staging
+from .tensors import tensors_in
 from .values import decode, encode
 
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-(\d{6}|[1-9]\d{6,})")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -182,7 +185,11 @@ class Checkpointer:
             handle.wait_committed(timeout)
             self._prune(handle)
             return handle
-        read = self._staging.fill(captured)
+        try:
+            read = self._staging.fill(captured)
+        except BaseException as error:
+            job.attempt.give_up(f"{type(error).__name__}: {error}")
+            raise
         self._thread = threading.Thread(
             target=handle._run, args=(read, self._prune), name="fsdp2-checkpoint", daemon=False
         )
@@ -318,7 +325,7 @@ class Checkpointer:
         device: torch.device | str | None,
     ) -> Loaded:
         loaded.same_ranks = len(source.manifests) == len(self.ranks)
-        values = {rank: _values(source, rank) for rank in source.manifests}
+        values = {rank: values_of_rank(source, rank) for rank in source.manifests}
         mine = self.rank if self.rank in values and loaded.same_ranks else min(values)
         own = _own_tensors(source, mine) if loaded.same_ranks else {}
         loaded.extra_of_ranks = {rank: decode(v.get("extra")) for rank, v in values.items()}
@@ -384,7 +391,7 @@ class Checkpointer:
             with torch.no_grad():
                 for name in found.buffers & own.keys():
                     found.tensors[name].copy_(own[name])
-            _set_extra_state(model, values.get("extra_state", {}))
+            set_extra_state(model, values.get("extra_state", {}))
 
 
 def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
@@ -409,7 +416,9 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
         raise CheckpointNotFound(f"{folder} has no committed checkpoint")
     number = steps[-1] if step == "latest" else int(step)
     with open_source(_find(folder, number)) as source:
-        extra = {rank: decode(_values(source, rank).get("extra")) for rank in source.manifests}
+        extra = {
+            rank: decode(values_of_rank(source, rank).get("extra")) for rank in source.manifests
+        }
     return Loaded(step=number, extra=extra[min(extra)], extra_of_ranks=extra)
 
 
@@ -438,19 +447,11 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _values(source: Source, rank: int) -> dict[str, Any]:
-    import json
-
-    return json.loads(source.small_file(state_name(rank)))
-
-
 def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
     name = own_name(rank)
     if name not in source.manifests[rank].small_files:
         return {}
-    return load(source.small_file(name))
+    return tensors_in(source.small_file(name), f"{source.path}/{FOLDER}/{name}")
 
 
 def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
@@ -464,13 +465,3 @@ def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
         for name, entry in values[rank].get("optimizer_state", {}).items():
             state.setdefault(name, entry)
     return {"optimizers": groups[::-1], "optimizer_state": state}
-
-
-def _set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
-    if not encoded:
-        return
-    modules = dict(model.named_modules())
-    for name, value in encoded.items():
-        module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
-        if module is not None:
-            module.set_extra_state(decode(value))

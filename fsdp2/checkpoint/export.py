@@ -83,7 +83,8 @@ def export(
 
     Raises:
         CheckpointExists: if ``out`` exists.
-        CheckpointError: if its parent does not, or the options contradict each other.
+        CheckpointError: if its parent does not or cannot be written to, or the options contradict
+            each other.
         CorruptCheckpoint: if a checksum is wrong; nothing appears under ``out`` then.
         OSError: if the disk is full or broken; nothing appears under ``out`` then.
     """
@@ -104,7 +105,7 @@ def export(
         # Named like what is left of a save, so that a later save removes it if this one dies.
         staging = f".{target.name}.{secrets.token_hex(8)}-1.tmp"
         try:
-            job.disk.make_directory(staging, parent)
+            _make_staging(job.disk, staging, target, parent)
             with job.disk.directory(staging, parent) as folder:
                 for file, plan in plans.items():
                     job.write_file(file, plan, folder)
@@ -124,6 +125,14 @@ def export(
         job.disk.sync(parent, str(target.parent))
     result.seconds = time.monotonic() - start
     return result
+
+
+def _make_staging(disk: Disk, staging: str, target: Path, parent: int) -> None:
+    try:
+        disk.make_directory(staging, parent)
+    except OSError as error:
+        message = f"{target.parent} cannot be written to: {error.strerror}"
+        raise CheckpointError(message) from error
 
 
 def _refuse_existing(disk: Disk, target: Path, parent: int) -> None:

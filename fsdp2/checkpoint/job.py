@@ -20,7 +20,7 @@ from .attempt import Attempt, sweep
 from .capture import Captured
 from .disk import Disk
 from .errors import CheckpointError
-from .manifest import FOLDER, Manifest
+from .manifest import FOLDER, Manifest, own_name, state_name
 from .saving import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
 from .tensors import LocalBytes
 
@@ -130,16 +130,6 @@ class SaveJob:
         for name, data in files.items():
             self.disk.write_file(name, data, folder, unique="small")
         return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-
-
-def state_name(rank: int) -> str:
-    """File of a rank's values that are no tensors."""
-    return f"state-{rank:05d}.json"
-
-
-def own_name(rank: int) -> str:
-    """File of a rank's tensors that are its own: buffers, and state without a sharding."""
-    return f"own-{rank:05d}.safetensors"
 
 
 def describe_writer() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +55,14 @@ class SetOfFiles:
     Attributes:
         ranks: that share the tensors in them.
         sizes: bytes of each file.
+        whole: whether the files hold whole tensors; otherwise each holds boxes of one rank.
         digest: of names, headers and sizes; equal on all ranks of the set.
         headers: of each file; only in the manifest of the set's first rank.
     """
 
     ranks: tuple[int, ...]
     sizes: dict[str, int]
+    whole: bool
     digest: str
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -97,6 +100,16 @@ def failed_name(rank: int) -> str:
     return f"failed-{rank:05d}"
 
 
+def state_name(rank: int) -> str:
+    """File of a rank's values that are no tensors."""
+    return f"state-{rank:05d}.json"
+
+
+def own_name(rank: int) -> str:
+    """File of a rank's tensors that are its own: buffers, and state without a sharding."""
+    return f"own-{rank:05d}.safetensors"
+
+
 def parse_marker_name(name: str) -> tuple[int, int] | None:
     """Rank and number of ranks of a marker's file name; None for any other file."""
     match = re.fullmatch(r"rank-(\d{5,})-of-(\d{5,})\.json", name)
@@ -120,7 +133,13 @@ def dump(manifest: Manifest) -> bytes:
         "rank": manifest.rank,
         "ranks": list(manifest.ranks),
         "sets": [
-            {"ranks": list(s.ranks), "sizes": s.sizes, "digest": s.digest, "headers": s.headers}
+            {
+                "ranks": list(s.ranks),
+                "sizes": s.sizes,
+                "whole": s.whole,
+                "digest": s.digest,
+                "headers": s.headers,
+            }
             for s in manifest.sets
         ],
         "tensors": tensors,
@@ -161,7 +180,7 @@ def load(data: bytes, file: str) -> Manifest:
         rank=content["rank"],
         ranks=tuple(content["ranks"]),
         sets=tuple(
-            SetOfFiles(tuple(s["ranks"]), s["sizes"], s["digest"], s["headers"])
+            SetOfFiles(tuple(s["ranks"]), s["sizes"], s["whole"], s["digest"], s["headers"])
             for s in content["sets"]
         ),
         chunks=tuple(
@@ -178,3 +197,24 @@ def load(data: bytes, file: str) -> Manifest:
         small_files=content["small_files"],
         writer=content["writer"],
     )
+
+
+def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
+    """Hugging Face's index of the model's files; None if one file needs none.
+
+    Files of single ranks are not in it: whoever reads by an index expects whole tensors.
+    """
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for manifest in manifests:
+        for files in manifest.sets:
+            for file, header in files.headers.items():
+                if not files.whole or not file.startswith("model"):
+                    continue
+                for name, entry in json.loads(header).items():
+                    # Ranks that share nothing may have written the same tensor: the first counts.
+                    if name != "__metadata__" and weight_map.setdefault(name, file) == file:
+                        total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    if len(set(weight_map.values())) <= 1:
+        return None
+    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

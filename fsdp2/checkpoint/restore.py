@@ -6,6 +6,7 @@ been found right.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from .boxes import Box
 from .capture import ModelTensors, fsdp_modules, optimizer_names
 from .errors import CheckpointError, CheckpointMismatch, some
+from .manifest import state_name
 from .placement import holding
 from .source import Source, Stored
 from .tensors import DTYPES, NAMES, Target, local_of, read_into
@@ -380,3 +382,19 @@ def _make_state(stored: Stored, param: Tensor, group: dict[str, Any]) -> Tensor:
         f"'{stored.info.name}' has shape {stored.info.shape}, its parameter {tuple(data.shape)}: "
         "take a step first, so that the optimizer makes its state"
     )
+
+
+def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
+    """Give modules what their ``get_extra_state`` returned when they were saved."""
+    if not encoded:
+        return
+    modules = dict(model.named_modules())
+    for name, value in encoded.items():
+        module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
+        if module is not None:
+            module.set_extra_state(decode(value))
+
+
+def values_of_rank(source: Source, rank: int) -> dict[str, Any]:
+    """What a rank saved that is no tensor, still encoded."""
+    return json.loads(source.small_file(state_name(rank)))

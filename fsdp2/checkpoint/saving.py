@@ -108,6 +108,7 @@ def plan_save(
             SetOfFiles(
                 members,
                 {file: plan.size for file, plan in files.items()},
+                shared,
                 _digest(files) if shared else _digest_of_tensors(own),
                 {file: plan.header for file, plan in files.items()} if leads else {},
             )
@@ -265,9 +266,7 @@ class Writer:
     ) -> list[int]:
         data = self.read(chunk.part, start, stop)
         fd = self._fds[chunk.file]
-        checksums = [
-            crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
-        ]
+        checksums = [crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
         done = 0
         for offset, nbytes in ranges:
             self.disk.write_at(fd, data[done : done + nbytes], offset, chunk.file)

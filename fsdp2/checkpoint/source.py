@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .attempt import _add_to_index, check_agreement
+from .attempt import check_agreement
 from .boxes import Box, run_numel, run_offsets
 from .checksum import crc32
 from .disk import read_exactly
@@ -31,6 +31,7 @@ from .manifest import (
     INDEX,
     Chunk,
     Manifest,
+    index_of,
     load,
     marker_name,
     parse_marker_name,
@@ -363,21 +364,15 @@ def _read_own(path: Path) -> bytes:
 
 def _check_index(source: Source) -> None:
     """Compare Hugging Face's index, which this package does not need to read, with the headers."""
-    weight_map: dict[str, str] = {}
-    total = 0
-    for manifest in source.manifests.values():
-        for files in manifest.sets:
-            for file, header in files.headers.items():
-                if file.startswith("model"):
-                    total += _add_to_index(weight_map, file, header)
-    if len(set(weight_map.values())) <= 1:
+    expected = index_of(source.manifests.values())
+    if expected is None:
         return
     path = source.path / INDEX
     try:
         found = parse_json(_read_own(path), str(path))
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path} is missing") from None
-    if found != {"metadata": {"total_size": total}, "weight_map": weight_map}:
+    if found != expected:
         raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .boxes import Box, offset, run_numel, run_offsets, span, strides
 from .errors import CheckpointError
-from .header import TensorInfo
+from .header import TensorInfo, header_length, parse_header
 from .saving import Part
 from .source import Extent, Source, Stored
 
@@ -162,3 +162,25 @@ def _read_staged(source: Source, target: Target, extent: Extent, piece: Box) -> 
         view = view.narrow(dim, extent.box.start[dim] + start - target.box.start[dim], num)
     with torch.no_grad():
         view.copy_(values)
+
+
+def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
+    """The tensors of a small safetensors file, whole, on the CPU.
+
+    Args:
+        data: its content.
+        file: its name, for messages.
+
+    Raises:
+        CorruptCheckpoint: if it is no such file.
+    """
+    length = header_length(data[:8], len(data), file)
+    header = parse_header(data[8 : 8 + length], len(data), file)
+    tensors = {}
+    for name, info in header.tensors.items():
+        start = header.offsets[name]
+        raw = bytearray(data[start : start + info.nbytes])
+        dtype = DTYPES[info.dtype]
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(info.shape)
+    return tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,11 @@ from .restore import (
     materialize,
     read_wanted,
     reshard,
+    set_extra_state,
+    values_of_rank,
     verify,
 )
-from .source import open_source
+from .source import Source, open_source
 
 
 def save_model(
@@ -155,6 +158,7 @@ def load_model(
         rank = this_rank()
         wanted, report = match_model(source, found, rank, strict=strict, cast=cast, names=names)
         has_meta = check_meta(found, model, {w.name for w in wanted})
+        extra_state = _extra_state_in(source, rank)
         report.verified = verify(source, wanted, asked=verify_checksums)
         if has_meta:
             materialize(model, found, torch.device(device) if device is not None else None)
@@ -163,5 +167,14 @@ def load_model(
                 w.tensor = found.tensors[w.name]
         reshard(model)
         read_wanted(source, wanted)
+        set_extra_state(model, extra_state)
         report.bytes_read = source.bytes_read
     return report
+
+
+def _extra_state_in(source: Source, rank: int) -> dict[str, Any]:
+    """Of this rank, or of the first if this one did not take part; encoded."""
+    if not source.manifests:
+        return {}
+    saved_by = rank if rank in source.manifests else min(source.manifests)
+    return values_of_rank(source, saved_by).get("extra_state", {})
