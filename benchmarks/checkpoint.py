@@ -387,8 +387,8 @@ def table(record: dict[str, Any]) -> str:
     lines = [
         f"{results['bytes'] / 1e9:.2f} GB of fp32 parameters over {record['world_size']} gloo "
         f"ranks; {about['cpu']}, {about['cores']} cores; torch {record['versions']['torch']}; "
-        f"caches {caches}; medians of {len(results[RAW]['save_s'])} rounds; {record['date'][:10]}, commit "
-        f"{(record['commit'] or 'none')[:12]}.",
+        f"caches {caches}; medians of {len(results[RAW]['save_s'])} rounds; "
+        f"{record['date'][:10]}, commit {(record['commit'] or 'none')[:12]}.",
         "",
         "| | save, s | extra MiB | collectives | load, s | extra MiB | collectives |",
         "|---|---|---|---|---|---|---|",

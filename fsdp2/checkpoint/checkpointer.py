@@ -29,9 +29,8 @@ from .restore import (
     check_meta,
     match_model,
     match_optimizers,
-    materialize,
+    prepare,
     read_wanted,
-    reshard,
     set_extra_state,
     values_of_rank,
     verify,
@@ -378,12 +377,7 @@ class Checkpointer:
     ) -> None:
         """From here on things are changed."""
         if model is not None and found is not None:
-            if any(w.tensor.is_meta for w in wanted):
-                materialize(model, found, torch.device(device) if device is not None else None)
-                found = tensors_of(model)
-                for w in wanted:
-                    w.tensor = found.tensors[w.name]
-            reshard(model)
+            found = prepare(model, found, wanted, device)
         read_wanted(source, wanted)
         if load_optimizers is not None:
             load_optimizers.apply()

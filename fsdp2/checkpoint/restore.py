@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .boxes import Box
-from .capture import ModelTensors, fsdp_modules, optimizer_names
+from .capture import ModelTensors, fsdp_modules, optimizer_names, tensors_of
 from .errors import CheckpointError, CheckpointMismatch, some
 from .manifest import state_name
 from .placement import holding
@@ -201,10 +201,25 @@ def device_for(tensor: Tensor) -> torch.device:
     return torch.device("cpu")
 
 
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: they are about to be out of date."""
+def prepare(
+    model: nn.Module,
+    found: ModelTensors,
+    wanted: Sequence[Wanted],
+    device: torch.device | str | None,
+) -> ModelTensors:
+    """Make the model ready to be read into: the first thing that changes anything.
+
+    Tensors on the meta device get memory, and gathered parameters, which are about to be out of
+    date, are freed. Returns the tensors of the model as they are now.
+    """
+    if any(w.tensor.is_meta for w in wanted):
+        materialize(model, found, torch.device(device) if device is not None else None)
+        found = tensors_of(model)
+        for w in wanted:
+            w.tensor = found.tensors.get(w.name, w.tensor)
     for module in fsdp_modules(model):
         module.reshard()
+    return found
 
 
 # -- optimizers ---------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from .restore import (
     NameMap,
     check_meta,
     match_model,
-    materialize,
+    prepare,
     read_wanted,
-    reshard,
     set_extra_state,
     values_of_rank,
     verify,
@@ -157,15 +156,10 @@ def load_model(
         found = tensors_of(model)
         rank = this_rank()
         wanted, report = match_model(source, found, rank, strict=strict, cast=cast, names=names)
-        has_meta = check_meta(found, model, {w.name for w in wanted})
+        check_meta(found, model, {w.name for w in wanted})
         extra_state = _extra_state_in(source, rank)
         report.verified = verify(source, wanted, asked=verify_checksums)
-        if has_meta:
-            materialize(model, found, torch.device(device) if device is not None else None)
-            found = tensors_of(model)
-            for w in wanted:
-                w.tensor = found.tensors[w.name]
-        reshard(model)
+        prepare(model, found, wanted, device)
         read_wanted(source, wanted)
         set_extra_state(model, extra_state)
         report.bytes_read = source.bytes_read
