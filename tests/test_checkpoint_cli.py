@@ -503,7 +503,8 @@ print("MiB", peak_mib() - before)
 
 
 def test_memory_is_constant(tmp_path: Path) -> None:
-    for name, rows in (("small", 8 << 10), ("large", 64 << 10)):
+    # The small one fills every buffer and thread already: what the large one adds is its size.
+    for name, rows in (("small", 32 << 10), ("large", 160 << 10)):
         model = nn.Linear(256, rows, bias=False, device="meta").to_empty(device="cpu")
         nn.init.constant_(model.weight, 1.0625)
         model.weight.data[::7] = 1.001  # is another number in bfloat16
@@ -518,8 +519,8 @@ def test_memory_is_constant(tmp_path: Path) -> None:
         check=True,
     )
     grown = float(result.stdout.split("MiB")[-1])
-    assert "2,097,152 parameters" in result.stdout
-    assert grown < 24  # of 64 MiB
+    assert "8,388,608 parameters" in result.stdout
+    assert grown < 24  # of 128 MiB more
 
 
 # -- diff ---------------------------------------------------------------------------------------
