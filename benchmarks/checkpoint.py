@@ -32,12 +32,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
+from fsdp2.checkpoint.source import open_source
 
 from . import machine, report
 from .ranks import progress, run_ranks
 
 RAW, OURS, DCP = "raw", "fsdp2", "DCP"
 HF, CONSOLIDATED, FULL = "DCP Hugging Face", "DCP Hugging Face, consolidated", "full state dict"
+SHARED = "raw, from fsdp2's files"
 WAYS = (RAW, OURS, DCP, HF, CONSOLIDATED, FULL)
 PIECE_BYTES = 16 << 20
 BEGIN, END = "<!-- bench-ckpt:begin -->", "<!-- bench-ckpt:end -->"
@@ -117,6 +119,20 @@ def make_ways(model: nn.Module) -> dict[str, Way]:
         CONSOLIDATED: Way(lambda path: save_hf(path, True), None),
         FULL: Way(save_full, None),
     }
+
+
+def read_shared(model: nn.Module, path: Path) -> None:
+    """Raw reads of the bytes that `load_model` reads, from the files that `save_model` wrote.
+
+    Other than with `RAW`, where each rank has a file of its own, the ranks read one file.
+    """
+    with open_source(path) as source:
+        names = [name for name, _ in model.named_parameters()]
+        for name, memory in zip(names, _memories(model), strict=True):
+            (extent,) = source.tensors[name].extents
+            start = extent.offset + dist.get_rank() * len(memory)  # rows divide evenly
+            for first in range(0, len(memory), PIECE_BYTES):
+                source.read(extent.file, memory[first : first + PIECE_BYTES], start + first)
 
 
 def _locals(model: nn.Module) -> list[Tensor]:
@@ -258,6 +274,7 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
     results: dict[str, Any] = {
         name: {"save_s": [], "save_mib": [], "load_s": [], "load_mib": []} for name in WAYS
     }
+    results[SHARED] = {"load_s": []}
     dropped = True
     for number in range(rounds + 1):  # the first round warms up, and counts collectives
         order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
@@ -291,6 +308,12 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
                     results[name]["load_mib"].append(mib)
                 if checksum(model) != expected:
                     raise RuntimeError(f"{name}: what was loaded is not what was saved")
+                if name == OURS and number:
+                    if dist.get_rank() == 0:
+                        drop_caches(path)
+                    dist.barrier()
+                    seconds, _ = timed(lambda path=path: read_shared(model, path))
+                    results[SHARED]["load_s"].append(seconds)
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
@@ -363,6 +386,11 @@ def figures(results: dict[str, Any]) -> list[dict[str, Any]]:
     found = [
         ("save / raw write", ratios(ours["save_s"], results[RAW]["save_s"]), 1.25),
         ("load with verification / raw read", ratios(ours["load_s"], results[RAW]["load_s"]), 1.25),
+        (
+            "load with verification / raw read of the same files",
+            ratios(ours["load_s"], results[SHARED]["load_s"]),
+            None,
+        ),
         ("save / DCP", ratios(ours["save_s"], results[DCP]["save_s"]), None),
         ("load / DCP", ratios(ours["load_s"], results[DCP]["load_s"]), None),
         (
