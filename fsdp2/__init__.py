@@ -5,8 +5,14 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from .fully_shard import fully_shard
-from .module import FSDPModule, UnshardHandle
-from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -14,7 +20,10 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 __version__ = "0.1.0"

@@ -61,11 +61,17 @@ class Transport(Protocol):
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None: ...
 
 
-def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport for ``group``: direct exchange on small gloo groups, else its collectives."""
+def make_transport(
+    group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+) -> Transport:
+    """The transport for ``group``: direct exchange on small gloo groups, else its collectives.
+
+    Args:
+        sum_only: reduce with SUM and divide afterwards.
+    """
     if backend_name(group, device) == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
         return Exchange(group)
-    return GroupTransport(group, device)
+    return GroupTransport(group, device, sum_only=sum_only)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -76,14 +82,16 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name().lower()  # a process group written in Python
 
 
-def separate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks with a communicator of its own, where that helps.
+def separate_group(
+    group: dist.ProcessGroup, device: torch.device, wanted: bool | None = None
+) -> dist.ProcessGroup:
+    """A group of the same ranks with a communicator of its own: if ``wanted``, or where it helps.
 
     Collectives of one NCCL communicator run one after the other even on two streams, so
     reduce-scatters would wait for prefetched all-gathers. Collective over the ranks of ``group``
     at the first call; later calls return the same group.
     """
-    if backend_name(group, device) != "nccl":
+    if wanted is False or (wanted is None and backend_name(group, device) != "nccl"):
         return group
     if group not in _separate_groups:
         _separate_groups[group] = dist.new_group(
@@ -111,9 +119,12 @@ _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = Weak
 class GroupTransport:
     """The collectives of the process group itself, one coalesced call per bucket."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+    ) -> None:
         self.group = group
         self.stream_ordered = device.type != "cpu"
+        self._divide_by = group.size() if sum_only else 0
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()
         self._reduce_options = ReduceScatterOptions()
@@ -121,8 +132,8 @@ class GroupTransport:
         for options in (self._gather_options, self._reduce_options, self._all_reduce_options):
             # False puts a collective on the current stream; True on a stream of the group.
             options.asyncOp = host
-        average: Any = dist.ReduceOp.AVG
-        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = average
+        operation: Any = dist.ReduceOp.SUM if sum_only else dist.ReduceOp.AVG
+        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = operation
         # torch 2.13 renames these; 2.11 has the former names only.
         self._gather = _either(
             group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
@@ -163,17 +174,31 @@ class GroupTransport:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
         work = self._reduce(outs, inputs, self._reduce_options)
         if self.stream_ordered:
+            self._divide(outs)
             return None
 
         def finish() -> None:
             work.wait()
             inputs.clear()
+            self._divide(outs)
 
         return finish
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
         works = [self.group.allreduce([t], self._all_reduce_options) for t in tensors]
-        return None if self.stream_ordered else lambda: _wait(works)
+        if self.stream_ordered:
+            self._divide(tensors)
+            return None
+
+        def finish() -> None:
+            _wait(works)
+            self._divide(tensors)
+
+        return finish
+
+    def _divide(self, sums: Sequence[torch.Tensor]) -> None:
+        if self._divide_by:
+            torch._foreach_div_(list(sums), float(self._divide_by))
 
 
 class Exchange:

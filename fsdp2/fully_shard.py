@@ -12,13 +12,19 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from .collectives import backend_name
 from .hooks import UnitHooks, hook_state_dict
+from .interop import show_state
 from .mesh import DataParallelMesh, device_of, resolve_mesh
 from .module import FSDPModule, make_sharded_class, move_to_device
 from .param import ORIGINS, ShardedParam
-from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 from .unit import Unit
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @overload
@@ -79,11 +85,12 @@ def fully_shard(
             an int that divides the number of shards keeps larger shards, over groups of that
             many consecutive ranks, so that the gather in backward stays within them.
         shard_placement_fn: returns ``Shard(dim)`` for a parameter to shard on another dim than
-            0, or None.
+            0, a `ShardPlacementResult` to shard it over another mesh, or None.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too. Parameters
+            may be DTensors on that whole mesh, replicated over its data-parallel dims.
         direct_min_bytes: whole parameters of at least this size, in bytes of the dtype of
             computation, are gathered straight into place; smaller ones are packed, which costs a
             copy and saves messages. 0 gathers everything directly, a huge number nothing. None:
@@ -123,10 +130,11 @@ def fully_shard(
     move_to_device((b for m in tree for b in m.buffers(recurse=False)), device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         hook_state_dict(unit, owner)
-    UnitHooks(unit)
+    unit.hooks = UnitHooks(unit)
     for sharded in modules:
         vars(sharded)["_fsdp2_unit"] = unit
         make_sharded_class(sharded)
+        show_state(sharded, unit)
     return module
 
 
@@ -254,9 +262,8 @@ def _take_parameters(
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
         _check_parameter(param, fqn, unit)
-        managed = ShardedParam(
-            param, places, unit.mesh, _placement_dim(shard_placement_fn, param, fqn)
-        )
+        mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
+        managed = ShardedParam(param, places, mesh, dim)
         managed.fqn = fqn
         ORIGINS[param] = (unit, managed)
         taken.append(managed)
@@ -272,12 +279,33 @@ def _check_parameter(param: nn.Parameter, name: str, unit: Unit) -> None:
         )
 
 
-def _placement_dim(function: PlacementFn | None, param: nn.Parameter, name: str) -> int:
-    placement = function(param) if function is not None else None
+def _placement(
+    function: PlacementFn | None, param: nn.Parameter, name: str, mesh: DataParallelMesh
+) -> tuple[DataParallelMesh, int]:
+    """Over which mesh and on which dim to shard ``param``."""
+    placement: Any = function(param) if function is not None else None
+    if hasattr(placement, "placement"):
+        own = getattr(placement, "mesh", None)
+        if hasattr(placement, "mesh_info"):  # as torch's results have it
+            own = placement.mesh_info.mesh
+        if own is not None:
+            mesh = _checked_mesh_of(own, name, mesh)
+        placement = placement.placement
     if placement is None:
-        return 0
+        return mesh, 0
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"shard_placement_fn should return Shard(dim) or None, got {placement!r} for '{name}'"
+            "shard_placement_fn should return Shard(dim), a ShardPlacementResult or None, got "
+            f"{placement!r} for '{name}'"
         )
-    return placement.dim
+    return mesh, placement.dim
+
+
+def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
+    mesh = resolve_mesh(own)
+    if mesh.device_type != default.device_type:
+        raise ValueError(
+            f"shard_placement_fn gave parameter '{name}' a mesh of device type "
+            f"'{mesh.device_type}', but that of fully_shard is of '{default.device_type}'"
+        )
+    return default if mesh == default else mesh

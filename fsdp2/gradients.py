@@ -11,13 +11,14 @@ On stream-ordered devices `launch` enqueues everything and `complete` only makes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .collectives import Finish, Transport
+from .collectives import Finish
+from .links import Links
 from .reduction import ReducePlan
 from .storage import Bucket, GradientStore
 from .streams import Event, Streams
@@ -28,11 +29,13 @@ class Reduction:
 
     Args:
         grads: per parameter the local gradient or None; contiguous, one dtype.
-        scatter: transport over the ranks that share the parameters; None with one shard.
-        replicate: transport over the ranks that hold the same shard, or None.
+        links: the transports over the ranks that share the parameters (none with one shard) and
+            over those that hold the same shard, if any.
         all_reduce: whether to reduce over replicas now; otherwise the result is added to
             ``bucket.partial`` and waits there for a later reduction.
-        factor: divide the sum over all ranks by this; None: by ``num_ranks``.
+        factor: divide the sum over all ranks by this; None: by their number.
+        hook: called with each contiguous part of the result, 1-D, before it is written to the
+            sharded gradients; on ``hook_stream`` if one is given.
     """
 
     def __init__(
@@ -41,21 +44,23 @@ class Reduction:
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
         *,
-        scatter: Transport | None,
-        replicate: Transport | None,
+        links: Links,
         all_reduce: bool,
-        num_ranks: int,
         factor: float | None,
+        hook: Callable[[torch.Tensor], None] | None,
+        hook_stream: Any,
         tag: int,
     ) -> None:
         self.bucket = bucket
         self.plan = plan
         self.grads = grads
-        self.scatter = scatter
-        self.replicate = replicate
-        self.waits = replicate is not None and not all_reduce
-        self.num_ranks = num_ranks
+        self.scatter = links.scatter
+        self.replicate = links.replicate
+        self.waits = self.replicate is not None and not all_reduce
+        self.num_ranks = links.mesh.size
         self.factor = factor
+        self.hook = hook
+        self.hook_stream = hook_stream
         self.tag = tag
         self.covered = plan.covered
         self.nbytes = plan.numel * bucket.gather_dtype.itemsize
@@ -147,7 +152,7 @@ class Reduction:
     def _advance_on_stream(self, streams: Streams) -> None:
         """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
         if self.replicate is None or self.waits:
-            with streams.reducing():
+            with streams.reducing(then_on=self.hook_stream):
                 if self.waits:
                     self._add_to_partial()
                 self._conclude()
@@ -162,6 +167,9 @@ class Reduction:
     def _conclude(self) -> None:
         if not self.waits:
             self._scale()
+            if self.hook is not None:
+                for part in self._ranges():
+                    self.hook(part)
             self._write_back()
 
     # -- steps ------------------------------------------------------------------------------
@@ -211,6 +219,8 @@ class Reduction:
             assert grad is not None
             if self.factor is not None:
                 grad.div_(self.factor)
+            if self.hook is not None:
+                self.hook(grad.view(-1))
             grad = grad.to(self.bucket.shard_device, self.bucket.orig_dtype)
             if param.sharded.grad is None:
                 dtensors[i] = param.sharded_spec.wrap(grad)

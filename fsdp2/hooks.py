@@ -9,6 +9,8 @@ reduction. They do not free anything: a frozen weight may still be needed for wh
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class UnitHooks:
         self._cast_output = (
             cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
         )
+        self._inside_method = False  # of one registered by `wrap_method`
         # For units whose inputs need no gradient.
         self._watching = False
         self._watched: list[Any] = []
@@ -44,21 +47,50 @@ class UnitHooks:
 
     # -- forward ----------------------------------------------------------------------------
 
+    def wrap_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` as a forward of the unit: gathered for before it, freed after it.
+
+        Calls of forward inside of it compute with what is gathered already.
+        """
+
+        @functools.wraps(method)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside_method:
+                return method(*args, **kwargs)
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            self._inside_method = True
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                self._inside_method = False
+            return self.post_forward(module, args, output)
+
+        return call
+
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self._inside_method:
+            return self._cast_inputs(args, kwargs)
         unit = self.unit
         runtime = unit.runtime
         if runtime is None:
             runtime = build_runtime(module)
         runtime.pre_forward(unit)
-        if unit is runtime.root and unit.device.type != "cpu":
-            args, kwargs = map_tensors(self._to_device, (args, kwargs))
-        if self._cast_input is not None:
-            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
+    def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        unit = self.unit
+        if unit is unit.runtime.root and unit.device.type != "cpu":
+            args, kwargs = map_tensors(self._to_device, (args, kwargs))
+        if self._cast_input is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        return args, kwargs
+
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self._inside_method:
+            return output if self._cast_output is None else map_tensors(self._cast_output, output)
         unit = self.unit
         runtime = unit.runtime
         differentiable = False
@@ -140,8 +172,8 @@ class UnitHooks:
 
     def _accumulated(self, param: torch.Tensor) -> None:
         unit = self.unit
-        if not self._watching:
-            return
+        if not self._watching or unit.reduce_unused:
+            return  # (ranks that use different parameters reduce at the end of backward)
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
             unit.runtime.reduce(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ class DataParallelMesh:
         shard_group, shard_rank, num_shards: the ranks that together hold each parameter. With
             ``shard_group`` None, nothing is sharded (replicated data parallel).
         replicate_group, num_replicas: the ranks that hold the same shard; None and 1 without.
+        full_mesh, full_mesh_dims: the larger mesh that `DataParallelMeshDims` named dims of, and
+            which of its dims are data parallel.
     """
 
     mesh: DeviceMesh
@@ -29,7 +31,8 @@ class DataParallelMesh:
     replicate_group: dist.ProcessGroup | None = None
     replicate_rank: int = 0
     num_replicas: int = 1
-    full_mesh: DeviceMesh | None = field(default=None, compare=False)
+    full_mesh: DeviceMesh | None = None
+    full_mesh_dims: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -99,12 +102,20 @@ def _from_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+    shard_dim: int | None = 0
+    replicate_dim: int | None = None
     if not dims.shard_names:
-        return _make(_flat(mesh, dims.replicate_names), shard_dim=None, replicate_dim=0, full=mesh)
-    if not dims.replicate_names:
-        return _make(_flat(mesh, dims.shard_names), shard_dim=0, replicate_dim=None, full=mesh)
-    replicate, shard = _flat(mesh, dims.replicate_names), _flat(mesh, dims.shard_names)
-    return _make(concatenate(replicate, shard), shard_dim=1, replicate_dim=0, full=mesh)
+        data_parallel, shard_dim, replicate_dim = _flat(mesh, dims.replicate_names), None, 0
+    elif not dims.replicate_names:
+        data_parallel = _flat(mesh, dims.shard_names)
+    else:
+        data_parallel = concatenate(
+            _flat(mesh, dims.replicate_names), _flat(mesh, dims.shard_names)
+        )
+        shard_dim, replicate_dim = 1, 0
+    named = tuple(names.index(name) for name in (*dims.replicate_names, *dims.shard_names))
+    made = _make(data_parallel, shard_dim=shard_dim, replicate_dim=replicate_dim)
+    return replace(made, full_mesh=mesh, full_mesh_dims=named)
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -134,14 +145,13 @@ def _make(
     *,
     shard_dim: int | None,
     replicate_dim: int | None,
-    full: DeviceMesh | None = None,
 ) -> DataParallelMesh:
     def of(dim: int | None) -> tuple[dist.ProcessGroup | None, int, int]:
         if dim is None:
             return None, 0, 1
         return mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim)
 
-    return DataParallelMesh(mesh, *of(shard_dim), *of(replicate_dim), full_mesh=full)
+    return DataParallelMesh(mesh, *of(shard_dim), *of(replicate_dim))
 
 
 def subgroup_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .collectives import backend_name
+from .custom import AllGather, ReduceScatter
+from .interop import PipelineState, TorchFSDPModule
 from .runtime import Runtime, build_runtime, units_in
+from .streams import make_streams
 from .unit import Unit
 
 
@@ -140,13 +146,188 @@ class FSDPModule:
         """
         _unit_of(self).divide_factor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`; deprecated."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether to gather this module's parameters for backward. Not recursive.
+
+        With False nothing is gathered: for modules whose backward does not read their parameters
+        (embeddings).
+        """
+        _unit_of(self).unshard_in_backward = unshard_in_backward
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part in the reduction, with zeros.
+
+        For ranks that use different parameters (experts, modalities): the reductions of a unit
+        must cover the same parameters everywhere. Units that did not run at all take part at the
+        end of backward.
+
+        Args:
+            reduce_scatter_unused_params: True for every rank, or for none.
+            recurse: whether to set it for sharded submodules too.
+        """
+        for unit in self._units(recurse):
+            unit.reduce_unused = reduce_scatter_unused_params
+
+    # -- how to communicate -----------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, on the memory that it allocates. Not recursive.
+
+        Parameters are copied out of one flat buffer then. Applies from the next gather on.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.AllGather`; no base class.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+
+        Example:
+            >>> class Counted:
+            ...     calls = 0
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            ...         self.calls += 1
+            ...         return dist.all_gather_into_tensor(
+            ...             output_tensor, input_tensor, group=group, async_op=async_op)
+            >>> model.layers[0].set_custom_all_gather(Counted())
+        """
+        self._change_links("set_custom_all_gather", one_mesh=True, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter with ``comm``, on the memory that it allocates. Not recursive.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+        """
+        self._change_links("set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` on reduced gradients before they are attached. Not recursive.
+
+        Args:
+            hook: gets contiguous 1-D parts of this rank's shard, in the dtype of the reduction,
+                after the reduce-scatter (and the all-reduce over replicas, if any), and may
+                change them in place: all-reduce them over other ranks, say. It is called once per
+                part; large units of several dtypes have several.
+            stream: to run it on, with a 1-D mesh. None: the stream of the reduction.
+
+        Raises:
+            ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
+        """
+        unit = _unit_of(self)
+        self._check_one_mesh("set_all_reduce_hook")
+        if stream is not None and unit.mesh.replicate_group is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        unit.all_reduce_hook, unit.all_reduce_stream = hook, stream
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next gathers wait for ``event`` only, not for all work that was queued.
+
+        Args:
+            event: recorded after the optimizer step; used once, so to be set every step. For the
+                root.
+        """
+        self._unit_and_runtime()[1].optimizer_event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether to reduce with SUM only and divide afterwards. Not recursive.
+
+        Some implementations (zero-copy transfers of NCCL) know SUM only.
+        """
+        self._change_links("set_force_sum_reduction_for_comms", sum_only=enable)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Whether reduce-scatters have a process group, and so a communicator, of their own.
+
+        They have on NCCL, where they would wait for all-gathers otherwise. Collective over the
+        ranks of the mesh at the next forward.
+
+        Args:
+            enable: True makes one on any backend; False shares the all-gathers' group.
+            recurse: whether to set it for sharded submodules too.
+        """
+        for module in self._sharded_modules(recurse):
+            module._change_links("set_separate_reduce_scatter_group", separate_reduce_group=enable)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many units' gradients may be on their way before compute waits for the oldest.
+
+        By default as many bytes as two of the largest blocks have (one on the CPU).
+
+        Raises:
+            TypeError: if it is no int.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.max_input_buffers = max_input_buffers
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether collectives work on flat buffers that the process group allocates (NCCL).
+
+        Lets NCCL reduce in the network where it can; costs the copies that flat buffers cost.
+        Not recursive.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+        """
+        self._change_memory("set_allocate_memory_from_process_group_for_comm", "group", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather on symmetric memory, with flat buffers. Not recursive.
+
+        Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+            ValueError: for another ``backend`` than "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm knows the backend 'NCCL', not {backend!r}")
+        self._change_memory("set_symm_mem_for_comm", "symmetric", True)
+
     def reset_iter_state(self) -> None:
         """Forget an iteration that raised.
 
         Not needed: the next forward of the root does so by itself. Frees all gathered
         parameters; gradients of a failed backward are dropped.
+
+        Raises:
+            RuntimeError: if this is not the root.
         """
-        self._unit_and_runtime()[1].reset()
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"reset_iter_state is for the root module '{runtime.root.name}', but was called "
+                f"on '{unit.name}'"
+            )
+        runtime.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, those of the sharded parameters too while others are registered."""
@@ -177,6 +358,51 @@ class FSDPModule:
             "a second model, shard it and load this one's state_dict()"
         )
 
+    def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
+        if one_mesh:
+            self._check_one_mesh(method)
+            if _unit_of(self).link_options.memory is not None:
+                raise RuntimeError(
+                    f"{method} cannot be combined with memory of the process group or symmetric "
+                    "memory, which has collectives of its own"
+                )
+        self.reshard()
+        _unit_of(self).change_links(**options)
+
+    def _check_one_mesh(self, method: str) -> None:
+        meshes = {param.mesh for param in _unit_of(self).params}
+        if len(meshes) > 1:
+            raise ValueError(
+                f"{method} is not supported where shard_placement_fn puts parameters on "
+                f"different meshes: it would be called for each of {len(meshes)}"
+            )
+
+    def _change_memory(self, method: str, kind: str, enable: bool) -> None:
+        unit = _unit_of(self)
+        options = unit.link_options
+        if options.all_gather is not None or options.reduce_scatter is not None:
+            raise RuntimeError(
+                f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "
+                "their allocate() give that memory"
+            )
+        group = unit.mesh.shard_group or unit.mesh.replicate_group
+        backend = backend_name(group, unit.device) if group is not None else "no group"
+        if enable and (unit.device.type != "cuda" or backend != "nccl"):
+            raise RuntimeError(
+                f"{method} needs CUDA and NCCL, but this module is on '{unit.device.type}' with "
+                f"'{backend}'"
+            )
+        self._change_links(method, memory=kind if enable else None)
+
+    def _sharded_modules(self, recurse: bool) -> list[FSDPModule]:
+        return [unit.modules[0] for unit in self._units(recurse)]  # type: ignore[misc]
+
+    def _get_fsdp_state(self) -> PipelineState:
+        return PipelineState(_unit_of(self))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Known from torch, where it changes which stream allocates; nothing to choose here."""
+
     def _units(self, recurse: bool) -> list[Unit]:
         assert isinstance(self, nn.Module)
         return units_in(self) if recurse else [_unit_of(self)]
@@ -187,6 +413,56 @@ class FSDPModule:
         if unit.runtime is None:
             build_runtime(self)
         return unit, unit.runtime
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of ``module`` be a forward: parameters are gathered before and freed after it.
+
+    For methods that compute with parameters beside ``forward``: ``generate``, ``encode``. Forward
+    may be called inside the method. Nothing happens if ``module`` is not sharded.
+
+    Args:
+        module: the module.
+        method_name: name of the method.
+
+    Raises:
+        ValueError: if there is no such method.
+
+    Example:
+        >>> fully_shard(model)
+        >>> register_fsdp_forward_method(model, "generate")
+        >>> model.generate(tokens)
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    wrapped = _unit_of(module).hooks.wrap_method(method)
+    setattr(module, method_name, MethodType(wrapped, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the stages of a pipeline on one rank) use the same streams.
+
+    Memory that one of them frees on a stream can then be used by the others at once.
+
+    Raises:
+        ValueError: if one of them is no FSDPModule.
+
+    Example:
+        >>> share_comm_ctx([stage_0, stage_1])
+    """
+    units = [_unit_of(module) for module in _checked(modules)]
+    if not units:
+        return
+    first = units[0]
+    streams = first.shared_streams or (first.runtime and first.runtime.streams)
+    streams = streams or make_streams(first.device)
+    for unit in units:
+        unit.shared_streams = streams
+        if unit.runtime is not None:
+            unit.runtime.streams = streams
 
 
 class UnshardHandle:
@@ -218,11 +494,16 @@ _sharded_classes: dict[type, type] = {}
 
 
 def make_sharded_class(module: nn.Module) -> None:
-    """Make the class of ``module`` a subclass of `FSDPModule`, first in its bases."""
+    """Make the class of ``module`` a subclass of `FSDPModule`, first in its bases.
+
+    torch's class of the same name is the last one: see `interop`.
+    """
     cls = type(module)
     if cls not in _sharded_classes:
         _sharded_classes[cls] = type(
-            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
+            f"FSDP{cls.__name__}",
+            (FSDPModule, cls, TorchFSDPModule),
+            {"__module__": cls.__module__},
         )
     module.__class__ = _sharded_classes[cls]
 

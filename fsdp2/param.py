@@ -32,12 +32,47 @@ ORIGINS: Any = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How a DTensor is laid out over a mesh: what `DTensor.from_local` needs."""
+    """How a DTensor is laid out over a mesh: what `DTensor.from_local` needs.
+
+    Attributes:
+        data_parallel: dims of ``mesh`` over which computation is data parallel, if it knows of
+            them: there gradients are this rank's own contributions.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    data_parallel: tuple[int, ...] = ()
+
+    def without_data_parallel(self, name: str) -> TensorSpec | None:
+        """The layout over the other dims of the mesh; None if there are none.
+
+        Raises:
+            ValueError: if the tensor is not replicated over the data-parallel dims.
+        """
+        dims = [d for d in range(self.mesh.ndim) if d not in self.data_parallel]
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        for d in self.data_parallel:
+            if not self.placements[d].is_replicate():
+                raise ValueError(
+                    f"Parameter '{name}' has placement {self.placements[d]} on the data-parallel "
+                    f"mesh dim '{names[d]}', which fully_shard is to shard it over: expected "
+                    "Replicate() there"
+                )
+        if not dims:
+            return None
+        mesh = self.mesh[tuple(names[d] for d in dims)]
+        placements = tuple(self.placements[d] for d in dims)
+        return TensorSpec(mesh, placements, self.shape, self.stride)
+
+    def of_gradient(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """What the gradient has to be laid out like, which has ``placements`` now."""
+        return tuple(
+            placements[d] if d in self.data_parallel else wanted
+            for d, wanted in enumerate(self.placements)
+        )
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over ``local``, without communication and outside of autograd."""
@@ -59,9 +94,11 @@ class ShardedParam:
         "attributes",
         "dim",
         "dtype",
+        "extension",
         "fqn",
         "full_shape",
         "is_sharded",
+        "mesh",
         "owners",
         "regrouped",
         "sharded",
@@ -87,14 +124,21 @@ class ShardedParam:
             dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
         """
         self.owners = owners
+        self.mesh = mesh
         self.fqn = owners[0][1]
         self.tensor_parallel: TensorSpec | None = None
         whole = original.detach()
         if isinstance(whole, DTensor):
+            on_full_mesh = mesh.full_mesh is not None and whole.device_mesh == mesh.full_mesh
             self.tensor_parallel = TensorSpec(
-                whole.device_mesh, tuple(whole.placements), whole.shape, whole.stride()
+                whole.device_mesh,
+                tuple(whole.placements),
+                whole.shape,
+                whole.stride(),
+                mesh.full_mesh_dims if on_full_mesh else (),
             )
             whole = whole.to_local()
+        self.extension = is_extension(whole, self.fqn)
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
         if whole.ndim and not -whole.ndim <= dim < whole.ndim:
@@ -102,7 +146,10 @@ class ShardedParam:
                 f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}"
             )
         self.dim: int | None = dim % whole.ndim if whole.ndim else None
-        self.sharded_spec = _sharded_spec(original, self.tensor_parallel, mesh, self.dim)
+        others = self.tensor_parallel
+        if others is not None and others.data_parallel:
+            others = others.without_data_parallel(self.fqn)
+        self.sharded_spec = _sharded_spec(original, others, mesh, self.dim)
         self.attributes = dict(vars(original))
         self.is_sharded = False
         self.sharded: nn.Parameter = original
@@ -170,14 +217,33 @@ class ShardedParam:
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the unsharded parameter as a contiguous dense tensor of this rank."""
         if self.tensor_parallel is not None and isinstance(grad, DTensor):
-            if tuple(grad.placements) != self.tensor_parallel.placements:
-                grad = grad.redistribute(placements=self.tensor_parallel.placements)
+            wanted = self.tensor_parallel.of_gradient(tuple(grad.placements))
+            if tuple(grad.placements) != wanted:
+                grad = grad.redistribute(placements=wanted)
             grad = grad.to_local()
         if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
             grad = grad.wait()
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         return grad.contiguous()
+
+
+EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def is_extension(tensor: torch.Tensor, name: str) -> bool:
+    """Whether ``tensor`` decides itself what is gathered in its place; see `extension`.
+
+    Raises:
+        ValueError: if it defines only one of the two methods.
+    """
+    defined = [method for method in EXTENSION_METHODS if hasattr(tensor, method)]
+    if len(defined) == 1:
+        raise ValueError(
+            f"Parameter '{name}' ({type(tensor).__name__}) defines {defined[0]} only: both of "
+            f"{' and '.join(EXTENSION_METHODS)} are needed"
+        )
+    return bool(defined)
 
 
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

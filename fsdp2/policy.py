@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,6 +90,25 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _as_names(self.replicate)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: where to shard, and over which mesh.
+
+    Args:
+        placement: ``Shard(dim)``; None: ``Shard(0)``.
+        mesh: the mesh for this parameter, 1-D or 2-D as for `fully_shard`; None: the one given to
+            `fully_shard`. The parameter is gathered and its gradient averaged over its ranks.
+
+    Example:
+        >>> def place(param):
+        ...     return ShardPlacementResult(Shard(0), expert_mesh) if param in experts else None
+        >>> fully_shard(block, mesh=mesh, shard_placement_fn=place)
+    """
+
+    placement: Any = None
+    mesh: Any = None
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

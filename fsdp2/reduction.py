@@ -7,7 +7,7 @@ the root unit's head is reduced long before its embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -83,8 +83,13 @@ def stage(
     grads: Sequence[torch.Tensor | None],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    allocate: Callable[..., torch.Tensor] = torch.empty,
 ) -> torch.Tensor:
     """Copy the staged gradients into one reduce-scatter input: row r is what rank r will own.
+
+    Args:
+        allocate: called as ``allocate(size, dtype=..., device=...)`` for that input.
 
     Returns:
         Tensor of shape (num_shards, numel of the stage) and dtype ``dtype``, padding zeroed.
@@ -102,9 +107,7 @@ def stage(
         pieces.append(
             torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)
         )
-    out = torch.empty(
-        (num_shards, layout.shard_numel - plan.stage_offset), dtype=dtype, device=device
-    )
+    out = allocate((num_shards, layout.shard_numel - plan.stage_offset), dtype=dtype, device=device)
     torch._chunk_cat(pieces, dim=0, num_chunks=num_shards, out=out)
     return out
 

@@ -53,6 +53,8 @@ class Registration:
             slow = self._slow[kind] = []
             for module, name, param in owners:
                 value = getattr(param, kind)
+                if value is None and kind == "regrouped":
+                    value = param.sharded  # on a mesh that has no such groups
                 if value is None:
                     continue
                 if type(module).__setattr__ is nn.Module.__setattr__:

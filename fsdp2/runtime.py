@@ -39,7 +39,8 @@ class Runtime:
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
         self.units = list(units)
-        self.streams = make_streams(device)
+        shared = (unit.shared_streams for unit in units if unit.shared_streams is not None)
+        self.streams = next(shared, None) or make_streams(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
@@ -157,7 +158,7 @@ class Runtime:
         if not self.in_backward:
             self._begin_backward()
         if unit.backward_began:
-            if unit.state is not State.UNSHARDED:
+            if unit.state is not State.UNSHARDED and unit.unshard_in_backward:
                 unit.unshard(self.streams)
             return
         unit.backward_began = True
@@ -165,12 +166,13 @@ class Runtime:
             self._kept = None
             if unit.is_stale():
                 unit.free(self.streams)
-        if not unit.released:  # else all that backward reads is there still
+        # If some were released, all that backward reads is there still.
+        if not unit.released and unit.unshard_in_backward:
             unit.unshard(self.streams)
         index = unit.forward_indices.pop() if unit.forward_indices else -1
         if unit.backward_prefetch:
             self._prefetch(unit.backward_prefetch)
-        elif index > 0:
+        elif index > 0 and self.backward_order[index - 1].unshard_in_backward:
             self._prefetch(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
@@ -196,29 +198,38 @@ class Runtime:
         if not unit.reduce_grads:
             unit.accumulate_gradients()
             return
+        unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
         if unit.encloses and self.in_backward:
             unit.release_reduced(taken, self.streams)
-        reductions = unit.make_reductions(taken, final=final)
+        reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
         if not reductions:
             return
         nbytes = sum(reduction.nbytes for reduction in reductions)
-        in_flight = sum(r.nbytes for older in self._reductions for r in older)
-        while self._reductions and in_flight + nbytes > self.max_bytes_in_flight:
-            in_flight -= sum(r.nbytes for r in self._reductions[0])
-            self._complete_oldest()
+        self._make_room(nbytes, unit.max_input_buffers)
         for reduction in reductions:
             if reduction.collides():
                 self._complete_all()
             reduction.launch(self.streams)
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
-            if unit.replicate is not None:
+            if any(reduction.replicate is not None for reduction in reductions):
                 for older in tuple(self._reductions)[:-1]:
                     for reduction in older:
                         reduction.advance()
-            if nbytes > self.max_bytes_in_flight:
+            if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
                 self._complete_all()
+
+    def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
+        """Complete older reductions until one of ``nbytes`` more may be in flight."""
+        if max_buffers is not None:
+            while len(self._reductions) >= max_buffers:
+                self._complete_oldest()
+            return
+        in_flight = sum(r.nbytes for older in self._reductions for r in older)
+        while self._reductions and in_flight + nbytes > self.max_bytes_in_flight:
+            in_flight -= sum(r.nbytes for r in self._reductions[0])
+            self._complete_oldest()
 
     def _reduce_early(self, parent: Unit) -> None:
         """Reduce large gradients of an enclosing unit that are complete already.
@@ -228,6 +239,8 @@ class Runtime:
         """
         if not parent.backward_began or not parent.reduce_grads or parent.holds_earlier_gradients:
             return
+        if parent.reduce_unused:
+            return  # which gradients are complete by now differs from rank to rank
         self.reduce(parent, direct_only=True)
 
     def _complete_oldest(self) -> None:
@@ -241,8 +254,9 @@ class Runtime:
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
         for unit in reversed(self.units):
-            if unit.has_gradients():
+            if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
+            unit.reduced = False
             unit.backward_began = False
             unit.holds_earlier_gradients = not unit.reduce_grads
         if self.is_last_backward:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from .layout import BucketLayout, Slot, plan_bucket, regroup
+from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows
+from .policy import MixedPrecisionPolicy
 
 # In units that enclose others, parameters of at least this size have memory of their own.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
@@ -240,7 +242,7 @@ class GradientStore:
 
 
 class Bucket:
-    """The parameters of a unit that share dtypes, with their storages.
+    """The parameters of a unit that share dtypes and a mesh, with their storages.
 
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
@@ -252,9 +254,9 @@ class Bucket:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        num_shards: int,
-        rank: int,
+        mesh: DataParallelMesh,
         *,
+        mp_policy: MixedPrecisionPolicy,
         gather_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
@@ -263,7 +265,9 @@ class Bucket:
         direct_min_bytes: int,
     ) -> None:
         self.params = tuple(params)
-        self.rank = rank
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.rank = mesh.shard_rank
         self.orig_dtype = params[0].dtype
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
@@ -274,13 +278,13 @@ class Bucket:
         self.layout = plan_bucket(
             [p.full_shape for p in params],
             [p.dim for p in params],
-            num_shards,
+            mesh.num_shards,
             itemsizes=self.itemsizes,
             direct_min_bytes=direct_min_bytes,
         )
         # Whether gathering is the identity: one shard, same dtype, same device.
         self.aliases_shards = (
-            num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
+            mesh.num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
         )
         self.fills_own_slices = False  # whether something is copied before the gather
         self.unsharded: list[tuple[int, torch.Tensor]] = []
@@ -328,13 +332,19 @@ class Bucket:
         self.staged: torch.Tensor | None = None
         self.gathered: Segments | None = None
         self._references: dict[int, tuple[int, int]] = {}
+        self.regrouped = None
         if self.aliases_shards:
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
         else:
             self._materialize_gathered(regroup_to, split)
+        self._note_unsharded()
+
+    def _note_unsharded(self) -> None:
+        self.unsharded = []
         for i, param in enumerate(self.params):
             assert param.unsharded is not None
+            param.regrouped = None
             self.unsharded.append((i, param.unsharded))
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 

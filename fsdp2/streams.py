@@ -51,8 +51,12 @@ class Streams:
     def before_free(self) -> None:
         """Gathered storage may be freed or overwritten after compute's last use of it."""
 
-    def reducing(self) -> AbstractContextManager[None]:
-        """Stage and reduce-scatter gradients that compute has written, inside this context."""
+    def reducing(self, then_on: Any = None) -> AbstractContextManager[None]:
+        """Stage and reduce-scatter gradients that compute has written, inside this context.
+
+        Args:
+            then_on: a user's stream to continue on, after what was reduced so far.
+        """
         return _no_context
 
     def all_reducing(self) -> AbstractContextManager[None]:
@@ -109,7 +113,10 @@ class DeviceStreams(Streams):
         # freed, runs beside unit i and not earlier.
         self.gather.wait_stream(self.compute)
 
-    def reducing(self) -> AbstractContextManager[None]:
+    def reducing(self, then_on: Any = None) -> AbstractContextManager[None]:
+        if then_on is not None:
+            then_on.wait_stream(self.reduce)
+            return self.module.stream(then_on)
         self.reduce.wait_stream(self.compute)
         return self.module.stream(self.reduce)
 

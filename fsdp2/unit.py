@@ -12,6 +12,8 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from operator import attrgetter
@@ -20,9 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .collectives import Finish, Transport, make_transport, separate_group, take_tags
+from .collectives import Finish, take_tags
+from .extension import ExtensionBucket
 from .gradients import Reduction
-from .mesh import DataParallelMesh, subgroup_mesh
+from .links import LinkOptions, Links
+from .mesh import DataParallelMesh
 from .param import ShardedParam
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reduction import ReducePlan
@@ -81,26 +85,32 @@ class Unit:
         self.reduce_grads = True
         self.all_reduce_grads = True
         self.divide_factor: float | None = None
+        self.unshard_in_backward = True
+        self.reduce_unused = False
+        self.max_input_buffers: int | None = None  # None: a number of bytes limits them
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_stream: Any = None
+        self.link_options = LinkOptions()
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         # The plan.
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
-        self.scatter: Transport | None = None
-        self.gatherer: Transport | None = None
-        self.replicate: Transport | None = None
-        self.regatherer: Transport | None = None
+        self.links: list[Links] = []  # of each bucket; buckets on the same mesh share one
         self._materialized = False
         self.generation = 0  # grows whenever the unsharded parameters or what is trained change
         self._tag = -1  # first of the message tags of this unit
         self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
         # What the runtime notes about this unit.
         self.runtime: Any = None
+        self.hooks: Any = None
         self.encloses = False  # whether other units lie within this one's modules
         self.enclosing: tuple[Unit, ...] = ()  # units whose modules contain this one's
         self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
         self.backward_index = -1
         self.backward_began = False
+        self.reduced = False  # whether this backward has reduced anything of this unit
+        self.shared_streams: Any = None  # with units of other trees
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
         # The state.
         self.state = State.SHARDED
@@ -156,18 +166,19 @@ class Unit:
         self.registration.show("sharded")
 
     def _make_buckets(self) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
+        groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
         for param in self.params:
             gather_dtype = param.dtype
             if param.dtype.is_floating_point and self.mp_policy.param_dtype is not None:
                 gather_dtype = self.mp_policy.param_dtype
-            groups.setdefault((param.dtype, gather_dtype), []).append(param)
+            alone = param if param.extension else None
+            groups.setdefault((param.mesh, gather_dtype, param.dtype, alone), []).append(param)
         shard_device = torch.device("cpu") if self.offload else self.device
         self.buckets = [
-            Bucket(
+            (ExtensionBucket if alone else Bucket)(
                 params,
-                self.mesh.num_shards,
-                self.mesh.shard_rank,
+                mesh,
+                mp_policy=self.mp_policy,
                 gather_dtype=gather_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype or gather_dtype,
                 device=self.device,
@@ -175,10 +186,17 @@ class Unit:
                 pin_memory=self.pin_memory,
                 direct_min_bytes=self.direct_min_bytes,
             )
-            for (_, gather_dtype), params in groups.items()
+            for (mesh, gather_dtype, _, alone), params in groups.items()
         ]
         self._materialized = False
         self._reduce_plans.clear()
+
+    def change_links(self, **options: Any) -> None:
+        """Communicate in another way from the next gather on; fields of `LinkOptions`."""
+        self.link_options = replace(self.link_options, **options)
+        self.links.clear()
+        self._reduce_plans.clear()
+        self._materialized = False
 
     def materialize(self) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
@@ -198,38 +216,28 @@ class Unit:
                     "load_state_dict(..., assign=True)"
                 )
         with torch.inference_mode(False), torch.no_grad():
-            self._make_transports()
-            regroup_to = self._make_regatherer()
-            for bucket in self.buckets:
+            self._make_links()
+            for bucket, links in zip(self.buckets, self.links, strict=True):
+                regroup_to = links.regroup(self.reshard_after_forward)
                 bucket.materialize(regroup_to=regroup_to, split=self.encloses)
         self._plan_registration()
         self._materialized = True
         self.generation += 1
 
-    def _make_transports(self) -> None:
+    def _make_links(self) -> None:
+        made = {links.mesh: links for links in self.links}
+        meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
+        for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
+            if mesh not in made:
+                made[mesh] = Links(mesh, self.device, self.link_options)
+        self.links = [made[bucket.mesh] for bucket in self.buckets]
         if self._tag >= 0:
             return
-        mesh, device = self.mesh, self.device
-        if mesh.shard_group is not None and mesh.num_shards > 1:
-            self.gatherer = make_transport(mesh.shard_group, device)
-            self.scatter = make_transport(separate_group(mesh.shard_group, device), device)
-        if mesh.replicate_group is not None and mesh.num_replicas > 1:
-            self.replicate = make_transport(mesh.replicate_group, device)
-        groups = [g for g in (mesh.shard_group, mesh.replicate_group) if g is not None]
+        groups = [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
         # Every bucket takes two tags per parameter (gather, reduce) and two for its pack.
         self._tags_per_bucket = 2 * len(self.params) + 2
         count = self._tags_per_bucket * max(1, len(self.params))
         self._tag = take_tags(groups, count)
-
-    def _make_regatherer(self) -> int | None:
-        """The transport within the groups of ``reshard_after_forward=int``; their size."""
-        size = self.reshard_after_forward
-        if type(size) is not int:
-            return None
-        if self.regatherer is None:
-            self._regroup_mesh = subgroup_mesh(self.mesh.mesh, size)
-            self.regatherer = make_transport(self._regroup_mesh.get_group(1), self.device)
-        return size
 
     def _plan_registration(self) -> None:
         self.registration.plan(self.params)
@@ -255,8 +263,8 @@ class Unit:
         Where shape, dtype and device are as before, the data is copied and the old Parameter
         object, which an optimizer may hold, is put back.
         """
-        rank = self.mesh.shard_rank
         for bucket in self.buckets:
+            rank = bucket.rank
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 module, name = param.owners[0]
                 new = module._parameters.get(name)
@@ -287,15 +295,15 @@ class Unit:
         finishes = self._gather_finish
         with streams.gathering():
             tag = self._tag
-            for bucket in self.buckets:
-                if self.regrouped:
-                    self._launch_regrouped(bucket, tag)
+            for bucket, links in zip(self.buckets, self.links, strict=True):
+                if self.regrouped and bucket.regrouped is not None:
+                    self._launch_regrouped(bucket, links, tag)
                 elif not bucket.aliases_shards:
                     bucket.allocate()
                     if bucket.fills_own_slices:
                         bucket.fill_own_slices()
-                    if self.gatherer is not None:
-                        finish = self.gatherer.all_gather(bucket.plan, tag)
+                    if links.gather is not None:
+                        finish = links.gather.all_gather(bucket.plan, tag)
                         if finish is not None:
                             finishes.append(finish)
                     if bucket.staged is not None:
@@ -306,11 +314,11 @@ class Unit:
             self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
 
-    def _launch_regrouped(self, bucket: Bucket, tag: int) -> None:
+    def _launch_regrouped(self, bucket: Bucket, links: Links, tag: int) -> None:
         assert bucket.regrouped is not None
-        assert self.regatherer is not None
+        assert links.regather is not None
         bucket.allocate()
-        finish = self.regatherer.all_gather(bucket.regrouped.plan, tag)
+        finish = links.regather.all_gather(bucket.regrouped.plan, tag)
         if finish is not None:
             self._gather_finish.append(finish)
 
@@ -407,14 +415,14 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if self.params and self.params[0].regrouped is not None:
+        if any(param.regrouped is not None for param in self.params):
             return
-        for bucket in self.buckets:
-            assert bucket.regrouped is not None
+        for bucket, links in zip(self.buckets, self.links, strict=True):
+            regrouped, mesh = bucket.regrouped, links.regroup_mesh
+            if regrouped is None or mesh is None:
+                continue
             for i, param in enumerate(bucket.params):
-                param.make_regrouped(
-                    bucket.regrouped.locals[i], self._regroup_mesh, bucket.regrouped.layout.slots[i]
-                )
+                param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
         self._plan_registration()
 
     def versions(self) -> int:
@@ -482,18 +490,21 @@ class Unit:
             bucket.partial_present.clear()
 
     def make_reductions(
-        self, taken: list[dict[int, torch.Tensor]], *, final: bool
+        self, taken: list[dict[int, torch.Tensor]], *, final: bool, fill_unused: bool = False
     ) -> list[Reduction]:
         """One `Reduction` per bucket that has gradients.
 
         Args:
             final: the last one of this backward; sums that wait for an all-reduce are due, also
                 of parameters that have no gradient now.
+            fill_unused: reduce zeros for trained parameters without a gradient.
         """
         reductions = []
         tag = self._tag
         for index, (bucket, grads) in enumerate(zip(self.buckets, taken, strict=True)):
             tag += self._tags_per_bucket
+            if fill_unused:
+                self._fill_unused(bucket, grads)
             if final and self.all_reduce_grads and bucket.partial_present:
                 for i in bucket.partial_present - grads.keys():
                     shape = bucket.params[i].full_shape
@@ -505,21 +516,29 @@ class Unit:
                     bucket,
                     self._reduce_plan(index, bucket, grads),
                     [grads.get(i) for i in range(len(bucket.params))],
-                    scatter=self.scatter,
-                    replicate=self.replicate,
+                    links=self.links[index],
                     all_reduce=self.all_reduce_grads,
-                    num_ranks=self.mesh.size,
                     factor=self.divide_factor,
+                    hook=self.all_reduce_hook,
+                    hook_stream=self.all_reduce_stream,
                     tag=tag - self._tags_per_bucket // 2,
                 )
             )
         return reductions
 
+    def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """Zeros for parameters that this rank did not use: others may have, and wait for us."""
+        dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
+        for i, param in enumerate(bucket.params):
+            if i not in grads and param.sharded.requires_grad:
+                grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=self.device)
+
     def _reduce_plan(self, index: int, bucket: Bucket, grads: dict[int, torch.Tensor]):
         present = tuple(grads)
         plan = self._reduce_plans.get((index, present))
         if plan is None:
-            stageable = () if self.scatter is None else self.scatter.stageable(bucket)
+            scatter = self.links[index].scatter
+            stageable = () if scatter is None else scatter.stageable(bucket)
             plan = ReducePlan(bucket.layout, sorted(present), stageable)
             self._reduce_plans[index, present] = plan
         return plan

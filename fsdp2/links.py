@@ -1,0 +1,91 @@
+"""The transports of one data-parallel mesh: who gathers, reduces and regroups over which group.
+
+A unit has one `Links` per mesh of its parameters: usually one, two where `shard_placement_fn`
+puts some parameters (experts, say) on a mesh of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import Transport, make_transport, separate_group
+from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
+from .mesh import DataParallelMesh, subgroup_mesh
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a unit communicates, as far as users choose it.
+
+    Attributes:
+        all_gather, reduce_scatter: replace the collective and the memory it works on.
+        separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
+        sum_only: reduce with SUM only, and divide afterwards.
+        memory: whose memory flat buffers of collectives are: "group" (the process group's
+            allocator) or "symmetric" (symmetric memory); None: no flat buffers.
+    """
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    separate_reduce_group: bool | None = None
+    sum_only: bool = False
+    memory: str | None = None
+
+
+class Links:
+    """Transports over the groups of ``mesh``; None where there is nobody to talk to.
+
+    Attributes:
+        gather, scatter: over the ranks that share each parameter.
+        replicate: over the ranks that hold the same shard.
+        regather: within the groups of ``reshard_after_forward=int``; see `regroup`.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: LinkOptions) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.options = options
+        self.gather: Transport | None = None
+        self.scatter: Transport | None = None
+        self.replicate: Transport | None = None
+        self.regather: Transport | None = None
+        self.regroup_mesh: DeviceMesh | None = None
+        sum_only = options.sum_only
+        if mesh.shard_group is not None and mesh.num_shards > 1:
+            group = mesh.shard_group
+            self.gather = self._customized(make_transport(group, device))
+            group = separate_group(group, device, options.separate_reduce_group)
+            self.scatter = self._customized(make_transport(group, device, sum_only=sum_only))
+        if mesh.replicate_group is not None and mesh.num_replicas > 1:
+            self.replicate = make_transport(mesh.replicate_group, device, sum_only=sum_only)
+
+    def _customized(self, transport: Transport) -> Transport:
+        options = self.options
+        all_gather, reduce_scatter = options.all_gather, options.reduce_scatter
+        if options.memory is not None:
+            all_gather, reduce_scatter = with_memory_of(
+                options.memory, transport.group, sum_only=options.sum_only
+            )
+        if all_gather is None and reduce_scatter is None:
+            return transport
+        return FlatTransport(
+            transport, self.device, all_gather, reduce_scatter, sum_only=options.sum_only
+        )
+
+    def regroup(self, size: bool | int) -> int | None:
+        """Make the transport within groups of ``size`` ranks, where that divides the ranks.
+
+        Returns:
+            ``size``, or None if parameters on this mesh are not kept in larger shards.
+        """
+        num_shards = self.mesh.num_shards
+        if type(size) is not int or size >= num_shards or num_shards % size:
+            return None
+        if self.regather is None or self.regather.group.size() != size:
+            self.regroup_mesh = subgroup_mesh(self.mesh.mesh, size)
+            transport = make_transport(self.regroup_mesh.get_group(1), self.device)
+            self.regather = self._customized(transport)
+        return size

@@ -1,0 +1,472 @@
+"""Methods of sharded modules that change what happens in a step: each by its effect."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from harness import cached_mesh, distributed, ours_only
+from models import BY_NAME, MLP, TRANSFORMER, normal_batch, square_loss
+from reference import (
+    assert_same,
+    assert_same_gradients,
+    assert_sharded,
+    average_gradients,
+    gathering,
+    pair,
+    run_both,
+    shard_case,
+    whole,
+)
+
+
+@contextlib.contextmanager
+def calls_of(owner: type, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """The calls of a method of the library, while they go on as before."""
+    calls: list[tuple[Any, ...]] = []
+    original = getattr(owner, name)
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, recording)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, original)
+
+
+# ------------------------------------------------------------------------- forward methods
+
+
+class Encoder(nn.Module):
+    """Computes with its parameters in three methods, one of which calls forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.inner(x) * scale
+
+    def generate(self, x: Tensor, num_steps: int) -> Tensor:
+        for _ in range(num_steps):
+            x = self(x) + self.outer.weight.sum()
+        return x
+
+
+def sharded_encoder(**options: Any) -> tuple[Any, Encoder]:
+    torch.manual_seed(0)
+    plain = Encoder().double()
+    model = Encoder().double()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.inner, **options)
+    return fully_shard(model, **options), plain
+
+
+@distributed(2, 3)
+def test_a_registered_method_computes_and_has_gradients() -> None:
+    for options in ({}, {"reshard_after_forward": True}):
+        model, plain = sharded_encoder(**options)
+        register_fsdp_forward_method(model, "encode")
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        out, expected = model.encode(x, scale=2.0), plain.encode(x, scale=2.0)
+        assert_same(out, expected, "output")
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        assert_sharded(model)
+
+
+@distributed(2)
+def test_a_registered_method_may_call_forward() -> None:
+    """What is gathered for the method stays until its end."""
+    for options in ({}, {"reshard_after_forward": True}):
+        model, plain = sharded_encoder(**options)
+        register_fsdp_forward_method(model, "generate")
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert_same(model.generate(x, 3), plain.generate(x, 3), "output without gradients")
+        out, expected = model.generate(x, 3), plain.generate(x, 3)
+        assert_same(out, expected, "output")
+        out.sum().backward()
+        expected.sum().backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_a_registered_method_that_raises_can_be_called_again() -> None:
+    model, plain = sharded_encoder()
+    register_fsdp_forward_method(model, "generate")
+    with pytest.raises(TypeError):
+        model.generate(torch.ones(2, 6, dtype=torch.float64), "three")
+    x = torch.ones(2, 6, dtype=torch.float64)
+    assert_same(model.generate(x, 2), plain.generate(x, 2), "output")
+
+
+@distributed(1)
+def test_registering_methods_of_modules_that_are_not_sharded_or_do_not_have_them() -> None:
+    plain = Encoder()
+    register_fsdp_forward_method(plain, "encode")
+    assert "encode" not in vars(plain)
+    with pytest.raises(ValueError, match="does not have a method decode"):
+        register_fsdp_forward_method(fully_shard(Encoder()), "decode")
+
+
+# -------------------------------------------------------------------------------- backward
+
+
+@distributed(2)
+def test_units_that_backward_need_not_gather() -> None:
+    """An embedding's backward does not read the weight: one gather less, the same gradients."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    for layer in model:
+        fully_shard(layer, **gathering())
+    fully_shard(model, **gathering())
+    tokens = torch.arange(6)
+    counts = {}
+    for gather in (True, False):
+        model[0].set_unshard_in_backward(gather)
+        for _ in range(2):  # the second has predictions
+            with calls_of(model[0]._fsdp2_unit.__class__, "launch_gather") as calls:
+                model(tokens).square().sum().backward()
+            counts[gather] = sum(args[0] is model[0]._fsdp2_unit for args in calls)
+            plain.zero_grad()
+            plain(tokens).square().sum().backward()
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+    assert counts == {True: 2, False: 1}
+
+
+test_units_that_backward_need_not_gather = ours_only("counts gathers inside")(
+    test_units_that_backward_need_not_gather
+)
+
+
+class Either(nn.Module):
+    """Ranks use different parameters; the last layer runs everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first[dist.get_rank() % 2](x)))
+
+
+@pytest.mark.parametrize("grad_input", [True, False])
+@distributed(2, 3)
+def test_ranks_that_use_different_parameters_of_a_unit(grad_input: bool) -> None:
+    torch.manual_seed(0)
+    plain = Either().double()
+    model: Any = Either().double()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.last, **gathering())
+    fully_shard(model, **gathering())
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(2):
+        x = torch.full((3, 5), 0.1 * (step + 1), dtype=torch.float64, requires_grad=grad_input)
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        for parameter in plain.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@distributed(2)
+def test_units_that_did_not_run_take_part_with_zeros() -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).double()
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    model: Any = Chooses()
+    model.load_state_dict(plain.state_dict())
+    for unit in (model.a, model.b):
+        fully_shard(unit)
+    fully_shard(model)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert model.b.weight.grad is None
+    model.zero_grad()
+    model.b.set_reduce_scatter_unused_params(True)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert not whole(model.b.weight.grad).any()
+    assert whole(model.a.weight.grad).any()
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@distributed(2)
+def test_how_many_reductions_may_be_on_their_way(num_buffers: int) -> None:
+    model, plain = pair(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    model.set_reduce_scatter_max_input_buffers(num_buffers)
+    runtime_of: Callable[[], Any] = lambda: model._fsdp2_unit.runtime  # noqa: E731
+    run_both(TRANSFORMER, model, plain, 0)
+    most = 0
+    reduce = type(runtime_of()).reduce
+
+    def counted(runtime: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        reduce(runtime, *args, **kwargs)
+        most = max(most, len(runtime._reductions))
+
+    runtime_of().reduce = counted.__get__(runtime_of())
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(TRANSFORMER, model, plain, 1)
+    assert_same_gradients(model, plain)
+    assert most == min(num_buffers, 3)
+
+
+test_how_many_reductions_may_be_on_their_way = ours_only("counts inside")(
+    test_how_many_reductions_may_be_on_their_way
+)
+
+
+@distributed(1)
+def test_numbers_of_buffers_that_make_no_sense() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    for wrong in (True, 1.5, "2"):
+        with pytest.raises(TypeError, match="max_input_buffers must be an int"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(ValueError, match="positive int"):
+        model.set_reduce_scatter_max_input_buffers(0)
+
+
+# ------------------------------------------------------------------------------ reductions
+
+
+@distributed(2, 4)
+def test_the_hook_sees_and_changes_reduced_gradients() -> None:
+    model, plain = pair(MLP)
+    seen: list[Tensor] = []
+
+    def double(reduced: Tensor) -> None:
+        seen.append(reduced.clone())
+        reduced.mul_(2)
+
+    for unit in [*MLP.units(model), model]:
+        unit.set_all_reduce_hook(double)
+    run_both(MLP, model, plain, 0)
+    for parameter in plain.parameters():
+        parameter.grad.mul_(2)
+    assert_same_gradients(model, plain)
+    assert all(part.ndim == 1 for part in seen)
+    assert sum(part.numel() for part in seen) >= sum(
+        p.to_local().numel() for p in model.parameters()
+    )
+
+
+@distributed(4)
+def test_the_hook_all_reduces_over_other_ranks() -> None:
+    """Replication by hand: shards over two ranks, and the hook averages over pairs of them."""
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    model, plain = pair(MLP, mesh=mesh["shard"])
+
+    def average(reduced: Tensor) -> None:
+        dist.all_reduce(reduced, group=mesh.get_group("replicate"))
+        reduced.div_(2)
+
+    for unit in [*MLP.units(model), model]:
+        unit.set_all_reduce_hook(average)
+    run_both(MLP, model, plain, 0)
+    assert_same_gradients(model, plain)
+
+
+@distributed(4)
+def test_the_hook_runs_after_the_all_reduce_over_replicas() -> None:
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    model, plain = pair(MLP, mesh=mesh)
+    calls = 0
+
+    def negate(reduced: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        reduced.neg_()
+
+    for unit in [*MLP.units(model), model]:
+        unit.set_all_reduce_hook(negate)
+    run_both(MLP, model, plain, 0)
+    for parameter in plain.parameters():
+        parameter.grad.neg_()
+    assert_same_gradients(model, plain)
+    assert calls >= 3
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        model.set_all_reduce_hook(negate, stream=torch.Stream(device="cpu"))  # type: ignore[operator]
+
+
+@distributed(1)
+def test_the_hook_on_one_rank() -> None:
+    model, plain = pair(MLP)
+    for unit in [*MLP.units(model), model]:
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(3))
+    run_both(MLP, model, plain, 0)
+    for parameter in plain.parameters():
+        parameter.grad.mul_(3)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(4, 8)
+def test_sums_only(replicas: int) -> None:
+    """The collectives get SUM, and the gradients are the same as with AVG."""
+    world_size = dist.get_world_size()
+    if replicas == 1:
+        mesh = cached_mesh(world_size, names=("shard",))
+    else:
+        mesh = cached_mesh(replicas, world_size // replicas, names=("replicate", "shard"))
+    model, plain = pair(MLP, mesh=mesh)
+    for unit in [*MLP.units(model), model]:
+        unit.set_force_sum_reduction_for_comms(True)
+    for step in range(2):
+        run_both(MLP, model, plain, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    for unit in MLP.units(model):
+        links = unit._fsdp2_unit.links[0]
+        for transport in (links.scatter, links.replicate):
+            options = vars(transport) if transport is not None else {}
+            for name in ("_reduce_options", "_all_reduce_options"):
+                if name in options:
+                    assert options[name].reduceOp == dist.ReduceOp.SUM
+
+
+test_sums_only = ours_only("looks at the operation inside")(test_sums_only)
+
+
+@distributed(2)
+def test_a_group_of_its_own_for_reductions() -> None:
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+
+    def groups() -> set[tuple[bool, str]]:
+        links = [unit._fsdp2_unit.links[0] for unit in MLP.units(model)]
+        return {(a.scatter.group is a.gather.group, a.scatter.group.group_name) for a in links}
+
+    run_both(MLP, model, plain, 0)
+    ((shared, _),) = groups()  # gloo has no communicator that could be busy
+    assert shared
+    model.set_separate_reduce_scatter_group(True)
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+    ((shared, _),) = groups()  # and all units use the same one
+    assert not shared
+    model.set_separate_reduce_scatter_group(False)
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(MLP, model, plain, 2)
+    assert_same_gradients(model, plain)
+    ((shared, _),) = groups()
+    assert shared
+
+
+test_a_group_of_its_own_for_reductions = ours_only("looks at groups inside")(
+    test_a_group_of_its_own_for_reductions
+)
+
+
+@distributed(2)
+def test_the_former_name_of_the_divide_factor() -> None:
+    model, plain = pair(MLP)
+    for unit in [*MLP.units(model), model]:
+        with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+            unit.set_reduce_scatter_divide_factor(1.0)
+    run_both(MLP, model, plain, 0)
+    for parameter in plain.parameters():
+        parameter.grad.mul_(dist.get_world_size())
+    assert_same_gradients(model, plain)
+
+
+# --------------------------------------------------------------------------- several roots
+
+
+@distributed(2)
+def test_sharing_streams() -> None:
+    """Before and after the first step; the models compute as before."""
+    case = BY_NAME["mlp"]
+    torch.manual_seed(0)
+    models = [shard_case(case, case.build().double()) for _ in range(3)]
+    case.loss(models[0], *case.batch(0, 0, torch.float64)).backward()
+    share_comm_ctx(models)  # type: ignore[arg-type]
+    for model in models:
+        case.loss(model, *case.batch(0, 0, torch.float64)).backward()
+    streams = [model._fsdp2_unit.runtime.streams for model in models]  # type: ignore[union-attr]
+    assert all(each is streams[0] for each in streams)
+    share_comm_ctx([])
+    with pytest.raises(ValueError, match="Expects FSDPModule"):
+        share_comm_ctx([models[0], nn.Linear(2, 2)])  # type: ignore[list-item]
+
+
+test_sharing_streams = ours_only("looks at streams inside")(test_sharing_streams)
+
+
+@distributed(2)
+def test_reset_is_for_the_root() -> None:
+    model, _ = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    square_loss(model, *normal_batch(6, 7)(0, 0, torch.float64)).backward()
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="root"):
+        MLP.units(model)[0].reset_iter_state()
+
+
+# ----------------------------------------------------------------- only where CUDA and NCCL are
+
+
+@distributed(1)
+def test_memory_of_the_group_needs_cuda() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="needs CUDA and NCCL, but this module is on 'cpu'"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(RuntimeError, match="needs CUDA and NCCL, but this module is on 'cpu'"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="'NVSHMEM'"):
+        model.set_symm_mem_for_comm("NVSHMEM")
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_every_name_of_torch_is_there() -> None:
+    import torch.distributed.fsdp as theirs
+
+    names = ["fully_shard", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
+             "CPUOffloadPolicy", "DataParallelMeshDims", "UnshardHandle",
+             "register_fsdp_forward_method", "share_comm_ctx"]  # fmt: skip
+    assert all(hasattr(fsdp2, name) and hasattr(theirs, name) for name in names)
+    methods = [name for name in vars(theirs.FSDPModule) if not name.startswith("_")]
+    assert len(methods) >= 20
+    assert [name for name in methods if name not in vars(FSDPModule)] == []
