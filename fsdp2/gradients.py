@@ -130,6 +130,8 @@ class Reduction:
             self.advance()
             self._run_finish()
             self._conclude()
+        if self.bucket.shard_device != self.bucket.device and self._has_hooks():
+            streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
         attached = [] if self.waits else self._attach()
         self._release()
         return attached
@@ -282,6 +284,10 @@ class Reduction:
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 _local(grad).add_(value.to(_local(grad).device))
+
+    def _has_hooks(self) -> bool:
+        params = self.bucket.params
+        return any(params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present)
 
     def _attach(self) -> list[nn.Parameter]:
         params = self.bucket.params

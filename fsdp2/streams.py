@@ -70,6 +70,9 @@ class Streams:
     def use_reduced(self, event: Event) -> None:
         """Compute may use sharded gradients, and the inputs of the reduction may be freed."""
 
+    def wait_on_host(self, event: Event) -> None:
+        """The host waits for one reduction: it is about to use an offloaded gradient."""
+
     def synchronize(self) -> None:
         """The host waits for all streams: it is about to use offloaded shards and gradients."""
 
@@ -134,6 +137,9 @@ class DeviceStreams(Streams):
         # all-reduce stream last, so their stream waits too before they are released.
         self.compute.wait_event(event)
         self.reduce.wait_event(event)
+
+    def wait_on_host(self, event: Event) -> None:
+        event.synchronize()
 
     def synchronize(self) -> None:
         for stream in (self.gather, self.reduce, self.all_reduce):

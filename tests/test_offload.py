@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
-from reference import Training, assert_same_gradients, check_training, pair, run_both, shard_case
+from reference import (
+    Training,
+    assert_same_gradients,
+    assert_same_parameters,
+    check_training,
+    pair,
+    run_both,
+    shard_case,
+)
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
 
@@ -91,3 +99,30 @@ def test_with_mixed_precision_it_changes_nothing() -> None:
         assert isinstance(one, DTensor)
         assert isinstance(other, DTensor)
         assert torch.equal(one.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@distributed(1, 2, 3)
+def test_an_optimizer_in_backward(offload: bool) -> None:
+    """A step as soon as a gradient is there, which is then dropped: the same as one at the end."""
+    policy = UNPINNED if offload else OffloadPolicy()
+    model, plain = pair(TRANSFORMER, offload_policy=policy)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+    alive: list[int] = []
+
+    def step(parameter: torch.Tensor) -> None:
+        alive.append(sum(p.grad is not None for p in optimizers))
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        run_both(TRANSFORMER, model, plain, number)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        assert all(p.grad is None for p in optimizers)
+    assert_same_parameters(model, plain)
+    assert len(alive) == 3 * len(optimizers)
+    assert max(alive) < len(optimizers)  # never all gradients at once
