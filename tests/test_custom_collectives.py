@@ -150,9 +150,10 @@ def test_reshard_modes_and_replicas(mode: bool | int) -> None:
     assert scatter.calls
 
 
-@distributed(2)
-def test_a_collective_set_between_steps() -> None:
-    model, plain = pair(MLP)
+@pytest.mark.parametrize("mode", [True, 2])
+@distributed(4)
+def test_a_collective_set_between_steps(mode: bool | int) -> None:
+    model, plain = pair(MLP, reshard_after_forward=mode)
     run_both(MLP, model, plain, 0)
     gather = Gather()
     customize(model, gather)
