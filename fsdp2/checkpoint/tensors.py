@@ -102,15 +102,19 @@ class Target:
 
 def read_into(source: Source, targets: Sequence[Target], num_threads: int = 2) -> None:
     """Fill all targets. Dtypes may differ; shapes have been checked."""
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        jobs = [
-            pool.submit(job, *args)
-            for target in targets
-            for extent in target.stored.extents
-            for job, *args in _jobs(source, target, extent)
-        ]
-        for job in jobs:
-            job.result()
+    jobs = [
+        job
+        for target in targets
+        for extent in target.stored.extents
+        for job in _jobs(source, target, extent)
+    ]
+    if len(jobs) == 1:  # a piece of a stream: not worth threads
+        job, *args = jobs[0]
+        job(*args)
+    else:
+        with ThreadPoolExecutor(max_workers=num_threads) as pool:
+            for future in [pool.submit(job, *args) for job, *args in jobs]:
+                future.result()
     for target in targets:
         if target.local.numel():
             # Bytes that were written behind autograd's back: what was gathered is out of date.
