@@ -224,17 +224,15 @@ def measure_memory(run: Run, base_bytes: int, world_size: int) -> dict[str, Any]
     for _ in range(WARM_UP_STEPS):
         run.step()
     peak = peak_bytes(run) - base_bytes
+    run.clear()
     loss = run.forward_backward().item()
-    state = sum(t.nbytes for t in run.variant.local_parameters())
     result = {
         "peak_bytes": peak,
-        "parameter_bytes": state,
+        "parameter_bytes": sum(t.nbytes for t in run.variant.local_parameters()),
         "gradient_bytes": sum(t.nbytes for t in run.variant.local_gradients()),
         "loss": loss,
+        "gradient_norm": gradient_norm(run.variant, world_size),
     }
-    run.clear()  # the gradients of two backwards
-    run.forward_backward()
-    result["gradient_norm"] = gradient_norm(run.variant, world_size)
     run.clear()
     return result
 
@@ -272,19 +270,30 @@ def fitting_blocks(settings: Settings) -> int:
             run = Run(build("plain", config, mesh), settings)
             run.step()
             peaks.append(peak_bytes(run) - base)
-            numel = sum(p.numel() for p in run.variant.model.parameters()) // num_blocks
             del run
-    block_bytes = peaks[1] - peaks[0]
-    shard_bytes = len(NAMES[1:]) * 8 * numel // min(settings.world_sizes)  # fp32, gradients too
-    in_flight_bytes = 6 * 4 * numel  # gathered units and unsharded gradients
     torch.cuda.empty_cache()
-    free_bytes = 0.9 * torch.cuda.mem_get_info(device)[0]
-    num = int(
-        (free_bytes - (peaks[0] - block_bytes) - in_flight_bytes) // (block_bytes + shard_bytes)
-    )
+    free_bytes = int(0.9 * torch.cuda.mem_get_info(device)[0])
+    num = blocks_in(free_bytes, peaks, block_numel(settings.model), min(settings.world_sizes))
     if num < 2:
         raise RuntimeError(f"only {num} blocks fit on {device}; try fewer --tokens")
     return min(num, MAX_BLOCKS)
+
+
+def blocks_in(free_bytes: int, peaks: Sequence[int], numel: int, world_size: int) -> int:
+    """How many blocks fit into so much memory.
+
+    Args:
+        free_bytes: The memory.
+        peaks: Of the plain model's step with one and with two blocks, in bytes.
+        numel: Elements of a block.
+        world_size: Smallest number of ranks.
+    """
+    block_bytes = peaks[1] - peaks[0]
+    # In fp32: the shards and sharded gradients of every block for all but the plain variant;
+    # and, once, units that are gathered and gradients that are reduced.
+    shard_bytes = (len(NAMES) - 1) * 2 * 4 * numel // world_size
+    once_bytes = peaks[0] - block_bytes + 6 * 4 * numel
+    return (free_bytes - once_bytes) // (block_bytes + shard_bytes)
 
 
 def measure(world_size: int, settings: Settings, pictures: Path | None) -> dict[str, Any]:
@@ -332,7 +341,7 @@ def measure_load(load: float, runs: Sequence[Run], settings: Settings) -> dict[s
         run.step()  # warm
         run.clear()
     for i in range(settings.rounds):
-        if settings.device == "cuda":  # the spin's clock under load; see `cycles_per_second`
+        if settings.device == "cuda":  # it falls as the GPU gets warm
             clocks.append(cycles_per_second(runs[0].x.device, measure=True))
         for run in [*runs[i % len(runs) :], *runs[: i % len(runs)]]:
             run.one_round(settings.iters)

@@ -10,7 +10,8 @@ import copy
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
 from fsdp2.testing import Link, SimulatedGroup, Transfer, simulated_mesh
+from fsdp2.testing import link as link_module
 from fsdp2.testing.simulated import tile_rows
 
 KB = 1000
@@ -198,6 +200,108 @@ def test_a_link_holds_no_tensors_when_it_is_done() -> None:
     group.link.close()  # until here its thread may be between setting the result and letting go
     del whole, part
     assert [reference() for reference in references] == [None, None]
+
+
+# ---------------------------------------------------------------- CUDA, played by a fake
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.calls.append(f"{self.name} waits for stream {other.name}")
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.calls.append(f"{self.name} waits for {event.after}")
+
+
+class FakeEvent:
+    after = "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.after = f"event {len(stream.cuda.calls)} of {stream.name}"
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as a link uses; `calls` says what went to which stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.current = FakeStream(self, "compute")
+        self.capturing = False
+        self.Event = FakeEvent
+
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        return FakeStream(self, "own")
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def _sleep(self, cycles: int) -> None:
+        self.calls.append(f"{self.current.name} spins {cycles}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(link_module.torch, "cuda", fake)
+    monkeypatch.setitem(link_module._rates, None, 1e9)  # a clock of 1 GHz
+    return fake
+
+
+def enqueue(link: Link, cuda: FakeCuda, *, own: bool = False) -> dist.Work:
+    def move() -> None:
+        cuda.calls.append(f"{cuda.current.name} copies")
+
+    return link.enqueue("simulated::all_gather", 3000, move, [torch.ones(1)], own)
+
+
+def test_on_cuda_spin_and_copies_are_on_the_current_stream_one_after_the_other(
+    cuda: FakeCuda,
+) -> None:
+    link = Link(bandwidth=1e9, latency=1e-6)
+    enqueue(link, cuda).wait()
+    assert cuda.calls == ["compute spins 4000", "compute copies"]
+    cuda.calls.clear()
+    cuda.current = FakeStream(cuda, "side")
+    enqueue(link, cuda).wait()
+    assert cuda.calls == ["side waits for event 2 of compute", "side spins 4000", "side copies"]
+
+
+def test_on_cuda_an_asynchronous_collective_has_a_stream_of_its_own(cuda: FakeCuda) -> None:
+    link = Link(bandwidth=1e9)
+    work = enqueue(link, cuda, own=True)
+    assert cuda.calls == ["own waits for stream compute", "own spins 3000", "own copies"]
+    work.wait()
+    assert cuda.calls[-1] == "compute waits for event 3 of own"
+
+
+def test_a_captured_graph_does_not_wait_for_what_was_before_it(cuda: FakeCuda) -> None:
+    link = Link(bandwidth=1e9)
+    enqueue(link, cuda)
+    cuda.calls.clear()
+    cuda.capturing = True
+    enqueue(link, cuda)
+    cuda.capturing = False
+    enqueue(link, cuda)
+    assert cuda.calls == ["compute spins 3000", "compute copies"] * 2
+
+
+def test_the_clock_is_not_measured_inside_a_capture(cuda: FakeCuda) -> None:
+    link_module._rates.clear()
+    cuda.capturing = True
+    with pytest.raises(RuntimeError, match="run a step before the capture"):
+        enqueue(Link(bandwidth=1e9), cuda)
 
 
 # ------------------------------------------------------------------------------ training

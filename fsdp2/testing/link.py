@@ -137,7 +137,8 @@ class Link:
         with torch.cuda.stream(stream), record_function(name):
             if self._event is not None and not capturing:
                 stream.wait_event(self._event)
-            torch.cuda._sleep(round(seconds * cycles_per_second(device)))
+            if seconds > 0:
+                torch.cuda._sleep(round(seconds * cycles_per_second(device)))
             move()
             event = torch.cuda.Event()
             event.record(stream)
@@ -202,8 +203,9 @@ class _StreamWork(dist.Work):
 def cycles_per_second(device: torch.device, *, measure: bool = False) -> float:
     """The rate at which ``torch.cuda._sleep`` counts: 1 / (seconds per cycle).
 
-    Measured at the first call, as the difference between a long and a short spin after a warm-up;
-    it is the clock of the multiprocessors, which falls under heavy load.
+    Measured at the first call, as the difference between a long and a short spin after a warm-up.
+    It is the clock of the multiprocessors: under heavy load it may fall below what was measured,
+    and spins take longer then.
 
     Args:
         measure: measure again, for instance after some steps of training.
