@@ -192,14 +192,14 @@ def test_groups_of_the_same_ranks_share_a_link_and_others_do_not() -> None:
         assert dist.group.WORLD.link.bandwidth == 1e6  # the whole is as fast as its slowest part
 
 
-def test_a_link_holds_no_tensors_when_it_is_done() -> None:
+def test_a_link_holds_no_tensors_once_wait_returns() -> None:
     group = SimulatedGroup(2)
-    whole, part = torch.ones(8), torch.ones(4)
-    references = [weakref.ref(whole), weakref.ref(part)]
-    group.all_gather_single(whole, part).wait()
-    group.link.close()  # until here its thread may be between setting the result and letting go
-    del whole, part
-    assert [reference() for reference in references] == [None, None]
+    for _ in range(50):  # it could only happen to hold one
+        whole, part = torch.ones(8), torch.ones(4)
+        references = [weakref.ref(whole), weakref.ref(part)]
+        group.all_gather_single(whole, part).wait()
+        del whole, part
+        assert [reference() for reference in references] == [None, None]
 
 
 # ---------------------------------------------------------------- CUDA, played by a fake

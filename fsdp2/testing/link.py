@@ -93,12 +93,16 @@ class Link:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._transfer(*task)
-            del task  # or it would hold its tensors until the next one comes
+            name, wire_bytes, move, work, called = task
+            error = self._transfer(name, wire_bytes, move, called)
+            done = work.end(error)
+            # Whoever waits may free the tensors: nothing here may hold them any more.
+            del task, move, work, error
+            done.set()
 
     def _transfer(
-        self, name: str, wire_bytes: float, move: Move, work: _HostWork, called: float
-    ) -> None:
+        self, name: str, wire_bytes: float, move: Move, called: float
+    ) -> Exception | None:
         begin = max(called, self._free_at)  # the thread may wake late; the link did not
         seconds = self.seconds(wire_bytes)
         try:
@@ -107,12 +111,11 @@ class Link:
                 while (left := begin + seconds - time.perf_counter()) > 0:
                     time.sleep(left)
         except Exception as error:
-            work.finish(error)
-            return
-        self._free_at = max(begin + seconds, self._free_at)
+            return error
+        self._free_at = begin + seconds
         if self.log is not None:
             self.log.append(Transfer(name, wire_bytes, seconds, begin, time.perf_counter()))
-        work.finish()
+        return None
 
     # -- on CUDA ----------------------------------------------------------------------------
 
@@ -158,9 +161,10 @@ class _HostWork(dist.Work):
         self._error: Exception | None = None
         self._result = result
 
-    def finish(self, error: Exception | None = None) -> None:
+    def end(self, error: Exception | None) -> threading.Event:
+        """Note how it ended; the event is what to set next."""
         self._error = error
-        self._done.set()
+        return self._done
 
     def is_completed(self) -> bool:
         return self._done.is_set()
