@@ -164,7 +164,10 @@ def test_parity_with_shards_on_the_host(shape: tuple[int, ...], device: str) -> 
 
 
 def overlap_shares(library: Callable[..., Any], device: str) -> dict[str, float]:
-    """Of each kind of collective in a step, the share of its time in which compute ran too."""
+    """Of each kind of collective in a step, the share of its time in which compute ran too.
+
+    The highest of several steps: a busy machine can only make less of it.
+    """
     with simulated_mesh(8, latency=1e-3, device_type=device) as mesh:
         width, rows = (768, 512) if device == "cpu" else (4096, 8192)
         model = matrices(6, width).to(device)
@@ -181,11 +184,14 @@ def overlap_shares(library: Callable[..., Any], device: str) -> dict[str, float]
 
         for _ in range(3):
             step()
-        lanes = timeline.record(step, torch.device(device), group).lanes
-    compute = lanes[timeline.COMPUTE]
+        seen = [timeline.record(step, torch.device(device), group).lanes for _ in range(5)]
+
+    def share(name: str, lanes: dict[str, list[timeline.Interval]]) -> float:
+        both_s = timeline.overlap_s(lanes[name], lanes[timeline.COMPUTE])
+        return both_s / timeline.busy_s(lanes[name])
+
     return {
-        name: timeline.overlap_s(lanes[name], compute) / timeline.busy_s(lanes[name])
-        for name in ("all_gather", "reduce_scatter")
+        name: max(share(name, lanes) for lanes in seen) for name in ("all_gather", "reduce_scatter")
     }
 
 
