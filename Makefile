@@ -20,7 +20,7 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench bench-ckpt clean
+.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,8 +44,8 @@ test: $(SETUP)  ## run the tests
 test-all: $(SETUP)  ## run the tests and their long versions
 	$(PY) -m pytest -m "long or not long" $(ARGS)
 
-cuda: $(SETUP)  ## run the tests that need a GPU
-	$(PY) -m pytest -m cuda $(ARGS)
+cuda: $(SETUP)  ## run the tests that need a GPU; without one, name them
+	$(PY) -m pytest -m cuda -v -rs $(ARGS)
 
 lint: $(SETUP)  ## check format, style and types
 	$(PY) -m ruff check .
@@ -58,6 +58,9 @@ format: $(SETUP)  ## format the code and fix what can be fixed
 
 bench: $(SETUP)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
+
+bench-gpu: $(SETUP)  ## on one GPU: step time, memory, a timeline (in small on the CPU)
+	$(PY) -m benchmarks.gpu $(ARGS)
 
 bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 	$(PY) -m benchmarks.checkpoint $(ARGS)

@@ -27,25 +27,29 @@ class LMConfig:
 
 @dataclass(frozen=True)
 class StackConfig:
-    """Sizes of the stack of tiny blocks: 4 matrices of width x width, 3 of width x hidden."""
+    """Sizes of the stack of tiny blocks: 4 matrices of width x width, 3 of width x hidden.
+
+    With fewer key and value heads than heads, two of the four have fewer rows.
+    """
 
     width: int = 64
     hidden: int = 128
     num_blocks: int = 64
     num_heads: int = 4
+    num_kv_heads: int | None = None
 
 
 @lru_cache
-def rotation(tokens: int, half: int) -> tuple[Tensor, Tensor]:
+def rotation(tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, (tokens, half) each, in fp32."""
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-    angles = torch.arange(tokens, dtype=torch.float32)[:, None] * frequencies
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
+    angles = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor) -> Tensor:
     """Rotary position embedding of `x` (batch, heads, tokens, head width), computed in fp32."""
-    cos, sin = rotation(x.shape[-2], x.shape[-1] // 2)
+    cos, sin = rotation(x.shape[-2], x.shape[-1] // 2, x.device)
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.to(x.dtype)
@@ -54,13 +58,17 @@ def rotate(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """One transformer block: 7 linears without bias and 2 RMS norms, 9 parameters."""
 
-    def __init__(self, width: int, hidden: int, num_heads: int) -> None:
+    def __init__(
+        self, width: int, hidden: int, num_heads: int, num_kv_heads: int | None = None
+    ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
+        self.shares_kv = num_kv_heads not in (None, num_heads)
+        kv_width = (num_kv_heads or num_heads) * self.head_width
         self.attention_norm = nn.RMSNorm(width, eps=1e-5)
         self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, width, bias=False)
-        self.wv = nn.Linear(width, width, bias=False)
+        self.wk = nn.Linear(width, kv_width, bias=False)
+        self.wv = nn.Linear(width, kv_width, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
         self.w1 = nn.Linear(width, hidden, bias=False)
@@ -70,9 +78,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, tokens, width) to the same shape."""
         y = self.attention_norm(x)
-        heads = (*x.shape[:2], self.num_heads, -1)
+        heads = (*x.shape[:2], -1, self.head_width)
         q, k, v = (w(y).view(heads).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        a = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        a = F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=True, enable_gqa=self.shares_kv
+        )
         x = x + self.wo(a.transpose(1, 2).reshape(x.shape))
         y = self.mlp_norm(x)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
@@ -103,7 +113,8 @@ class Stack(nn.Module):
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            Block(config.width, config.hidden, config.num_heads) for _ in range(config.num_blocks)
+            Block(config.width, config.hidden, config.num_heads, config.num_kv_heads)
+            for _ in range(config.num_blocks)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,240 @@
+"""A link that takes its time: a thread that waits on the host, a kernel that spins on CUDA."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.profiler import record_function
+
+Move = Callable[[], None]  # does the copies of a collective
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective on a link.
+
+    Attributes:
+        name: such as ``simulated::all_gather``.
+        wire_bytes: that this rank sent: the S of the formula times its factor.
+        seconds: that it takes by the formula.
+        begin, end: when it had the link, on the clock of ``time.perf_counter``, in seconds. On
+            CUDA both are when it was enqueued; the profiler knows when it ran.
+    """
+
+    name: str
+    wire_bytes: float
+    seconds: float
+    begin: float
+    end: float
+
+
+class Link:
+    """What the collectives of the same ranks share. They pass it one after the other.
+
+    In the order in which they are called, as on one NCCL communicator. Real communicators over
+    the same wires would share the bandwidth instead, which takes as long for all of them together.
+
+    Args:
+        bandwidth: bytes per second that a rank sends; may be ``math.inf``. May be changed while
+            nothing is in flight.
+        latency: seconds per collective.
+
+    Attributes:
+        log: where a `Transfer` is added per collective; None: nowhere.
+
+    Raises:
+        ValueError: if the bandwidth is not above 0, or the latency is negative or infinite.
+    """
+
+    def __init__(self, bandwidth: float, latency: float = 0.0) -> None:
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth must be above 0 bytes per second, got {bandwidth}")
+        if not 0 <= latency < math.inf:
+            raise ValueError(f"latency must be 0 or more seconds, and finite, got {latency}")
+        self.bandwidth = bandwidth
+        self.latency = latency
+        self.log: list[Transfer] | None = None
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._free_at = 0.0
+        self._stream: Any = None
+        self._event: Any = None
+
+    def seconds(self, wire_bytes: float) -> float:
+        """How long a collective takes in which every rank sends so many bytes."""
+        return self.latency + wire_bytes / self.bandwidth
+
+    def close(self) -> None:
+        """Finish what is in flight and end the thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- on the host ------------------------------------------------------------------------
+
+    def start(self, name: str, wire_bytes: float, move: Move, result: Any = None) -> dist.Work:
+        """Copy and wait on the link's thread; the work is done when the time is over."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="simulated link", daemon=True)
+            self._thread.start()
+        work = _HostWork(result)
+        self._tasks.put((name, wire_bytes, move, work, time.perf_counter()))
+        return work
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            name, wire_bytes, move, work, called = task
+            error = self._transfer(name, wire_bytes, move, called)
+            done = work.end(error)
+            # Whoever waits may free the tensors: nothing here may hold them any more.
+            del task, move, work, error
+            done.set()
+
+    def _transfer(
+        self, name: str, wire_bytes: float, move: Move, called: float
+    ) -> Exception | None:
+        begin = max(called, self._free_at)  # the thread may wake late; the link did not
+        seconds = self.seconds(wire_bytes)
+        try:
+            with record_function(name):
+                move()
+                while (left := begin + seconds - time.perf_counter()) > 0:
+                    time.sleep(left)
+        except Exception as error:
+            return error
+        self._free_at = begin + seconds
+        if self.log is not None:
+            self.log.append(Transfer(name, wire_bytes, seconds, begin, time.perf_counter()))
+        return None
+
+    # -- on CUDA ----------------------------------------------------------------------------
+
+    def enqueue(
+        self, name: str, wire_bytes: float, move: Move, result: list[torch.Tensor], own: bool
+    ) -> dist.Work:
+        """Spin and copy on the current stream, or on one of the link's.
+
+        Args:
+            own: on the link's stream; the work's ``wait`` makes the then current stream wait.
+        """
+        device = result[0].device
+        stream = torch.cuda.current_stream(device)
+        if own:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device=device)
+            self._stream.wait_stream(stream)
+            stream = self._stream
+        seconds = self.seconds(wire_bytes)
+        # A graph that is captured cannot wait for what came before it.
+        capturing = torch.cuda.is_current_stream_capturing()
+        with torch.cuda.stream(stream), record_function(name):
+            if self._event is not None and not capturing:
+                stream.wait_event(self._event)
+            if seconds > 0:
+                torch.cuda._sleep(round(seconds * cycles_per_second(device)))
+            move()
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._event = None if capturing else event
+        if self.log is not None:
+            now = time.perf_counter()
+            self.log.append(Transfer(name, wire_bytes, seconds, now, now))
+        return _StreamWork(event if own else None, move, result)
+
+
+class _HostWork(dist.Work):
+    """A collective on the thread of a link: to wait is to block until its time is over."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._result = result
+
+    def end(self, error: Exception | None) -> threading.Event:
+        """Note how it ended; the event is what to set next."""
+        self._error = error
+        return self._done
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future:
+        self.wait()
+        future: Future = Future()
+        future.set_result(self._result)
+        return future
+
+
+class _StreamWork(dist.Work):
+    """A collective on a stream: to wait is to make the current stream wait."""
+
+    def __init__(self, event: Any, move: Move, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._event = event
+        self._move: Move | None = move  # holds the inputs
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._event is not None:
+            torch.cuda.current_stream(self._result[0].device).wait_event(self._event)
+        self._move = None
+        return True
+
+    def get_future(self) -> Future:
+        self.wait()
+        future: Future = Future(devices=[self._result[0].device])
+        future.set_result(self._result)
+        return future
+
+
+def cycles_per_second(device: torch.device, *, measure: bool = False) -> float:
+    """The rate at which ``torch.cuda._sleep`` counts: 1 / (seconds per cycle).
+
+    Measured at the first call, as the difference between a long and a short spin after a warm-up.
+    It is the clock of the multiprocessors: under heavy load it may fall below what was measured,
+    and spins take longer then.
+
+    Args:
+        measure: measure again, for instance after some steps of training.
+    """
+    rate = _rates.get(device.index)
+    if rate is None or measure:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A SimulatedGroup measures the GPU's clock at its first collective, which cannot "
+                "be done while a CUDA graph is captured: run a step before the capture"
+            )
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device=device)):
+            _spin_ms(20_000_000)
+            long, short = (min(_spin_ms(cycles) for _ in range(3)) for cycles in (4e6, 1e6))
+        rate = _rates[device.index] = 3e6 / ((long - short) * 1e-3)
+    return rate
+
+
+_rates: dict[int, float] = {}
+
+
+def _spin_ms(cycles: float) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(int(cycles))
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -1,0 +1,365 @@
+"""A process group for one process, whose collectives move bytes and take the time of a link.
+
+Every rank is taken to hold the same data as this one. So an all-gather puts this rank's bytes in
+every slot (as many bytes as a real one would write), and a reduction of n equal terms is n times
+this rank's (SUM) or this rank's (AVG, MIN, MAX). Sharded parameters therefore stand for a model
+whose rows repeat: see `tile_rows`, with which a plain model gives the same losses.
+
+The time of a collective follows the ring model. With n ranks, S bytes of the whole (gathered,
+or to be reduced), bandwidth B and latency L::
+
+    all-gather, reduce-scatter    L +     (n - 1) / n * S / B
+    all-reduce                    L + 2 * (n - 1) / n * S / B
+    broadcast                     L + S / B
+    barrier                       L
+
+from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009; the factors are those by which NCCL's tests turn time into bus bandwidth. A coalesced call
+is one collective: the latency counts once.
+
+*On the CPU* a thread per link copies and waits until the time is over; `Work.wait` blocks until
+then. *On CUDA* a spin kernel and then the copies run on the current stream (on a stream of the
+link if the call is asynchronous), so that nothing but the order of streams hides them. What this
+leaves out: a real collective takes more multiprocessors than a spin of one block does, and memory
+bandwidth all the time, not only at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .link import Link, Transfer
+
+BACKEND = "simulated"
+
+# Their names in a profiler's trace.
+ALL_GATHER = "simulated::all_gather"
+REDUCE_SCATTER = "simulated::reduce_scatter"
+ALL_REDUCE = "simulated::all_reduce"
+BROADCAST = "simulated::broadcast"
+BARRIER = "simulated::barrier"
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """A process group of ``world_size`` ranks of which only this one exists.
+
+    Runs all-gather, reduce-scatter, all-reduce, broadcast and barrier, coalesced or not, on CPU
+    and CUDA tensors; see the module's docstring for what they do and how long they take. Used by
+    itself it is a group whose methods can be called; `simulated_mesh` makes it the default group,
+    with a mesh for ``fully_shard`` (torch's too).
+
+    Args:
+        world_size: number of ranks.
+        bandwidth: bytes per second that a rank sends; may be ``math.inf``.
+        latency: seconds per collective.
+        rank: which of them this process is.
+        link: shared with other groups, instead of ``bandwidth`` and ``latency``.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> group = SimulatedGroup(world_size=8, bandwidth=50e9, latency=20e-6)
+        >>> output = torch.empty(8 * 1024)
+        >>> group.all_gather_single(output, torch.ones(1024)).wait()
+        True
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        bandwidth: float = math.inf,
+        latency: float = 0.0,
+        *,
+        rank: int = 0,
+        link: Link | None = None,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
+        self.link = link or Link(bandwidth, latency)
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        self._rank, self._size, self._name = rank, world_size, ""
+
+    # What c10d asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup(world_size={self._size}, rank={self._rank})"
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Transfer]]:
+        """The transfers on the link of this group, while the context lasts."""
+        before, self.link.log = self.link.log, []
+        try:
+            yield self.link.log
+        finally:
+            self.link.log = before
+
+    # The collectives. torch 2.13 has renamed some; both names are there.
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Every slot of ``outputs[i]`` (1/n of it) becomes ``inputs[i]``."""
+        self._check("all-gather", inputs, outputs)
+        pairs = [
+            (output.view(-1).view(self._size, -1), mine.view(-1).expand(self._size, -1))
+            for output, mine in zip(outputs, inputs, strict=True)
+        ]
+        return self._start(ALL_GATHER, self._share(outputs), pairs, outputs, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """``outputs[i]`` becomes this rank's slot of ``inputs[i]``, summed or averaged."""
+        self._check("reduce-scatter", outputs, inputs)
+        pairs = [
+            (output.view(-1), whole.view(-1).view(self._size, -1)[self._rank])
+            for output, whole in zip(outputs, inputs, strict=True)
+        ]
+        factor = self._factor(opts)
+        return self._start(REDUCE_SCATTER, self._share(inputs), pairs, outputs, opts, factor)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Every tensor becomes its sum or mean over the ranks, in place."""
+        factor = self._factor(opts)
+        return self._start(ALL_REDUCE, 2 * self._share(tensors), [], tensors, opts, factor)
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Nothing changes, since all ranks hold the same."""
+        return self._start(BROADCAST, sum(t.nbytes for t in tensors), [], tensors, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Takes the latency, on the thread of the link; does not wait for a device."""
+        return self.link.start(BARRIER, 0, lambda: None)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Each of ``outputs[i]``, a tensor per rank, becomes ``inputs[i]``."""
+        pairs = [(out, mine) for outs, mine in zip(outputs, inputs, strict=True) for out in outs]
+        flat = [out for outs in outputs for out in outs]
+        return self._start(ALL_GATHER, self._share(flat), pairs, flat, opts)
+
+    def _start(
+        self,
+        name: str,
+        wire_bytes: float,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        result: list[torch.Tensor],
+        opts: Any,
+        factor: int = 1,
+    ) -> dist.Work:
+        """Copy ``pairs`` (to, from), multiply ``result`` by ``factor``, take the time of it."""
+
+        def move() -> None:
+            with torch.no_grad():
+                for to, source in pairs:
+                    to.copy_(source)
+                if factor != 1:
+                    for tensor in result:
+                        tensor.mul_(factor)
+
+        if result and result[0].is_cuda:
+            own = opts is not None and opts.asyncOp
+            return self.link.enqueue(name, wire_bytes, move, result, own)
+        return self.link.start(name, wire_bytes, move, result)
+
+    def _share(self, wholes: Sequence[torch.Tensor]) -> float:
+        """Bytes that a rank sends to gather or to scatter tensors, by the ring model."""
+        return sum(whole.nbytes for whole in wholes) * (self._size - 1) / self._size
+
+    def _factor(self, opts: Any) -> int:
+        """By what a reduction of equal terms multiplies."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if op == dist.ReduceOp.SUM:
+            return self._size
+        # Not `in`: it has the operands the other way round, and then they are never equal.
+        if any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
+            return 1
+        raise NotImplementedError(f"SimulatedGroup reduces by SUM, AVG, MIN and MAX, not by {op}")
+
+    def _check(
+        self, what: str, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+    ) -> None:
+        """What NCCL demands too; a mistake must not pass here and fail there."""
+        if len(parts) != len(wholes):
+            raise ValueError(f"{what}: {len(parts)} parts for {len(wholes)} wholes")
+        for part, whole in zip(parts, wholes, strict=True):
+            if part.numel() * self._size != whole.numel():
+                raise ValueError(
+                    f"{what} over {self._size} ranks: a part of {part.numel()} elements, a whole "
+                    f"of {whole.numel()}; it must be {self._size} times as many"
+                )
+            if part.dtype != whole.dtype or part.device != whole.device:
+                raise ValueError(
+                    f"{what}: a part in {part.dtype} on {part.device}, the whole in {whole.dtype} "
+                    f"on {whole.device}"
+                )
+            if not (part.is_contiguous() and whole.is_contiguous()):
+                raise ValueError(f"{what}: tensors must be contiguous")
+
+
+for _alias, _method in {
+    "allreduce_coalesced": SimulatedGroup.allreduce,
+    "_allgather_base": SimulatedGroup.all_gather_single,
+    "_reduce_scatter_base": SimulatedGroup.reduce_scatter_single,
+    "allgather_into_tensor_coalesced": SimulatedGroup.all_gather_single_coalesced,
+    "reduce_scatter_tensor_coalesced": SimulatedGroup.reduce_scatter_single_coalesced,
+}.items():
+    setattr(SimulatedGroup, _alias, _method)
+
+
+def _unsupported(name: str) -> Callable[..., Any]:
+    def method(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"SimulatedGroup has no {name}: it runs all-gather, reduce-scatter, all-reduce, "
+            "broadcast and barrier"
+        )
+
+    return method
+
+
+for _name in (
+    *("send", "recv", "recv_anysource", "gather", "scatter", "reduce", "reduce_scatter"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "allgather_coalesced"),
+):
+    setattr(SimulatedGroup, _name, _unsupported(_name))
+
+
+def tile_rows(tensor: torch.Tensor, num_shards: int) -> torch.Tensor:
+    """The parameter that rank 0's shard of ``tensor`` stands for in a `SimulatedGroup`.
+
+    Args:
+        tensor: a whole parameter, sharded on dim 0 over ``num_shards`` ranks.
+
+    Returns:
+        The same shape: the rows of the first shard, again and again.
+
+    Example:
+        >>> tile_rows(torch.tensor([1, 2, 3, 4, 5]), 2)
+        tensor([1, 2, 3, 1, 2])
+    """
+    rows = math.ceil(tensor.shape[0] / num_shards)
+    index = torch.arange(tensor.shape[0], device=tensor.device) % max(rows, 1)
+    return tensor[index]
+
+
+# -- as the default group -------------------------------------------------------------------
+
+
+_links: dict[tuple[int, ...], Link] = {}
+_other_link: Link | None = None  # for groups that are no dim of the mesh
+
+
+def _create_group(options: Any, backend_options: Any = None) -> SimulatedGroup:
+    """What c10d calls for every new group: those of the same ranks share a link."""
+    if _other_link is None:
+        raise RuntimeError(f'the backend "{BACKEND}" is for fsdp2.testing.simulated_mesh')
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    link = _links.setdefault(ranks, Link(_other_link.bandwidth, _other_link.latency))
+    return SimulatedGroup(options.group_size, rank=options.group_rank, link=link)
+
+
+dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda"])
+
+
+@contextmanager
+def simulated_mesh(
+    shape: int | Sequence[int],
+    bandwidth: float | Sequence[float] = math.inf,
+    latency: float = 0.0,
+    *,
+    device_type: str = "cpu",
+    mesh_dim_names: Sequence[str] | None = None,
+) -> Iterator[DeviceMesh]:
+    """A device mesh for ``fully_shard`` whose groups are `SimulatedGroup`, this process rank 0.
+
+    The default process group is made for it, and destroyed at the end.
+
+    Args:
+        shape: number of ranks, or the mesh's shape, such as (2, 4) for 2 replicas of 4 shards.
+        bandwidth: bytes per second that a rank sends; one for all, or one per mesh dim (over
+            InfiniBand and NVLink, say). Groups over other sets of ranks have the lowest.
+        latency: seconds per collective.
+        device_type: "cpu" or "cuda".
+        mesh_dim_names: one per mesh dim.
+
+    Raises:
+        RuntimeError: if there is a default process group already.
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> with simulated_mesh(64, bandwidth=50e9, latency=20e-6, device_type="cuda") as mesh:
+        ...     fully_shard(model, mesh=mesh)
+        ...     model(x).sum().backward()
+    """
+    global _other_link
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    bandwidths = [bandwidth] * len(shape) if isinstance(bandwidth, (int, float)) else [*bandwidth]
+    if not shape or min(shape) < 1:
+        raise ValueError(f"shape must be of positive numbers, got {shape}")
+    if len(bandwidths) != len(shape):
+        raise ValueError(f"{len(bandwidths)} bandwidths for a mesh of {len(shape)} dims")
+    if dist.is_initialized():
+        raise RuntimeError("simulated_mesh makes the default process group, but there is one")
+    links = {}
+    stride = math.prod(shape)
+    for size, dim_bandwidth in zip(shape, bandwidths, strict=True):
+        stride //= size
+        links[tuple(range(0, size * stride, stride))] = Link(dim_bandwidth, latency)
+    _other_link = Link(min(bandwidths), latency)
+    _links.update(links)
+    try:
+        world_size = math.prod(shape)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        yield init_device_mesh(device_type, shape, mesh_dim_names=names)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for link in _links.values():
+            link.close()
+        _links.clear()
+        _other_link = None

@@ -1,0 +1,174 @@
+"""The benchmark for one GPU runs in small on the CPU, and its timelines are those of the traces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, timeline
+from benchmarks.models import Block, StackConfig
+from benchmarks.steps import DisagreementError
+from benchmarks.variants import BASELINE, BEST_BASELINE, OURS
+
+TINY = replace(
+    gpu.SMALL,
+    model=StackConfig(width=64, hidden=128, num_blocks=2, num_heads=4, num_kv_heads=2),
+    tokens=8,
+    world_sizes=(4, 16),
+    loads=(0.5, 2.0),
+    rounds=2,
+    iters=1,
+)
+BLOCK_NUMEL = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The record of a tiny run, after a trip through JSON, and the folder of its pictures."""
+    folder = tmp_path_factory.mktemp("pictures")
+    return json.loads(json.dumps(gpu.run(TINY, folder), allow_nan=False)), folder
+
+
+def test_a_run_leaves_a_complete_record(small: tuple[dict[str, Any], Path]) -> None:
+    record, _ = small
+    assert record["name"] == "gpu-small"
+    assert record["gpu"] is None
+    assert record["versions"]["torch"] == torch.__version__
+    assert set(record["worlds"]) == {"4", "16"}
+    for world in record["worlds"].values():
+        assert set(world["variants"]) == set(gpu.NAMES)
+        assert set(world["loads"]) == {"0.5", "2.0"}
+        for seen in world["loads"].values():
+            for run in seen["runs"].values():
+                assert [len(steps) for steps in run["rounds_s"]] == [1, 1]
+                assert [len(steps) for steps in run["host_rounds_s"]] == [1, 1]
+    lines = gpu.table(record).splitlines()
+    assert len(lines) == 2 + len(record["figures"]) == 2 + 2 * (1 + 2 * 3)
+
+
+def test_a_rank_holds_its_share_and_sends_what_a_real_one_would(
+    small: tuple[dict[str, Any], Path],
+) -> None:
+    for world_size, world in small[0]["worlds"].items():
+        n = int(world_size)
+        ours, plain = world["variants"][OURS], world["variants"]["plain"]
+        assert plain["parameter_bytes"] == 2 * 2 * BLOCK_NUMEL
+        assert ours["parameter_bytes"] == 4 * 2 * BLOCK_NUMEL // n
+        # Gathered in bf16 in forward and, but for the last block, in backward; reduced in fp32.
+        whole = 2 * 3 * BLOCK_NUMEL + 4 * 2 * BLOCK_NUMEL
+        assert ours["wire_bytes"] == pytest.approx(whole * (n - 1) / n, rel=0.01)
+        assert plain["wire_bytes"] == 0
+
+
+def test_the_bandwidth_makes_communication_take_the_load(
+    small: tuple[dict[str, Any], Path],
+) -> None:
+    for world in small[0]["worlds"].values():
+        half, twice = (world["loads"][load]["bandwidth"] for load in ("0.5", "2.0"))
+        assert half == pytest.approx(4 * twice)
+
+
+def test_a_picture_of_every_load(small: tuple[dict[str, Any], Path]) -> None:
+    pytest.importorskip("matplotlib")
+    names = sorted(path.name for path in small[1].iterdir())
+    assert names == sorted(
+        f"gpu-small-{n}-ranks-load-{load}.png" for n in (4, 16) for load in ("0.5", "2")
+    )
+    for path in small[1].iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_variants_that_disagree_are_an_error() -> None:
+    plain = {"loss": 1.0, "gradient_norm": 2.0}
+    gpu.check_agreement({"plain": plain, OURS: {"loss": 1.001, "gradient_norm": 2.001}})
+    for wrong in ({"loss": 1.1}, {"gradient_norm": float("nan")}):
+        with pytest.raises(DisagreementError, match=f"{OURS}: {next(iter(wrong))}"):
+            gpu.check_agreement({"plain": plain, OURS: plain | wrong})
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdicts"), [(1.02, [True, True]), (1.03, [False, True]), (1.3, [False, False])]
+)
+def test_targets_are_judged_by_ratios_within_rounds(ours: float, verdicts: list[bool]) -> None:
+    seconds = {"plain": 1.0, BASELINE: 1.2, BEST_BASELINE: 1.1, OURS: ours}
+    runs = {
+        name: {"rounds_s": [[s], [10 * s]], "host_rounds_s": [[s], [s]]}
+        for name, s in seconds.items()
+    }
+    step, exposed, _ = gpu.timed_figures(runs, hides=True)
+    assert list(step["targets"].values()) == verdicts
+    assert exposed["values"][BASELINE] == pytest.approx(1e3 * (0.2 + 2.0) / 2)
+    assert gpu.timed_figures(runs, hides=False)[0]["targets"] == {}
+
+
+def test_the_memory_target_is_one_unit_below_torch() -> None:
+    settings = replace(TINY, device="cuda")
+    unit_bytes = 2 * BLOCK_NUMEL
+    for ours, met in ((1e6 - unit_bytes, True), (1e6 - unit_bytes + 1, False)):
+        peaks = {"plain": 0.0, BASELINE: 1e6, BEST_BASELINE: 2e6, OURS: ours}
+        worlds = {"8": {"variants": {n: {"peak_bytes": p} for n, p in peaks.items()}, "loads": {}}}
+        (figure,) = gpu.figures(worlds, settings)
+        assert list(figure["targets"].values()) == [met]
+
+
+def test_as_many_blocks_as_fit_beside_each_other() -> None:
+    # A block of 100 elements: 1,000 bytes in the plain model, 3 x 100 as shards of 8; 500 + 2,400
+    # bytes once.
+    assert gpu.blocks_in(2900 + 5 * 1300, [1500, 2500], 100, 8) == 5
+    assert gpu.blocks_in(2900 + 5 * 1300 - 1, [1500, 2500], 100, 8) == 4
+
+
+def test_a_block_with_fewer_key_heads_is_that_with_repeated_ones() -> None:
+    torch.manual_seed(0)
+    few, many = Block(16, 32, 4, 2), Block(16, 32, 4)
+    state = few.state_dict()
+    for name in ("wk.weight", "wv.weight"):
+        heads = state[name].view(2, 4, 16)
+        state[name] = heads.repeat_interleave(2, dim=0).reshape(16, 16)
+    many.load_state_dict(state)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(few(x), many(x))
+
+
+# ----------------------------------------------------------------------------- timelines
+
+
+def kernel(stream: int, begin_us: float, end_us: float, cat: str = "kernel") -> dict[str, Any]:
+    return {"cat": cat, "name": "k", "tid": stream, "ts": begin_us, "dur": end_us - begin_us}
+
+
+def test_a_cuda_trace_becomes_lanes_by_stream() -> None:
+    gather = kernel(20, 100, 300, "gpu_user_annotation") | {"name": "simulated::all_gather"}
+    other = kernel(7, 0, 900, "gpu_user_annotation") | {"name": "ProfilerStep"}
+    allocation = {"name": "[memory]", "ts": 150.0}
+    events = [
+        *(kernel(7, 200, 400), kernel(7, 350, 500), kernel(7, 600, 900)),
+        *(kernel(20, 100, 250), kernel(20, 250, 300), gather, other),  # the spin, the copy
+        kernel(20, 50, 60, "gpu_memcpy"),
+        {"ph": "M", "name": "process_name"},
+        allocation | {"args": {"Device Type": 1, "Total Allocated": 500}},
+        allocation | {"ts": 250.0, "args": {"Device Type": 1, "Total Allocated": 800}},
+        allocation | {"args": {"Device Type": 0, "Total Allocated": 7}},
+    ]
+    seen = timeline.from_cuda_trace(events)
+
+    def in_us(lane: str) -> list[tuple[int, int]]:
+        return [(round(begin * 1e6), round(end * 1e6)) for begin, end in seen.lanes[lane]]
+
+    assert in_us(timeline.COMPUTE) == [(150, 450), (550, 850)]
+    assert in_us("all_gather") == [(50, 250)]
+    assert in_us(timeline.OTHER) == [(0, 10)]
+    assert [num_bytes for _, num_bytes in seen.memory] == [0, 300]
+
+
+def test_intervals_are_joined_and_intersected() -> None:
+    one, other = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 5.5), (9.0, 10.0)]
+    assert timeline.joined(one) == [(0.0, 3.0), (5.0, 6.0)]
+    assert timeline.busy_s(one) == 4.0
+    assert timeline.overlap_s(one, other) == pytest.approx(1.0)
+    assert timeline.overlap_s(one, []) == 0.0
