@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -155,9 +156,19 @@ def _make(
 
 
 def subgroup_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward."""
-    ranks = mesh.mesh.reshape(-1, size)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("fsdp2_across", "fsdp2_within"))
+    """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward.
+
+    Made once per ``mesh`` and size, since every mesh comes with process groups of its own.
+    """
+    made = _subgroup_meshes.setdefault(mesh, {})
+    if size not in made:
+        ranks = mesh.mesh.reshape(-1, size)
+        names = ("fsdp2_across", "fsdp2_within")
+        made[size] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    return made[size]
+
+
+_subgroup_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyDictionary()
 
 
 def device_of(mesh: DataParallelMesh) -> torch.device:

@@ -30,6 +30,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -41,6 +42,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
@@ -58,6 +60,8 @@ _PRELOAD = [
 ]
 JOB_TIMEOUT_S = 90.0
 START_TIMEOUT_S = 120.0
+# Process groups that a rank may have before those that nobody needs are destroyed.
+MANY_GROUPS = 12
 # How long the other ranks may go on after one has failed: they usually wait for it for ever.
 _GRACE_S = 2.0
 
@@ -127,6 +131,22 @@ def _reset_state() -> None:
     torch.manual_seed(0)
 
 
+def _destroy_groups() -> None:
+    """Destroys the process groups that a job has made, apart from those of meshes that live on.
+
+    Every gloo group has threads that wake up now and then: hundreds of them slow down the rest.
+    """
+    if len(c10d._world.pg_map) <= MANY_GROUPS:
+        return
+    meshes = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+    kept = {name for mesh in meshes for name in getattr(mesh, "_dim_group_names", ())}
+    library = sys.modules.get("fsdp2.collectives")
+    kept |= {group.group_name for group in getattr(library, "_separate_groups", {}).values()}
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD and group.group_name not in kept:
+            dist.destroy_process_group(group)
+
+
 def _run_job(message: bytes) -> _Outcome:
     try:
         module, name, args, kwargs = pickle.loads(message)
@@ -137,6 +157,7 @@ def _run_job(message: bytes) -> _Outcome:
         # test that did it.
         dist.barrier()
         gc.collect()
+        _destroy_groups()
         return _Outcome(value=value)
     except pytest.skip.Exception as skip:
         return _Outcome(skipped=str(skip))

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule, UnshardHandle
-from harness import distributed, ours_only
+from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
 from reference import (
     Training,
@@ -272,3 +273,18 @@ def test_parameters_written_in_any_way_after_an_evaluation(write: str) -> None:
                 for parameter in parameters[network]:
                     WRITES[write](parameter)
         assert_same(model(tokens), plain(tokens), "evaluation")
+
+
+@distributed(4)
+def test_units_share_the_groups_that_they_reshard_to() -> None:
+    """Every process group has threads, on NCCL device memory: one pair for all units of a mesh."""
+    mesh = cached_mesh(4, names=("shard",))
+    check_training(TRANSFORMER, Training(steps=1), mesh=mesh, reshard_after_forward=2)
+    before = len(c10d._world.pg_map)
+    check_training(TRANSFORMER, Training(steps=1), mesh=mesh, reshard_after_forward=2)
+    assert len(c10d._world.pg_map) == before
+
+
+test_units_share_the_groups_that_they_reshard_to = ours_only("torch makes new ones per unit")(
+    test_units_share_the_groups_that_they_reshard_to
+)
