@@ -25,6 +25,7 @@ from checkpoint_crash import (
     nonce,
     run,
     save,
+    tensors,
 )
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.attempt import sweep
@@ -150,6 +151,40 @@ def test_concurrent_commits_make_one_checkpoint(marked: Path, times: int) -> Non
         if i % 10 == 0:
             assert committed(root, 1)
         shutil.rmtree(root)
+
+
+def test_a_disagreement_that_all_find_at_once_leaves_nothing(root: Path) -> None:
+    """Each rank is held before it says so: none finds the words of another."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def before(call: str, operand: str) -> None:
+        if call == "note":
+            barrier.wait()
+
+    commits = []
+    for rank, whole in enumerate((tensors(1), tensors(1, rows=9))):
+        job = make_job(root, rank, whole=whole, before=before)
+        commits.append(job.attempt.commit)
+        job.attempt.commit = lambda: False  # type: ignore[method-assign]
+        run(job)  # marks
+    errors: list[BaseException] = []
+    threads = [
+        threading.Thread(target=lambda commit=commit: errors.append(error_of(commit)))
+        for commit in commits
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    assert all("disagree on the names, shapes or dtypes" in str(error) for error in errors)
+    assert os.listdir(root) == []
+
+
+def error_of(action: Callable[[], object]) -> BaseException:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return caught.value
 
 
 # -- two jobs -----------------------------------------------------------------------------------

@@ -176,6 +176,11 @@ class Attempt:
             check_agreement(manifests)
         except CheckpointError as error:
             self.disk.note(failed_name(self.rank), str(error), folder)
+            # A rank that finds the note of another cleans up. Ranks that found the disagreement
+            # at the same time have all left one: the last cleans up.
+            names = self.disk.names(folder)
+            if all(failed_name(rank) in names for rank in self.ranks):
+                self._remove_if_settled()
             raise
         for manifest in manifests:
             for files in manifest.sets:
