@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # In-place operations that do not look at what was there.
 _OVERWRITES = {
@@ -72,6 +73,8 @@ class Effects:
         reads, writes: (position, name) of arguments that are tensors or lists of them.
         is_view: the results share memory with the arguments, and no data is touched.
         makes: whether the results are new memory; ``fills``: that is written too.
+        pads: whether what is read may have padding in it, which collectives send and batched
+            copies copy too.
     """
 
     reads: tuple[tuple[int, str], ...]
@@ -79,6 +82,7 @@ class Effects:
     is_view: bool
     makes: bool
     fills: bool
+    pads: bool = False
 
 
 @cache
@@ -95,7 +99,12 @@ def effects_of(operation: Any) -> Effects:
             raise NotImplementedError(f"Unknown collective {schema}")
         read, written = _COLLECTIVES[schema.name]
         return Effects(
-            tuple(names[i] for i in read), tuple(names[i] for i in written), False, False, False
+            tuple(names[i] for i in read),
+            tuple(names[i] for i in written),
+            is_view=False,
+            makes=False,
+            fills=False,
+            pads=True,
         )
     reads, writes = [], []
     for place, argument in zip(names, schema.arguments, strict=True):
@@ -109,7 +118,8 @@ def effects_of(operation: Any) -> Effects:
     aliases = [result.alias_info for result in schema.returns]
     is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
     makes = any(a is None for a in aliases)
-    return Effects(tuple(reads), tuple(writes), is_view, makes, schema.name not in _UNFILLED)
+    fills, pads = schema.name not in _UNFILLED, schema.name == "aten::_foreach_copy_"
+    return Effects(tuple(reads), tuple(writes), is_view, makes, fills, pads)
 
 
 def argument(place: tuple[int, str], args: tuple, kwargs: dict) -> Any:
@@ -121,7 +131,7 @@ def argument(place: tuple[int, str], args: tuple, kwargs: dict) -> Any:
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors with data in an argument or result: a tensor, or (nested) lists of them."""
     if isinstance(value, torch.Tensor):
-        if isinstance(value, FakeTensor) or value.is_meta:
+        if isinstance(value, FakeTensor) or is_traceable_wrapper_subclass(value) or value.is_meta:
             return
         if value.layout == torch.strided and value.numel():
             yield value

@@ -12,7 +12,7 @@ what has surely happened before what, however fast or slow each stream runs:
 The rules, over byte ranges of blocks of memory:
 
 - a read happens after every write to the range, and every byte of it was written since the block
-  was allocated;
+  was allocated (of what may have padding in it, some);
 - a write happens after every read and every write of the range;
 - an access happens after the block's allocation, at that point of the owner's stream;
 - a block is freed only when all accesses happen before the next work of the *owner's stream*: a
@@ -50,13 +50,17 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes ``start`` to ``stop`` of a block. Both ``reads`` and ``writes``: changed in place."""
+    """Bytes ``start`` to ``stop`` of a block. Both ``reads`` and ``writes``: changed in place.
+
+    With ``padded``, some of what is read may be padding that was never written.
+    """
 
     block: int
     start: int
     stop: int
     reads: bool = False
     writes: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +340,10 @@ class Checker:
             return
         if block.allocated is not None and clock.get(block.allocated[0], 0) < block.allocated[1]:
             self._report(Kind.USED_BEFORE_ALLOCATED, event.name, access.block)
-        if not write and not _covers(block.filled, access.start, access.stop):
-            self._report(Kind.NEVER_WRITTEN, event.name, access.block)
+        if not write:
+            ask = _touches if access.padded else _covers
+            if not ask(block.filled, access.start, access.stop):
+                self._report(Kind.NEVER_WRITTEN, event.name, access.block)
         kind = Kind.OVERWRITTEN_IN_USE if write else Kind.READ_TOO_EARLY
         for past in block.past:
             overlaps = past.start < access.stop and access.start < past.stop
@@ -397,6 +403,11 @@ def _join(clock: Clock, other: Mapping[str, int]) -> None:
 def _covers(ranges: list[tuple[int, int]], start: int, stop: int) -> bool:
     """Whether ``ranges``, disjoint and not touching, hold all of ``start`` to ``stop``."""
     return start >= stop or any(a <= start and stop <= b for a, b in ranges)
+
+
+def _touches(ranges: list[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether ``ranges`` hold any of ``start`` to ``stop``."""
+    return start >= stop or any(a < stop and start < b for a, b in ranges)
 
 
 def _add(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

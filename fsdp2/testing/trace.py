@@ -21,7 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .device import SimulatedDevice
 from .effects import Effects, argument, effects_of, span, tensors
-from .order import HOST, Access, Allocate, Event, Finish, Free, Held, Launch, Mark
+from .order import HOST, Access, Allocate, Event, Finish, Free, Held, Launch, Mark, Synchronize
+
+
+# From the memory of the host or to it: the host waits, if not told otherwise.
+_COPIES = ("aten::copy_", "aten::_foreach_copy_")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class UsedAfterFreeError(RuntimeError):
@@ -94,12 +99,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # DTensor asks for shapes
-        if types:
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # subclasses run first; this mode sees what they do inside
         effects = effects_of(func)
         if effects.is_view:
             return func(*args, **kwargs)
-        accesses, on_host = self._accesses(effects, args, kwargs)
+        accesses, on_host, mixed = self._accesses(effects, args, kwargs)
         name = str(func._schema.name)
         if any(self._is_missing(t) for t in _touched(effects, args, kwargs)):
             self.emit(Launch(self._stream(on_host), name, tuple(accesses)))
@@ -111,12 +116,15 @@ class Recorder(TorchDispatchMode):
             on_host = made_on_host if on_host is None else on_host
         if accesses:
             self.emit(Launch(self._stream(on_host), name, tuple(accesses), self._message))
+        if mixed and name in _COPIES and not argument((2, "non_blocking"), args, kwargs):
+            self.emit(Synchronize(self._stream(on_host)))
         return result
 
     def _accesses(
         self, effects: Effects, args: tuple, kwargs: dict
-    ) -> tuple[list[Access], bool | None]:
-        """What is read and written; whether all of it is memory of the host (None: nothing)."""
+    ) -> tuple[list[Access], bool | None, bool]:
+        """What is read and written; whether all of it is memory of the host (None: nothing); and
+        whether some of it is and some is not."""
         accesses, on_host = [], []
         both = set(effects.reads) & set(effects.writes)
         for place in dict.fromkeys(effects.reads + effects.writes):
@@ -131,10 +139,11 @@ class Recorder(TorchDispatchMode):
                         memory.offset + stop,
                         reads,
                         place in both or not reads,
+                        effects.pads,
                     )
                 )
                 on_host.append(memory.on_host)
-        return accesses, all(on_host) if on_host else None
+        return accesses, all(on_host) if on_host else None, len(set(on_host)) > 1
 
     def _stream(self, on_host: bool | None) -> str:
         if self._message is not None:
