@@ -287,6 +287,7 @@ class Unit:
         assert self.state is State.SHARDED
         if self.dirty or not self._materialized:
             self.materialize()
+            streams.before_root_forward()  # compute has just written the new shards
         if not self.runtime.in_backward:
             self._sync_requires_grad()
             self._versions = self.versions()
