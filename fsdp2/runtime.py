@@ -300,6 +300,8 @@ class Runtime:
         for unit in self.units:
             unit.free(self.streams)
             unit.backward_began = False
+        if any(unit.offload for unit in self.units):
+            self.streams.synchronize()
         self._forget_backward_order()
         self._kept = None
         self.in_backward = False
