@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -96,6 +96,9 @@ class Plan:
     factor: float | None = None
     optimizer: str = "sgd"
     in_backward: bool = False
+    hook: str = ""  # on reductions: "inline", or on a "stream" of its own
+    custom: bool = False  # collectives of the user's
+    max_buffers: int | None = None
     host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
     steps: tuple[Step, ...] = (Step(), Step(), Step())
 
@@ -250,9 +253,23 @@ class Training:
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _OPTIMIZERS[plan.optimizer](params)
         self.kept: list[Tensor] = []
+        self._choose()
         if plan.in_backward:
             for param in params:
                 param.register_post_accumulate_grad_hook(_step_at_once)
+
+    def _choose(self) -> None:
+        plan = self.plan
+        for unit in self.model._sharded_modules(True):
+            if plan.hook:
+                own = plan.hook == "stream" and not plan.host
+                stream = self.recorder.device.Stream("hook") if own else None
+                unit.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
+            if plan.custom and not plan.host:
+                unit.set_custom_all_gather(_Gather())
+                unit.set_custom_reduce_scatter(_Scatter())
+        if plan.max_buffers is not None:
+            self.model.set_reduce_scatter_max_input_buffers(plan.max_buffers)
 
     def step(self, step: Step) -> None:
         if step.moves:
@@ -261,10 +278,8 @@ class Training:
             state = {name: value.clone() for name, value in self.model.state_dict().items()}
             self.model.load_state_dict(state, assign=True)
         for micro in step.micros:
-            try:
+            with suppress(Boom):
                 self.micro(micro)
-            except Boom:
-                pass
         if self.plan.in_backward:
             return
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -278,7 +293,7 @@ class Training:
         if step.event and not self.plan.host:
             event = self.recorder.device.Event()
             event.record()
-            vars(self.model)["_fsdp2_unit"].runtime.optimizer_event = event
+            self.model.set_post_optim_event(event)
         self.model.zero_grad(set_to_none=step.set_to_none or bool(self.kept))
 
     def micro(self, micro: Micro) -> None:
@@ -308,6 +323,21 @@ class Training:
                 for param in model.parameters():
                     getattr(param, "_local_tensor", param).sum()
         loss.backward()
+
+
+class _Buffers:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Buffers):
+    def __call__(self, **arguments: Any) -> Any:
+        return dist.all_gather_into_tensor(**arguments)
+
+
+class _Scatter(_Buffers):
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **options)
 
 
 @torch.no_grad()
@@ -377,6 +407,9 @@ def plan_of(seed: int) -> Plan:
         factor=draw.choice([None, None, None, 3.0]),
         optimizer=draw.choice(list(_OPTIMIZERS)),
         in_backward=in_backward,
+        hook=draw.choice(["", "", "", "inline", "stream" if len(mesh) == 1 else "inline"]),
+        custom=chance(0.15),
+        max_buffers=draw.choice([None, None, None, 1, 3]),
         steps=tuple(_step(draw, len(layers)) for _ in range(draw.randint(2, 4))),
     )
 

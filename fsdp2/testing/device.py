@@ -86,7 +86,12 @@ class SimulatedDevice:
         self._current = self.compute
 
     def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
-        """A new stream. Every runtime makes its own, in the same order."""
+        """A new stream. Every runtime makes its own, in the same order.
+
+        With a string as ``device``, a stream of a test itself, of that name.
+        """
+        if isinstance(device, str):
+            return SimulatedStream(self, device)
         number, self._num_streams = self._num_streams, self._num_streams + 1
         runtime, index = divmod(number, len(self._names))
         return SimulatedStream(self, self._names[index] + (f"#{runtime}" if runtime else ""))

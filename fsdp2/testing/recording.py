@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from .. import collectives, storage, unit
+from .. import collectives, extension, links, storage, unit
 from ..gradients import Reduction
 from ..runtime import Runtime
 from ..streams import simulating
@@ -49,7 +49,7 @@ def recording(
     with ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         if host_ordered:
-            patch(unit, "make_transport", _messages(recorder, exchange))
+            patch(links, "make_transport", _messages(recorder, exchange))
         else:
             stack.enter_context(simulating(recorder.device))
         if offload:
@@ -58,6 +58,7 @@ def recording(
             for name in ("shard_from", "gradient_store"):
                 patch(storage.Bucket, name, _on_host(recorder, getattr(storage.Bucket, name)))
         patch(storage, "resize", recorder.resize)
+        patch(extension, "resize", recorder.resize)
         patch(Reduction, "launch", _holding(recorder, Reduction.launch))
         for cls, name in _MARKED:
             patch(cls, name, _marking(recorder, getattr(cls, name)))
@@ -134,10 +135,10 @@ def _holding(recorder: Recorder, launch: Callable) -> Callable:
 def _messages(recorder: Recorder, exchange: bool) -> Callable:
     """`make_transport`, for groups whose collectives are recorded."""
 
-    def make(group: Any, device: torch.device) -> collectives.Transport:
+    def make(group: Any, device: torch.device, *, sum_only: bool = False) -> collectives.Transport:
         recorded: Any = RecordedGroup(recorder, group)
         if exchange:
             return collectives.Exchange(recorded)
-        return collectives.GroupTransport(recorded, device)
+        return collectives.GroupTransport(recorded, device, sum_only=sum_only)
 
     return make

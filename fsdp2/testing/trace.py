@@ -23,7 +23,6 @@ from .device import SimulatedDevice
 from .effects import Effects, argument, effects_of, span, tensors
 from .order import HOST, Access, Allocate, Event, Finish, Free, Held, Launch, Mark, Synchronize
 
-
 # From the memory of the host or to it: the host waits, if not told otherwise.
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
