@@ -171,13 +171,18 @@ class Runtime:
             unit.unshard(self.streams)
         index = unit.forward_indices.pop() if unit.forward_indices else -1
         if unit.backward_prefetch:
-            self._prefetch(unit.backward_prefetch)
+            self._prefetch_in_backward(unit.backward_prefetch)
         elif index > 0 and self.backward_order[index - 1].unshard_in_backward:
-            self._prefetch(self.backward_order[index - 1 : index])
+            self._prefetch_in_backward(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
             if parent.params:
                 self._reduce_early(parent)
+
+    def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
+        # Not those that have been through backward already: nobody would use what is gathered,
+        # and an optimizer in backward may be writing their shards.
+        self._prefetch(unit for unit in units if unit.forward_indices)
 
     def _begin_backward(self) -> None:
         self.in_backward = True
