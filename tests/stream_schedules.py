@@ -391,8 +391,7 @@ def plan_of(seed: int) -> Plan:
     reshards: list[bool | int | None] = [None, None, True, False]
     if mesh[-1] == 4:
         reshards += [2, 2, 2]
-    in_backward = chance(0.1)
-    return Plan(
+    plan = Plan(
         layers=layers,
         tokens=tokens,
         head_is_tied=tokens and chance(0.4),
@@ -406,12 +405,28 @@ def plan_of(seed: int) -> Plan:
         distance=draw.randint(1, 2),
         factor=draw.choice([None, None, None, 3.0]),
         optimizer=draw.choice(list(_OPTIMIZERS)),
-        in_backward=in_backward,
+        in_backward=chance(0.1),
         hook=draw.choice(["", "", "", "inline", "stream" if len(mesh) == 1 else "inline"]),
         custom=chance(0.15),
         max_buffers=draw.choice([None, None, None, 1, 3]),
         steps=tuple(_step(draw, len(layers)) for _ in range(draw.randint(2, 4))),
     )
+    return used_once(plan) if plan.in_backward else plan
+
+
+def used_once(plan: Plan) -> Plan:
+    """Every unit runs once in a forward: an optimizer in backward would change the weights that
+    an earlier call of the unit still needs."""
+
+    def once(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, repeats=1, inside=tuple(map(once, layer.inside)))
+
+    def distinct(micro: Micro) -> Micro:
+        order = micro.order and tuple(dict.fromkeys(micro.order))
+        return dataclasses.replace(micro, order=order)
+
+    steps = [dataclasses.replace(s, micros=tuple(map(distinct, s.micros))) for s in plan.steps]
+    return dataclasses.replace(plan, layers=tuple(map(once, plan.layers)), steps=tuple(steps))
 
 
 def _layer(draw: random.Random, depth: int) -> Layer:
