@@ -63,6 +63,7 @@ class Micro:
     evaluates: bool = False  # forward only
     by_hand: str | None = None
     looks: bool = False  # at the parameters between forward and backward
+    wastes: bool = False  # calls the first layer once more, for nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Plan:
     layers: tuple[Layer, ...] = (Layer(), Layer(), Layer())
     tokens: bool = False
     head_is_tied: bool = False
+    freezes_scale: bool = False  # then only inner layers make the first activations need gradients
     mesh: tuple[int, ...] = (2,)
     reshard: bool | int | None = None
     precision: str = "full"
@@ -172,7 +174,7 @@ class Net(nn.Module):
         super().__init__()
         self.control = control
         self.embedding = nn.Embedding(VOCABULARY, DIM) if plan.tokens else None
-        self.scale = nn.Parameter(torch.ones(DIM))
+        self.scale = nn.Parameter(torch.ones(DIM), requires_grad=not plan.freezes_scale)
         self.layers = nn.ModuleList(make_nodes(plan.layers, control))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         if plan.tokens and plan.head_is_tied:
@@ -190,6 +192,8 @@ class Net(nn.Module):
                     raise Boom
                 if torch.is_grad_enabled():
                     x = _Fails.apply(x, self.control)
+                if self.control["wastes"]:
+                    self.layers[0](x)
             x = self.layers[index](x)
         return self.head(x)
 
@@ -248,7 +252,7 @@ class Training:
 
     def __init__(self, plan: Plan, recorder: Recorder) -> None:
         self.plan, self.recorder = plan, recorder
-        self.control: dict[str, Any] = {"order": None, "fails": None}
+        self.control: dict[str, Any] = {"order": None, "fails": None, "wastes": False}
         self.model = sharded(plan, self.control)
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _OPTIMIZERS[plan.optimizer](params)
@@ -298,7 +302,7 @@ class Training:
 
     def micro(self, micro: Micro) -> None:
         model = self.model
-        self.control.update(order=micro.order, fails=micro.fails)
+        self.control.update(order=micro.order, fails=micro.fails, wastes=micro.wastes)
         model.set_requires_gradient_sync(micro.sync)
         if micro.sync:
             model.set_requires_all_reduce(micro.all_reduce)
@@ -395,6 +399,7 @@ def plan_of(seed: int) -> Plan:
         layers=layers,
         tokens=tokens,
         head_is_tied=tokens and chance(0.4),
+        freezes_scale=chance(0.2),
         mesh=mesh,
         reshard=draw.choice(reshards),
         precision=draw.choice(["full", "full", "low", "mixed", "reduce"]),
@@ -423,7 +428,7 @@ def used_once(plan: Plan) -> Plan:
 
     def distinct(micro: Micro) -> Micro:
         order = micro.order and tuple(dict.fromkeys(micro.order))
-        return dataclasses.replace(micro, order=order)
+        return dataclasses.replace(micro, order=order, wastes=False)
 
     steps = [dataclasses.replace(s, micros=tuple(map(distinct, s.micros))) for s in plan.steps]
     return dataclasses.replace(plan, layers=tuple(map(once, plan.layers)), steps=tuple(steps))
@@ -461,11 +466,15 @@ def _step(draw: random.Random, num_layers: int) -> Step:
             evaluates=not last and chance(0.2),
             by_hand=draw.choice([None, None, None, "async", "wait"]),
             looks=chance(0.2),
+            wastes=chance(0.15),
         )
 
     num_micros = draw.choice([1, 1, 2, 3])
+    micros = [micro(i == num_micros - 1) for i in range(num_micros)]
+    if chance(0.2):
+        micros.append(Micro(evaluates=True, order=micros[0].order))
     return Step(
-        micros=tuple(micro(i == num_micros - 1) for i in range(num_micros)),
+        micros=tuple(micros),
         event=chance(0.3),
         set_to_none=chance(0.8),
         keep_gradient=chance(0.1),
