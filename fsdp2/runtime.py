@@ -120,6 +120,8 @@ class Runtime:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
+            if not differentiable and any(other.offload for other in self.units):
+                self.streams.synchronize()  # else backward does; then the host may write shards
 
     def _runs_next(self, unit: Unit) -> bool:
         """Whether the recorded order says that ``unit`` runs again at once."""
