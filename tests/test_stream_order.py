@@ -101,7 +101,8 @@ FOUND = {
         Plan(in_backward=True, prefetch="b", distance=3, steps=(Step((Micro(order=(2, 1, 0)),)),))
     ),
     "a prefetch that nobody used, still reading when the optimizer writes": Plan(
-        prefetch="b", steps=(Step((Micro(order=(1, 2), wastes=True, keep=True),)), Step())
+        prefetch="b",
+        steps=(Step((Micro(), Micro(order=(1, 2), wastes=True, keep=True))), Step()),
     ),
     "offloaded shards written by the optimizer while an evaluation copies them": Plan(
         offload=True, steps=(Step((Micro(), Micro(evaluates=True))), Step())
