@@ -30,6 +30,7 @@ from torch.profiler import record_function
 
 from .reduction import ReducePlan, stage
 from .storage import Bucket, GatherPlan
+from .streams import device_module
 
 Finish = Callable[[], None]
 
@@ -123,7 +124,7 @@ class GroupTransport:
         self, group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
     ) -> None:
         self.group = group
-        self.stream_ordered = device.type != "cpu"
+        self.stream_ordered = device_module(device) is not None
         self._divide_by = group.size() if sum_only else 0
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .param import own_rows
-from .storage import Bucket
+from .storage import Bucket, resize
 
 
 class ExtensionPlan:
@@ -94,11 +94,11 @@ class ExtensionBucket(Bucket):
 
     def allocate(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
+            resize(storage, size)
 
     def free(self) -> None:
         for storage in self._storages:
-            storage.resize_(0)
+            resize(storage, 0)
 
     # -- gathering --------------------------------------------------------------------------
 

@@ -209,6 +209,7 @@ def hook_state_dict(unit: Unit, module: nn.Module) -> None:
     def before_load(*_: Any) -> None:
         if unit.runtime is not None:
             unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+            unit.runtime.optimizer_event = None  # loading writes after the optimizer
         unit.registration.show("sharded")
 
     def after_load(*_: Any) -> None:

@@ -103,6 +103,8 @@ def stage(
             for i in plan.staged
             if layout.slots[i].shard_numel
         ]
+    if len({piece.dtype for piece in pieces}) > 1:  # `_chunk_cat` casts, but all from one dtype
+        pieces = [piece.to(dtype) for piece in pieces]
     if layout.filler_numel:
         pieces.append(
             torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)

@@ -120,6 +120,8 @@ class Runtime:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
+            if not differentiable and any(other.offload for other in self.units):
+                self.streams.synchronize()  # else backward does; then the host may write shards
 
     def _runs_next(self, unit: Unit) -> bool:
         """Whether the recorded order says that ``unit`` runs again at once."""
@@ -171,13 +173,18 @@ class Runtime:
             unit.unshard(self.streams)
         index = unit.forward_indices.pop() if unit.forward_indices else -1
         if unit.backward_prefetch:
-            self._prefetch(unit.backward_prefetch)
+            self._prefetch_in_backward(unit.backward_prefetch)
         elif index > 0 and self.backward_order[index - 1].unshard_in_backward:
-            self._prefetch(self.backward_order[index - 1 : index])
+            self._prefetch_in_backward(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
             if parent.params:
                 self._reduce_early(parent)
+
+    def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
+        # Not those that have been through backward already: nobody would use what is gathered,
+        # and an optimizer in backward may be writing their shards.
+        self._prefetch(unit for unit in units if unit.forward_indices)
 
     def _begin_backward(self) -> None:
         self.in_backward = True
@@ -266,6 +273,8 @@ class Runtime:
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
+            elif unit.state is State.GATHERING:  # nobody used it; the optimizer must not overtake it
+                unit.finish_gather(self.streams)
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
         self._kept = None
@@ -300,6 +309,8 @@ class Runtime:
         for unit in self.units:
             unit.free(self.streams)
             unit.backward_began = False
+        if any(unit.offload for unit in self.units):
+            self.streams.synchronize()
         self._forget_backward_order()
         self._kept = None
         self.in_backward = False

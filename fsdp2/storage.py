@@ -26,6 +26,14 @@ from .policy import MixedPrecisionPolicy
 OWN_PIECE_MIN_BYTES = 1024 * 1024
 
 
+def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give ``storage`` memory, of the current stream, or (0) take it away.
+
+    Everything that changes the size of a storage goes through here, where `fsdp2.testing` looks.
+    """
+    storage.resize_(nbytes)
+
+
 class Segments:
     """The gathered storage of a bucket, as one or several pieces of memory.
 
@@ -55,11 +63,11 @@ class Segments:
 
     def allocate(self) -> None:
         for storage, size in zip(self.storages, self.sizes, strict=True):
-            storage.resize_(size)
+            resize(storage, size)
 
     def free(self) -> None:
         for storage in self.storages:
-            storage.resize_(0)
+            resize(storage, 0)
 
 
 class GatherPlan:
@@ -235,10 +243,10 @@ class GradientStore:
     def allocate(self) -> None:
         nbytes = self.flat.numel() * self.flat.itemsize
         if self.storage.size() != nbytes:
-            self.storage.resize_(nbytes)
+            resize(self.storage, nbytes)
 
     def free(self) -> None:
-        self.storage.resize_(0)
+        resize(self.storage, 0)
 
 
 class Bucket:
@@ -393,14 +401,14 @@ class Bucket:
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
         if self.staged is not None:
-            self.staged.untyped_storage().resize_(self.shards.nbytes)
+            resize(self.staged.untyped_storage(), self.shards.nbytes)
             self.staged.copy_(self.shards, non_blocking=True)
         if self.plan.cast or self.layout.num_shards == 1:
             torch._foreach_copy_(self.plan.own, self.plan.source)
 
     def free_staged(self) -> None:
         if self.staged is not None:
-            self.staged.untyped_storage().resize_(0)
+            resize(self.staged.untyped_storage(), 0)
 
     def note_references(self) -> None:
         """Remember how often the pieces that may be released early are referred to by us alone.
@@ -436,7 +444,7 @@ class Bucket:
         accumulator = int(self.params[i].sharded.requires_grad)
         if not alone or storage > storage_before or tensor > tensor_before + accumulator:
             return False
-        gathered.storages[piece].resize_(0)
+        resize(gathered.storages[piece], 0)
         return True
 
     def has_gradients(self) -> bool:
@@ -496,11 +504,11 @@ class RegroupedShards:
 
     def save(self) -> None:
         """Copy this rank's slices out of the gathered storage, before that is freed."""
-        self.storage.resize_(self.shards.numel() * self.shards.itemsize)
+        resize(self.storage, self.shards.numel() * self.shards.itemsize)
         torch._foreach_copy_(self.locals, self._keep)
 
     def free(self) -> None:
-        self.storage.resize_(0)
+        resize(self.storage, 0)
 
 
 def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -20,7 +20,8 @@ functions that finish a collective are called before its result is used.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,9 +83,13 @@ class DeviceStreams(Streams):
 
     stream_ordered = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any) -> None:
+        """
+        Args:
+            module: what makes streams and events: ``torch.cuda``, or something like it.
+        """
         self.device = device
-        self.module = torch.get_device_module(device)
+        self.module = module
         # Communication kernels should be scheduled ahead of compute that is queued already.
         self.gather = self.module.Stream(device=device, priority=-1)
         self.reduce = self.module.Stream(device=device, priority=-1)
@@ -146,6 +151,27 @@ class DeviceStreams(Streams):
             stream.synchronize()
 
 
+_simulated: list[Any] = []  # device modules that stand in for the real ones; see `simulating`
+
+
+def device_module(device: torch.device) -> Any:
+    """The module whose streams order the work of ``device``; None where the host does."""
+    if _simulated:
+        return _simulated[-1]
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+@contextmanager
+def simulating(module: Any) -> Iterator[None]:
+    """Inside, every device is ordered by the streams of ``module``: for `fsdp2.testing`."""
+    _simulated.append(module)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
 def make_streams(device: torch.device) -> Streams:
     """Streams for ``device``."""
-    return Streams() if device.type == "cpu" else DeviceStreams(device)
+    module = device_module(device)
+    return Streams() if module is None else DeviceStreams(device, module)

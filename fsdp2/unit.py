@@ -287,6 +287,7 @@ class Unit:
         assert self.state is State.SHARDED
         if self.dirty or not self._materialized:
             self.materialize()
+            streams.before_root_forward()  # compute has just written the new shards
         if not self.runtime.in_backward:
             self._sync_requires_grad()
             self._versions = self.versions()
@@ -330,7 +331,7 @@ class Unit:
         self._gather_finish.clear()
         streams.use_gathered(self._gather_event)
         if self.regrouped:
-            self._drop_regrouped(streams)
+            self._drop_regrouped()
         self.state = State.UNSHARDED
 
     def unshard(self, streams: Streams) -> None:
@@ -353,17 +354,18 @@ class Unit:
         if self.state is State.GATHERING:
             self.finish_gather(streams)
         if self.state is State.UNSHARDED:
+            for bucket in self.buckets:
+                if regroup and bucket.regrouped is not None:
+                    bucket.regrouped.save()  # by compute: users may look at them
             streams.before_free()
             with streams.gathering():
                 for bucket in self.buckets:
-                    if regroup and bucket.regrouped is not None:
-                        bucket.regrouped.save()
                     bucket.free()
             self.state = State.SHARDED
             self.regrouped = regroup
             self.released = False
         elif self.regrouped and not regroup:
-            self._drop_regrouped(streams)
+            self._drop_regrouped()
         self.show_sharded()
 
     def release_embeddings(self, streams: Streams) -> None:
@@ -407,11 +409,10 @@ class Unit:
         if self.registration.shown != kind:
             self.registration.show(kind)
 
-    def _drop_regrouped(self, streams: Streams) -> None:
-        with streams.gathering():
-            for bucket in self.buckets:
-                if bucket.regrouped is not None:
-                    bucket.regrouped.free()
+    def _drop_regrouped(self) -> None:
+        for bucket in self.buckets:
+            if bucket.regrouped is not None:
+                bucket.regrouped.free()
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:

@@ -1,6 +1,33 @@
-"""Help for tests and measurements that have fewer devices than the real thing."""
+"""Tools to test `fsdp2`, and programs that use it, without the hardware it is for.
+
+- `simulated`: a process group for one process that moves as many bytes as a real one, and takes the
+  time of a `link`.
+- `order`: a happens-before checker over a list of events; no torch.
+- `recording`: runs training on the CPU as if on a device with streams, and records its order.
+
+Example:
+    >>> from fsdp2.testing import check, recording
+    >>> with recording() as recorder:
+    ...     train_some_steps()
+    >>> assert check(recorder.events) == []
+"""
 
 from .link import Link, Transfer
+from .order import Checker, Kind, Violation, check
+from .recording import recording
 from .simulated import SimulatedGroup, simulated_mesh
+from .trace import Recorder, UsedAfterFreeError
 
-__all__ = ["Link", "SimulatedGroup", "Transfer", "simulated_mesh"]
+__all__ = [
+    "Checker",
+    "Kind",
+    "Link",
+    "Recorder",
+    "SimulatedGroup",
+    "Transfer",
+    "UsedAfterFreeError",
+    "Violation",
+    "check",
+    "recording",
+    "simulated_mesh",
+]

@@ -1,0 +1,119 @@
+"""A device that has streams and events but no memory and no speed: what it is told is recorded.
+
+`SimulatedDevice` has what `fsdp2.streams.DeviceStreams` uses of ``torch.cuda``: `Stream`, `Event`,
+`current_stream` and the context manager `stream`. Nothing is delayed or reordered: what may run
+out of order is decided by the checker, from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .order import HOST, Event, Record, Synchronize, Wait
+
+
+class SimulatedStream:
+    """Like ``torch.cuda.Stream``."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self.name = name
+        self._device = device
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """What is put on this stream from now on waits for ``event``."""
+        self._device.emit(Wait(self.name, event.number))
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """What is put on this stream from now on waits for what is on ``other`` now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """An event that stands for what is on this stream now."""
+        event = event or SimulatedEvent(self._device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for this stream."""
+        self._device.emit(Synchronize(self.name))
+
+    def __repr__(self) -> str:
+        return f"SimulatedStream({self.name!r})"
+
+
+class SimulatedEvent:
+    """Like ``torch.cuda.Event``."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.number = device.next_event()
+        self._device = device
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Stand for what is on ``stream`` (default: the current one) now."""
+        stream = stream or self._device.current_stream()
+        self._device.emit(Record(stream.name, self.number))
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Make ``stream`` (default: the current one) wait."""
+        (stream or self._device.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._device.emit(Wait(HOST, self.number))
+
+
+class SimulatedDevice:
+    """Stands in for ``torch.cuda`` as the module of a device.
+
+    Args:
+        emit: called with every event of the trace.
+        names: of the streams, in the order in which they will be made.
+
+    Attributes:
+        compute: the stream that is current at first.
+    """
+
+    def __init__(
+        self, emit: Callable[[Event], None], names: tuple[str, ...] = ("gather", "reduce", "all")
+    ) -> None:
+        self.emit = emit
+        self._names = names
+        self._num_streams = 0
+        self._num_events = 0
+        self.compute = SimulatedStream(self, "compute")
+        self._current = self.compute
+
+    def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
+        """A new stream. Every runtime makes its own, in the same order.
+
+        With a string as ``device``, a stream of a test itself, of that name.
+        """
+        if isinstance(device, str):
+            return SimulatedStream(self, device)
+        number, self._num_streams = self._num_streams, self._num_streams + 1
+        runtime, index = divmod(number, len(self._names))
+        return SimulatedStream(self, self._names[index] + (f"#{runtime}" if runtime else ""))
+
+    def Event(self) -> SimulatedEvent:  # noqa: N802
+        """A new event."""
+        return SimulatedEvent(self)
+
+    def next_event(self) -> int:
+        """A number for an event."""
+        self._num_events += 1
+        return self._num_events
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        """The stream that work is put on."""
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        """Put work on ``stream`` inside the context."""
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before

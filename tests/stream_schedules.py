@@ -1,0 +1,484 @@
+"""Generated models and trainings for the checker of stream order: any nesting, options and events.
+
+A `Plan` comes from a seed; `run` trains it on the CPU with a fake process group (one process, any
+number of ranks) while `fsdp2.testing.recording` writes the trace. Values are wrong then, and of no
+interest: only what is read, written, allocated and freed, and in which order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2.storage
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.testing import Recorder, UsedAfterFreeError, recording
+
+DIM = 4
+VOCABULARY = 8
+
+
+class Boom(Exception):
+    """Raised inside of a generated forward or backward."""
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer and those inside it, called one after the other."""
+
+    width: int = 8
+    unit: bool = True
+    repeats: int = 1
+    recomputed: bool = False
+    frozen: bool = False
+    lora: bool = False
+    tied: bool = False  # `up` is that of the layer before
+    inside: tuple[Layer, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """One forward and backward."""
+
+    order: tuple[int, ...] | None = None  # of the layers; None: as they are
+    sync: bool = True
+    all_reduce: bool = True
+    keep: bool = False  # gathered after backward
+    last: bool = True  # set_is_last_backward
+    fails: str | None = None
+    evaluates: bool = False  # forward only
+    by_hand: str | None = None
+    looks: bool = False  # at the parameters between forward and backward
+    wastes: bool = False  # calls the first layer once more, for nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Some micro-batches and an optimizer step."""
+
+    micros: tuple[Micro, ...] = (Micro(),)
+    event: bool = False
+    set_to_none: bool = True
+    keep_gradient: bool = False
+    moves: bool = False  # model.float(): storages are made anew
+    reloads: bool = False
+    clips: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One training."""
+
+    layers: tuple[Layer, ...] = (Layer(), Layer(), Layer())
+    tokens: bool = False
+    head_is_tied: bool = False
+    freezes_scale: bool = False  # then only inner layers make the first activations need gradients
+    mesh: tuple[int, ...] = (2,)
+    reshard: bool | int | None = None
+    precision: str = "full"
+    offload: bool = False
+    direct_min_bytes: int = 60
+    own_pieces: bool = False
+    prefetch: str = ""
+    distance: int = 1
+    factor: float | None = None
+    optimizer: str = "sgd"
+    in_backward: bool = False
+    hook: str = ""  # on reductions: "inline", or on a "stream" of its own
+    custom: bool = False  # collectives of the user's
+    max_buffers: int | None = None
+    host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
+    steps: tuple[Step, ...] = (Step(), Step(), Step())
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+class _Fails(torch.autograd.Function):
+    """Identity; raises in backward if told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, control: dict) -> Tensor:
+        ctx.control = control
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.control["fails"] == "backward":
+            raise Boom
+        return grad, None
+
+
+class Node(nn.Module):
+    """A `Layer` as a module."""
+
+    def __init__(self, layer: Layer, control: dict, before: Node | None) -> None:
+        super().__init__()
+        self.layer, self.control = layer, control
+        self.up = nn.Linear(DIM, layer.width)
+        if layer.tied and before is not None and before.layer.width == layer.width:
+            self.up.weight = before.up.weight
+        self.down = nn.Parameter(torch.randn(DIM, layer.width) / 4)
+        if layer.lora:
+            self.left = nn.Parameter(torch.randn(2, DIM))
+            self.right = nn.Parameter(torch.randn(layer.width, 2))
+        if layer.frozen or layer.lora:
+            self.up.requires_grad_(False)
+        self.inside = nn.ModuleList(make_nodes(layer.inside, control))
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.layer.lora:
+            hidden = hidden + x @ self.left.t() @ self.right.t()
+        x = x + hidden.tanh() @ self.down.t()
+        for module in self.inside:
+            x = module(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.layer.repeats):
+            if self.layer.recomputed:
+                result = checkpoint(self.body, x, use_reentrant=False)
+                assert isinstance(result, Tensor)
+                x = result
+            else:
+                x = self.body(x)
+        return x
+
+
+def make_nodes(layers: tuple[Layer, ...], control: dict) -> list[Node]:
+    nodes: list[Node] = []
+    for layer in layers:
+        nodes.append(Node(layer, control, nodes[-1] if nodes else None))
+    return nodes
+
+
+class Net(nn.Module):
+    """The root: layers, perhaps between an embedding and a head."""
+
+    def __init__(self, plan: Plan, control: dict) -> None:
+        super().__init__()
+        self.control = control
+        self.embedding = nn.Embedding(VOCABULARY, DIM) if plan.tokens else None
+        self.scale = nn.Parameter(torch.ones(DIM), requires_grad=not plan.freezes_scale)
+        self.layers = nn.ModuleList(make_nodes(plan.layers, control))
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        if plan.tokens and plan.head_is_tied:
+            assert self.embedding is not None
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        x = x * self.scale
+        order = self.control["order"] or range(len(self.layers))
+        for number, index in enumerate(order):
+            if number == len(order) // 2:
+                if self.control["fails"] == "forward":
+                    raise Boom
+                if torch.is_grad_enabled():
+                    x = _Fails.apply(x, self.control)
+                if self.control["wastes"]:
+                    self.layers[0](x)
+            x = self.layers[index](x)
+        return self.head(x)
+
+
+def sharded(plan: Plan, control: dict) -> Any:
+    """The model of a plan, with its units."""
+    model = Net(plan, control)
+    options: dict[str, Any] = {
+        "mesh": mesh_of(plan.mesh),
+        "reshard_after_forward": plan.reshard,
+        "direct_min_bytes": plan.direct_min_bytes,
+        "mp_policy": {
+            "full": MixedPrecisionPolicy(),
+            "low": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "reduce": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+        }[plan.precision],
+    }
+    if plan.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    nodes = [module for module in model.modules() if isinstance(module, Node)]
+    units = [node for node in nodes if node.layer.unit]
+    for node in reversed(units):
+        fully_shard(node, **options)
+    fully_shard(model, **options)
+    for i, node in enumerate(units):
+        unit: Any = node
+        if "f" in plan.prefetch:
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + plan.distance])
+        if "b" in plan.prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, i - plan.distance) : i][::-1])
+    if plan.factor is not None:
+        model.set_gradient_divide_factor(plan.factor)  # type: ignore[operator]
+    return model
+
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """A mesh of this shape over the first ranks of a fake world of four; this is rank 0."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    if shape not in _meshes:
+        num = torch.Size(shape).numel()
+        names = ("replicate", "shard")[-len(shape) :]
+        _meshes[shape] = DeviceMesh("cpu", torch.arange(num).view(shape), mesh_dim_names=names)
+    return _meshes[shape]
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+class Training:
+    """Runs the steps of a plan; everything that it holds dies with it."""
+
+    def __init__(self, plan: Plan, recorder: Recorder) -> None:
+        self.plan, self.recorder = plan, recorder
+        self.control: dict[str, Any] = {"order": None, "fails": None, "wastes": False}
+        self.model = sharded(plan, self.control)
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = _OPTIMIZERS[plan.optimizer](params)
+        self.kept: list[Tensor] = []
+        self._choose()
+        if plan.in_backward:
+            for param in params:
+                param.register_post_accumulate_grad_hook(_step_at_once)
+
+    def _choose(self) -> None:
+        plan = self.plan
+        for unit in self.model._sharded_modules(True):
+            if plan.hook:
+                own = plan.hook == "stream" and not plan.host
+                stream = self.recorder.device.Stream("hook") if own else None
+                unit.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
+            if plan.custom and not plan.host:
+                unit.set_custom_all_gather(_Gather())
+                unit.set_custom_reduce_scatter(_Scatter())
+        if plan.max_buffers is not None:
+            self.model.set_reduce_scatter_max_input_buffers(plan.max_buffers)
+
+    def step(self, step: Step) -> None:
+        if step.moves:
+            self.model.float()
+        if step.reloads:
+            state = {name: value.clone() for name, value in self.model.state_dict().items()}
+            self.model.load_state_dict(state, assign=True)
+        for micro in step.micros:
+            with suppress(Boom):
+                self.micro(micro)
+        if self.plan.in_backward:
+            return
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if step.clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if step.keep_gradient and grads:
+            self.kept += grads[:1]
+            self.recorder.hold("kept by the user", [grads[0]._local_tensor])
+        del grads
+        self.optimizer.step()
+        if step.event and not self.plan.host:
+            event = self.recorder.device.Event()
+            event.record()
+            self.model.set_post_optim_event(event)
+        self.model.zero_grad(set_to_none=step.set_to_none or bool(self.kept))
+
+    def micro(self, micro: Micro) -> None:
+        model = self.model
+        self.control.update(order=micro.order, fails=micro.fails, wastes=micro.wastes)
+        model.set_requires_gradient_sync(micro.sync)
+        if micro.sync:
+            model.set_requires_all_reduce(micro.all_reduce)
+        model.set_reshard_after_backward(not micro.keep)
+        model.set_is_last_backward(micro.last)
+        units = [m for m in model.modules() if hasattr(m, "unshard")]
+        if micro.by_hand == "async":
+            for unit in units[:3]:
+                unit.unshard(async_op=True)
+        elif micro.by_hand is not None:
+            units[-1].unshard()
+            units[-1].reshard()
+        shape = (2, 3) if self.plan.tokens else (2, 3, DIM)
+        x = torch.randint(0, VOCABULARY, shape) if self.plan.tokens else torch.randn(shape)
+        if micro.evaluates:
+            with torch.no_grad():
+                model(x)
+            return
+        loss = model(x).square().mean()
+        if micro.looks:
+            with torch.no_grad():
+                for param in model.parameters():
+                    getattr(param, "_local_tensor", param).sum()
+        loss.backward()
+
+
+class _Buffers:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Buffers):
+    def __call__(self, **arguments: Any) -> Any:
+        return dist.all_gather_into_tensor(**arguments)
+
+
+class _Scatter(_Buffers):
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **options)
+
+
+@torch.no_grad()
+def _step_at_once(param: Tensor) -> None:
+    assert param.grad is not None
+    param.sub_(param.grad, alpha=0.01)
+    param.grad = None
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+}
+
+
+@contextmanager
+def traced(plan: Plan) -> Iterator[Recorder]:
+    """Run a plan; the trace ends where an operation would have used memory that is not there."""
+    pieces = 64 if plan.own_pieces else fsdp2.storage.OWN_PIECE_MIN_BYTES
+    with (
+        mock.patch.object(fsdp2.storage, "OWN_PIECE_MIN_BYTES", pieces),
+        recording(
+            host_ordered=bool(plan.host), offload=plan.offload, exchange=plan.host == "exchange"
+        ) as recorder,
+    ):
+        mesh_of(plan.mesh)
+        training = Training(plan, recorder)
+        try:
+            for number, step in enumerate(plan.steps):
+                recorder.mark("step begins", str(number))
+                training.step(step)
+        except UsedAfterFreeError:
+            pass  # the checker reports it
+        yield recorder
+
+
+# -- generating ----------------------------------------------------------------------------------
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan of a seed."""
+    draw = random.Random(seed)
+
+    def chance(probability: float) -> bool:
+        return draw.random() < probability
+
+    layers = tuple(_layer(draw, 2) for _ in range(draw.randint(1, 4)))
+    tokens = chance(0.4)
+    mesh = draw.choice([(2,), (2,), (4,), (2, 2), (2, 2), (1,), (2, 1)])
+    reshards: list[bool | int | None] = [None, None, True, False]
+    if mesh[-1] == 4:
+        reshards += [2, 2, 2]
+    plan = Plan(
+        layers=layers,
+        tokens=tokens,
+        head_is_tied=tokens and chance(0.4),
+        freezes_scale=chance(0.2),
+        mesh=mesh,
+        reshard=draw.choice(reshards),
+        precision=draw.choice(["full", "full", "low", "mixed", "reduce"]),
+        offload=mesh[-1] > 1 and chance(0.2),
+        direct_min_bytes=draw.choice([0, 60, 130, 10**9]),
+        own_pieces=chance(0.5),
+        prefetch=draw.choice(["", "", "f", "b", "fb"]),
+        distance=draw.randint(1, 2),
+        factor=draw.choice([None, None, None, 3.0]),
+        optimizer=draw.choice(list(_OPTIMIZERS)),
+        in_backward=chance(0.1),
+        hook=draw.choice(["", "", "", "inline", "stream" if len(mesh) == 1 else "inline"]),
+        custom=chance(0.15),
+        max_buffers=draw.choice([None, None, None, 1, 3]),
+        steps=tuple(_step(draw, len(layers)) for _ in range(draw.randint(2, 4))),
+    )
+    return used_once(plan) if plan.in_backward else plan
+
+
+def used_once(plan: Plan) -> Plan:
+    """Every unit runs once in a forward: an optimizer in backward would change the weights that
+    an earlier call of the unit still needs."""
+
+    def once(layer: Layer) -> Layer:
+        return dataclasses.replace(layer, repeats=1, inside=tuple(map(once, layer.inside)))
+
+    def distinct(micro: Micro) -> Micro:
+        order = micro.order and tuple(dict.fromkeys(micro.order))
+        return dataclasses.replace(micro, order=order, wastes=False)
+
+    steps = [dataclasses.replace(s, micros=tuple(map(distinct, s.micros))) for s in plan.steps]
+    return dataclasses.replace(plan, layers=tuple(map(once, plan.layers)), steps=tuple(steps))
+
+
+def _layer(draw: random.Random, depth: int) -> Layer:
+    num_inside = draw.choice([0, 0, 1, 2]) if depth else 0
+    return Layer(
+        width=draw.choice([3, 6, 8, 8, 12]),
+        unit=draw.random() < 0.75,
+        repeats=draw.choice([1, 1, 1, 2]),
+        recomputed=draw.random() < 0.2,
+        frozen=draw.random() < 0.15,
+        lora=draw.random() < 0.2,
+        tied=draw.random() < 0.15,
+        inside=tuple(_layer(draw, depth - 1) for _ in range(num_inside)),
+    )
+
+
+def _step(draw: random.Random, num_layers: int) -> Step:
+    def chance(probability: float) -> bool:
+        return draw.random() < probability
+
+    def micro(last: bool) -> Micro:
+        order = None
+        if chance(0.3):  # another order, layers left out or used twice
+            order = tuple(draw.choices(range(num_layers), k=draw.randint(1, num_layers + 1)))
+        return Micro(
+            order=order,
+            sync=last or chance(0.5),
+            all_reduce=last or chance(0.5),
+            keep=chance(0.1 if last else 0.3),
+            last=last or chance(0.7),
+            fails=None if last else draw.choice([None, None, "forward", "backward"]),
+            evaluates=not last and chance(0.2),
+            by_hand=draw.choice([None, None, None, "async", "wait"]),
+            looks=chance(0.2),
+            wastes=chance(0.15),
+        )
+
+    num_micros = draw.choice([1, 1, 2, 3])
+    micros = [micro(i == num_micros - 1) for i in range(num_micros)]
+    if chance(0.2):
+        micros.append(Micro(evaluates=True, order=micros[0].order))
+    return Step(
+        micros=tuple(micros),
+        event=chance(0.3),
+        set_to_none=chance(0.8),
+        keep_gradient=chance(0.1),
+        moves=chance(0.05),
+        reloads=chance(0.05),
+        clips=chance(0.2),
+    )

@@ -1,0 +1,121 @@
+"""Stream order, proved without a GPU: generated trainings give traces without a violation.
+
+The trace is that of the real runtime with its real streams code (`DeviceStreams`), on a simulated
+device; see `fsdp2.testing`. The path of the CPU, where functions finish collectives, is checked by
+the same rules: its messages are streams, and the host waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from fsdp2.testing import Violation, check
+from harness import ours_only
+from stream_schedules import Layer, Micro, Plan, Step, plan_of, traced, used_once
+
+pytestmark = [
+    ours_only("records what this runtime does"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning"),
+]
+SEEDS = 300
+
+
+def violations(plan: Plan) -> list[Violation]:
+    with traced(plan) as recorder:
+        return check(recorder.events)
+
+
+def found(seeds: range) -> list[str]:
+    return [f"seed {seed}: {v}" for seed in seeds for v in violations(plan_of(seed))[:2]]
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_generated_schedules(first: int) -> None:
+    assert found(range(first, first + 10)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(40, SEEDS, 65))
+def test_many_generated_schedules(first: int) -> None:
+    assert found(range(first, first + 65)) == []
+
+
+@pytest.mark.parametrize("host", ["group", "exchange"])
+def test_generated_schedules_ordered_by_the_host(host: str) -> None:
+    plans = [dataclasses.replace(plan_of(seed), host=host, offload=False) for seed in range(15)]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("host", ["group", "exchange"])
+def test_many_generated_schedules_ordered_by_the_host(host: str) -> None:
+    plans = [dataclasses.replace(plan_of(s), host=host, offload=False) for s in range(15, 215)]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+
+
+def test_the_seeds_reach_everything() -> None:
+    """No option of plans is out of use by accident."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        plan = plan_of(seed)
+        micros = [micro for step in plan.steps for micro in step.micros]
+        layers = list(plan.layers)
+        for layer in layers:
+            layers += layer.inside
+        parts = [plan, *plan.steps, *micros, *layers]
+        for part in parts:
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if not isinstance(value, tuple) or field.name == "mesh":
+                    seen[f"{type(part).__name__}.{field.name}={value}"] += 1
+        seen["reuse"] += any(m.order and len(set(m.order)) < len(m.order) for m in micros)
+    for part in (Plan(), Step(), Micro(), Layer()):
+        for field in dataclasses.fields(part):
+            values = [key for key in seen if key.startswith(f"{type(part).__name__}.{field.name}=")]
+            if field.name not in ("host", "layers", "steps", "micros", "inside", "order"):
+                assert len(values) >= 2, field.name
+    assert min(seen["reuse"], seen["Plan.mesh=(2, 2)"], seen["Plan.reshard=2"]) > 10
+
+
+# Bugs that the checker has found in the runtime, each by the smallest plan that shows it.
+TWO_STEPS = (Step(), Step())
+FOUND = {
+    "a gather of shards that compute is still making anew after a move": Plan(
+        steps=(Step(), Step(moves=True))
+    ),
+    "a gather that waits for the optimizer's event, though a checkpoint was loaded after it": Plan(
+        steps=(Step(event=True), Step(reloads=True))
+    ),
+    "regrouped parameters that are looked at before the copy into them is done": Plan(
+        mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())
+    ),
+    "offloaded gradients freed while they are copied, after a backward that failed": Plan(
+        offload=True, steps=(Step((Micro(fails="backward"), Micro())), Step())
+    ),
+    "an optimizer in backward that writes what a useless prefetch is reading": used_once(
+        Plan(in_backward=True, prefetch="b", distance=3, steps=(Step((Micro(order=(2, 1, 0)),)),))
+    ),
+    "a prefetch that nobody used, still reading when the optimizer writes": Plan(
+        prefetch="b",
+        steps=(Step((Micro(), Micro(order=(1, 2), wastes=True, keep=True))), Step()),
+    ),
+    "offloaded shards written by the optimizer while an evaluation copies them": Plan(
+        offload=True, steps=(Step((Micro(), Micro(evaluates=True))), Step())
+    ),
+    "a stage of gradients of two dtypes": Plan(
+        layers=(Layer(unit=False), Layer(unit=False)),
+        precision="mixed",
+        direct_min_bytes=10**9,
+        steps=(Step((Micro(order=(0,), sync=False), Micro(order=(1,)))), Step()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_fixed(name: str) -> None:
+    assert list(map(str, violations(FOUND[name])))[:3] == []
