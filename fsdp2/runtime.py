@@ -273,8 +273,8 @@ class Runtime:
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
-            elif unit.state is State.GATHERING:  # nobody used it; the optimizer must not overtake it
-                unit.finish_gather(self.streams)
+            elif unit.state is State.GATHERING:
+                unit.finish_gather(self.streams)  # or the optimizer would overtake it
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
         self._kept = None

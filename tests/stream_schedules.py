@@ -236,6 +236,7 @@ _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh of this shape over the first ranks of a fake world of four; this is rank 0."""
     if not dist.is_initialized():
+        _meshes.clear()  # of a group that is no more
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     if shape not in _meshes:
         num = torch.Size(shape).numel()
