@@ -14,6 +14,7 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -207,9 +208,16 @@ class ShardedParam:
         vars(self.unsharded).update(self.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
-        """Make the DTensor that stands for the parameter resharded to a smaller group."""
-        rows = slot.full_numel
-        spec = TensorSpec(mesh, (Replicate(), Shard(0)), torch.Size((rows,)), (1,))
+        """Make the DTensor that stands for the parameter resharded to a smaller group.
+
+        None is made where those shards are no rows of the parameter, or of its tensor-parallel
+        part: users see the sharded parameter then.
+        """
+        if slot.shape != self.full_shape or self.tensor_parallel is not None:
+            return
+        shape = self.sharded_spec.shape
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
         self.regrouped = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )

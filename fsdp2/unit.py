@@ -117,6 +117,7 @@ class Unit:
         self.registration = Registration(modules)
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self.released = False  # the memory of some parameters was given back early
+        self._regrouped_generation = -1  # for which the parameters to show were made
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -415,8 +416,9 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if any(param.regrouped is not None for param in self.params):
+        if self._regrouped_generation == self.generation:
             return
+        self._regrouped_generation = self.generation
         for bucket, links in zip(self.buckets, self.links, strict=True):
             regrouped, mesh = bucket.regrouped, links.regroup_mesh
             if regrouped is None or mesh is None:
