@@ -175,8 +175,15 @@ class ShardedParam:
         self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
         vars(self.sharded).update(self.attributes)
 
-    def replace_sharded(self, new: nn.Parameter, slot: Slot, rank: int) -> None:
+    def replace_sharded(
+        self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
+    ) -> None:
         """Take over what a user registered in place of the sharded parameter.
+
+        Args:
+            new: that.
+            slot, rank: where the own part of a whole tensor is.
+            keep_object: of a DTensor that fits, take the data only (of a whole tensor always).
 
         Raises:
             ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
@@ -193,7 +200,8 @@ class ShardedParam:
                 f"{tuple(spec.shape)}"
             )
         local, old = data._local_tensor, self.local
-        if (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape):
+        fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
+        if fits and (keep_object or not isinstance(new.detach(), DTensor)):
             old.copy_(local)
             return
         if isinstance(new.detach(), DTensor):
