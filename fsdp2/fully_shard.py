@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from .collectives import backend_name
 from .hooks import UnitHooks, hook_state_dict
-from .interop import show_state
+from .interop import is_replicated, show_state, state_of
 from .mesh import DataParallelMesh, device_of, resolve_mesh
 from .module import FSDPModule, make_sharded_class, move_to_device
 from .param import ORIGINS, ShardedParam
@@ -134,8 +134,11 @@ def fully_shard(
     for sharded in modules:
         vars(sharded)["_fsdp2_unit"] = unit
         make_sharded_class(sharded)
-        show_state(sharded, unit)
+    show_state(unit)
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 # -- arguments -----------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in found or isinstance(module, FSDPModule):
+        if module in found or isinstance(module, FSDPModule) or is_replicated(module):
             return
         found[module] = None
         for child in module.children():
@@ -286,8 +289,8 @@ def _placement(
     placement: Any = function(param) if function is not None else None
     if hasattr(placement, "placement"):
         own = getattr(placement, "mesh", None)
-        if hasattr(placement, "mesh_info"):  # as torch's results have it
-            own = placement.mesh_info.mesh
+        if own is None:
+            own = getattr(placement, "mesh_info", None)  # as torch's results have it
         if own is not None:
             mesh = _checked_mesh_of(own, name, mesh)
         placement = placement.placement
@@ -295,14 +298,14 @@ def _placement(
         return mesh, 0
     if not isinstance(placement, Shard):
         raise ValueError(
-            "shard_placement_fn should return Shard(dim), a ShardPlacementResult or None, got "
-            f"{placement!r} for '{name}'"
+            f"Invalid shard_placement_fn result {placement!r} for parameter '{name}': expected "
+            "Shard(dim), a ShardPlacementResult or None"
         )
     return mesh, placement.dim
 
 
 def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
-    mesh = resolve_mesh(own)
+    mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
     if mesh.device_type != default.device_type:
         raise ValueError(
             f"shard_placement_fn gave parameter '{name}' a mesh of device type "

@@ -15,10 +15,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
+
+
+def _between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, as a function that torch.compile calls and does not trace."""
+
+    @functools.wraps(hook)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(hook)(*args)
+        return hook(*args)
+
+    return call
+
+
+def _is_transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _outside_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` on plain tensors, should a ``torch.func`` transform be active."""
+    if torch._C._are_functorch_transforms_active():
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
 class UnitHooks:
@@ -41,9 +67,11 @@ class UnitHooks:
         self._watched: list[Any] = []
         self._watched_generation = -1
         self._num_accumulated = 0
+        self._pre_forward = _between_graphs(self.pre_forward)
+        self._post_forward = _between_graphs(self.post_forward)
         for module in unit.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -57,28 +85,31 @@ class UnitHooks:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._inside_method:
                 return method(*args, **kwargs)
-            args, kwargs = self.pre_forward(module, args, kwargs)
+            args, kwargs = self._pre_forward(module, args, kwargs)
             self._inside_method = True
             try:
                 output = method(*args, **kwargs)
             finally:
                 self._inside_method = False
-            return self.post_forward(module, args, output)
+            return self._post_forward(module, args, output)
 
         return call
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
+        _outside_transforms(self._gather, module)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    def _gather(self, module: nn.Module) -> None:
         unit = self.unit
         runtime = unit.runtime
         if runtime is None:
             runtime = build_runtime(module)
         runtime.pre_forward(unit)
-        args, kwargs = self._cast_inputs(args, kwargs)
-        if torch.is_grad_enabled():
-            args, kwargs = self._mark_inputs(args, kwargs)
-        return args, kwargs
 
     def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self.unit
@@ -94,14 +125,17 @@ class UnitHooks:
         unit = self.unit
         runtime = unit.runtime
         differentiable = False
-        if torch.is_grad_enabled():
+        if _is_transformed():
+            differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
+            output = map_tensors(functools.partial(_Entrance.apply, self.enter_backward), output)
+        elif torch.is_grad_enabled():
             for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self.enter_backward)
                     differentiable = True
                     if tensor._base is not None:
                         self._watch_base(tensor._base, args)
-        runtime.post_forward(unit, differentiable=differentiable)
+        _outside_transforms(runtime.post_forward, unit, differentiable=differentiable)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -113,7 +147,8 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        transformed = _is_transformed()
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
             if args[0].requires_grad:
                 # The usual case, by the cheapest node there is.
                 self._watching = False
@@ -127,7 +162,8 @@ class UnitHooks:
             self._watch_accumulation()
             return args, kwargs
         self._watching = False
-        marked_all = _Border.apply(self.leave_backward, *found.values())
+        border = _TransformedBorder if transformed else _Border
+        marked_all = border.apply(self.leave_backward, *found.values())
         replaced = dict(zip(found, marked_all, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -136,7 +172,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.backward_began:
             self._num_accumulated = 0
-        unit.runtime.pre_backward(unit)
+        _outside_transforms(unit.runtime.pre_backward, unit)
 
     def _watch_base(self, base: torch.Tensor, args: tuple) -> None:
         """An output is a view of ``base``. Should it be changed in place, its history is
@@ -150,7 +186,7 @@ class UnitHooks:
 
     def leave_backward(self) -> None:
         """Backward left the unit by its inputs."""
-        self.unit.runtime.post_backward(self.unit)
+        _outside_transforms(self.unit.runtime.post_backward, self.unit)
 
     def _leave_by_view(self, grads: Any) -> None:
         self.leave_backward()
@@ -192,6 +228,48 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.leave()
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(t if t is None else t.view_as(t) for t in tangents)
+
+
+class _TransformedBorder(_Border):
+    """The same in the form that ``torch.func`` transforms want, which takes longer to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.leave = inputs[0]
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity on an output of a transformed forward, where hooks on tensors would be lost."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(enter: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.enter = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.enter(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
 def hook_state_dict(unit: Unit, module: nn.Module) -> None:

@@ -6,18 +6,25 @@ and as every method of it is found earlier, in `fsdp2.FSDPModule`, none of its c
 
 ``torch.distributed.pipelining`` goes on from there to private state, which `fully_shard.state`
 looks up in the module's ``__dict__``. `PipelineState` has the few attributes that it reads.
+
+What torch calls composable functions (``replicate``, ``checkpoint``) note in a registry of each
+module that they were applied, and leave alone what another one has: so do we.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from .unit import Unit
 
-__all__ = ["PipelineState", "TorchFSDPModule", "show_state"]
+__all__ = ["PipelineState", "TorchFSDPModule", "is_replicated", "show_state", "state_of"]
+
+_KEY: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
 class PipelineState:
@@ -34,7 +41,7 @@ class PipelineState:
     def all_states(self) -> list[PipelineState]:
         """Of all units of the tree."""
         runtime = self._unit.runtime
-        return [self] if runtime is None else [PipelineState(unit) for unit in runtime.units]
+        return [self] if runtime is None else [_state_of_unit(unit) for unit in runtime.units]
 
     @property
     def _fsdp_param_groups(self) -> list[PipelineState]:
@@ -51,7 +58,29 @@ class PipelineState:
             self._unit.runtime.end_backward()
 
 
-def show_state(module: nn.Module, unit: Unit) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find a `PipelineState`."""
-    states = vars(module).setdefault(STATE_KEY, {})
-    states[torch_fully_shard.__wrapped__] = PipelineState(unit)  # type: ignore[attr-defined]
+def show_state(unit: Unit) -> None:
+    """Let `fully_shard.state`, ours and torch's, find one `PipelineState` for the whole unit, and
+    let ``replicate`` see that the modules are taken."""
+    state = PipelineState(unit)
+    for module in unit.modules:
+        vars(module).setdefault(STATE_KEY, {})[_KEY] = state
+        vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def state_of(module: nn.Module) -> PipelineState | None:
+    """The state of the unit that ``module`` was sharded as; None if it was not.
+
+    Exists for code that asks whether, or compares; what it has inside is private.
+    """
+    return vars(module).get(STATE_KEY, {}).get(_KEY)
+
+
+def _state_of_unit(unit: Unit) -> PipelineState:
+    state = state_of(unit.modules[0])
+    assert state is not None
+    return state
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``torch.distributed._composable.replicate`` reduces this module's gradients."""
+    return "replicate" in vars(module).get(REGISTRY_KEY, {})

@@ -195,9 +195,11 @@ def plan_bucket(
 def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) -> BucketLayout:
     """The same gathered storage cut into fewer, larger shards.
 
-    For ``reshard_after_forward=int``: after forward a rank keeps one of ``num_shards`` equal
-    slices of every padded parameter, and the gather in backward runs over that many ranks. The
-    slots keep their places in the gathered storage.
+    For ``reshard_after_forward=int``: after forward a rank keeps one of ``num_shards`` slices of
+    every parameter, and the gather in backward runs over that many ranks. The slots keep their
+    places in the gathered storage. Where a slice can be whole rows, as DTensors are dealt out,
+    the slot has the shape of the parameter; elsewhere (dims other than 0 that do not come out
+    even, 0-dim parameters) it is flat.
 
     Raises:
         ValueError: if ``num_shards`` does not divide the number of shards of ``layout``.
@@ -205,24 +207,33 @@ def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) 
     if layout.num_shards % num_shards != 0:
         raise ValueError(f"{num_shards} shards do not divide {layout.num_shards} shards")
     align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
-    numels = [slot.full_numel // num_shards for slot in layout.slots]
+    cut = [_regrouped_shape(slot, num_shards) for slot in layout.slots]
+    chunks = [_chunk(shape, 0, num_shards) for shape in cut]
+    numels = [_shard_numel(*args) for args in zip(cut, [0] * len(cut), chunks, strict=True)]
     direct = [i for i in layout.direct if numels[i] % align == 0]
     slots: list[Slot | None] = [None] * len(numels)
     offset = 0
     for i in (*direct, *(i for i in range(len(numels)) if i not in direct)):
-        old = layout.slots[i]
         slots[i] = Slot(
-            shape=(old.full_numel,),
+            shape=cut[i],
             dim=0,
-            chunk=numels[i],
+            chunk=chunks[i],
             shard_offset=offset,
             shard_numel=numels[i],
-            full_offset=old.full_offset,
-            full_numel=old.full_numel,
+            full_offset=layout.slots[i].full_offset,
+            full_numel=num_shards * numels[i],
             direct=i in direct,
         )
         offset += numels[i]
     return _finish(num_shards, slots, offset, layout.pack_full_offset, align)
+
+
+def _regrouped_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
+    """The shape whose rows are dealt out; with their padding they fit into the slot's place."""
+    whole_rows = slot.dim is not None and prod(slot.shape) == slot.full_numel
+    if slot.dim == 0 or (whole_rows and slot.shape[0] % num_shards == 0):
+        return slot.shape
+    return (slot.full_numel,)
 
 
 def _finish(num_shards, slots, shard_end: int, full_end: int, align: int) -> BucketLayout:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .collectives import backend_name
 from .custom import AllGather, ReduceScatter
-from .interop import PipelineState, TorchFSDPModule
+from .interop import PipelineState, TorchFSDPModule, state_of
 from .runtime import Runtime, build_runtime, units_in
 from .streams import make_streams
 from .unit import Unit
@@ -315,8 +315,10 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Forget an iteration that raised.
 
-        Not needed: the next forward of the root does so by itself. Frees all gathered
-        parameters; gradients of a failed backward are dropped.
+        Not needed to go on: the next forward of the root recovers by itself. Frees all gathered
+        parameters and drops the gradients of the iteration, also those that earlier micro-batches
+        have accumulated without a reduction (which the next forward by itself would keep, so that
+        a failed micro-batch can be tried again). Sharded gradients of earlier iterations stay.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -324,10 +326,10 @@ class FSDPModule:
         unit, runtime = self._unit_and_runtime()
         if runtime.root is not unit:
             raise RuntimeError(
-                f"reset_iter_state is for the root module '{runtime.root.name}', but was called "
-                f"on '{unit.name}'"
+                f"reset_iter_state must be called on the root FSDP module '{runtime.root.name}', "
+                f"not on '{unit.name}'"
             )
-        runtime.reset()
+        runtime.reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, those of the sharded parameters too while others are registered."""
@@ -398,7 +400,10 @@ class FSDPModule:
         return [unit.modules[0] for unit in self._units(recurse)]  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> PipelineState:
-        return PipelineState(_unit_of(self))
+        assert isinstance(self, nn.Module)
+        state = state_of(self)
+        assert state is not None
+        return state
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Known from torch, where it changes which stream allocates; nothing to choose here."""

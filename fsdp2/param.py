@@ -14,6 +14,7 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -174,8 +175,15 @@ class ShardedParam:
         self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
         vars(self.sharded).update(self.attributes)
 
-    def replace_sharded(self, new: nn.Parameter, slot: Slot, rank: int) -> None:
+    def replace_sharded(
+        self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
+    ) -> None:
         """Take over what a user registered in place of the sharded parameter.
+
+        Args:
+            new: that.
+            slot, rank: where the own part of a whole tensor is.
+            keep_object: of a DTensor that fits, take the data only (of a whole tensor always).
 
         Raises:
             ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
@@ -192,7 +200,8 @@ class ShardedParam:
                 f"{tuple(spec.shape)}"
             )
         local, old = data._local_tensor, self.local
-        if (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape):
+        fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
+        if fits and (keep_object or not isinstance(new.detach(), DTensor)):
             old.copy_(local)
             return
         if isinstance(new.detach(), DTensor):
@@ -207,9 +216,16 @@ class ShardedParam:
         vars(self.unsharded).update(self.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
-        """Make the DTensor that stands for the parameter resharded to a smaller group."""
-        rows = slot.full_numel
-        spec = TensorSpec(mesh, (Replicate(), Shard(0)), torch.Size((rows,)), (1,))
+        """Make the DTensor that stands for the parameter resharded to a smaller group.
+
+        None is made where those shards are no rows of the parameter, or of its tensor-parallel
+        part: users see the sharded parameter then.
+        """
+        if slot.shape != self.full_shape or self.tensor_parallel is not None:
+            return
+        shape = self.sharded_spec.shape
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
         self.regrouped = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )

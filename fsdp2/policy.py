@@ -100,6 +100,7 @@ class ShardPlacementResult:
         placement: ``Shard(dim)``; None: ``Shard(0)``.
         mesh: the mesh for this parameter, 1-D or 2-D as for `fully_shard`; None: the one given to
             `fully_shard`. The parameter is gathered and its gradient averaged over its ranks.
+        mesh_info: the same, as torch's type of this name has it: any object with a ``mesh``.
 
     Example:
         >>> def place(param):
@@ -109,6 +110,7 @@ class ShardPlacementResult:
 
     placement: Any = None
     mesh: Any = None
+    mesh_info: Any = None
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

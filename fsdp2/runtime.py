@@ -301,9 +301,13 @@ class Runtime:
 
     # -- recovery ---------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Finish what is in flight, free every unit and forget the failed iteration."""
-        if self.in_backward:
+    def reset(self, *, discard: bool = False) -> None:
+        """Finish what is in flight, free every unit and forget the failed iteration.
+
+        Args:
+            discard: drop gradients that micro-batches before the failed one have left, too.
+        """
+        if self.in_backward or discard:
             self._discard_gradients()
         self._complete_all()
         for unit in self.units:
@@ -324,6 +328,7 @@ class Runtime:
         self._reductions.clear()
         for param in self._attached:
             param.grad = None
+        self._attached.clear()
         for unit in self.units:
             unit.drop_gradients()
 
@@ -343,6 +348,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
     _name(root_module, units)
+    for unit in units:
+        unit.adopt_replaced(keep_objects=False)
     _check_ties(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:

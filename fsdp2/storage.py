@@ -485,16 +485,21 @@ class Bucket:
 class RegroupedShards:
     """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
 
-    __slots__ = ("_keep", "layout", "locals", "plan", "shards", "storage")
+    __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "shards", "storage")
 
     def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
         self.layout = layout
         self.shards = gathered.flats[0].new_empty(layout.shard_numel)
         self.storage = self.shards.untyped_storage()
         self.plan = GatherPlan(layout, rank, self.shards, gathered)
-        self.locals = [
+        self._padded = [
             self.shards[slot.shard_offset : slot.shard_offset + slot.shard_numel]
             for slot in layout.slots
+        ]
+        # What is registered: rows without padding.
+        self.locals = [
+            padded[: slot.local_numel(rank)].view(slot.local_shape(rank))
+            for padded, slot in zip(self._padded, layout.slots, strict=True)
         ]
         self._keep = [
             gathered.view(slot.full_offset + rank * slot.shard_numel, slot.shard_numel)
@@ -505,7 +510,7 @@ class RegroupedShards:
     def save(self) -> None:
         """Copy this rank's slices out of the gathered storage, before that is freed."""
         resize(self.storage, self.shards.numel() * self.shards.itemsize)
-        torch._foreach_copy_(self.locals, self._keep)
+        torch._foreach_copy_(self._padded, self._keep)
 
     def free(self) -> None:
         resize(self.storage, 0)

@@ -117,6 +117,7 @@ class Unit:
         self.registration = Registration(modules)
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self.released = False  # the memory of some parameters was given back early
+        self._regrouped_generation = -1  # for which the parameters to show were made
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -208,10 +209,10 @@ class Unit:
             self.reshard_storage()
         for bucket in self.buckets:
             if bucket.is_meta:
-                names = ", ".join(p.fqn for p in bucket.params)
+                names = [p.fqn for p in self.params if p.local.is_meta]
                 raise RuntimeError(
-                    f"Parameters of unit '{self.name}' are on the meta device: {names}. "
-                    "Materialize them before the first forward: call "
+                    "FSDP parameters should be materialized from meta device before training, but "
+                    f"the following were still on meta device: {names} (unit '{self.name}'). Call "
                     "model.to_empty(device=...) and initialize them, or load a checkpoint with "
                     "load_state_dict(..., assign=True)"
                 )
@@ -257,11 +258,14 @@ class Unit:
                 assert param.unsharded is not None
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
 
-    def adopt_replaced(self) -> None:
-        """After ``load_state_dict(assign=True)``: take the parameters it put into the modules.
+    def adopt_replaced(self, *, keep_objects: bool = True) -> None:
+        """Take the parameters that somebody put into the modules in place of the sharded ones.
 
-        Where shape, dtype and device are as before, the data is copied and the old Parameter
-        object, which an optimizer may hold, is put back.
+        Args:
+            keep_objects: after ``load_state_dict(assign=True)``: where shape, dtype and device are
+                as before, copy the data and put the old Parameter object back, which an
+                optimizer may hold. Without, before the first use, when what a user assigned is
+                what optimizers were given.
         """
         for bucket in self.buckets:
             rank = bucket.rank
@@ -270,7 +274,7 @@ class Unit:
                 new = module._parameters.get(name)
                 if new is None or new is param.sharded:
                     continue
-                param.replace_sharded(new, slot, rank)
+                param.replace_sharded(new, slot, rank, keep_object=keep_objects)
                 self.dirty = self.dirty or new is param.sharded
         self._plan_registration()
         self.registration.show("sharded")
@@ -416,8 +420,9 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if any(param.regrouped is not None for param in self.params):
+        if self._regrouped_generation == self.generation:
             return
+        self._regrouped_generation = self.generation
         for bucket, links in zip(self.buckets, self.links, strict=True):
             regrouped, mesh = bucket.regrouped, links.regroup_mesh
             if regrouped is None or mesh is None:

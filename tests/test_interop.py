@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule, fully_shard
 from harness import cached_mesh, distributed, ours_only
-from reference import assert_same, whole
+from reference import assert_same, average_gradients, whole
 
 pytestmark = [ours_only("torch's modules are torch's")]
 
@@ -40,6 +44,51 @@ def test_no_code_of_torchs_class_can_run() -> None:
     for name in functions:
         owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
         assert owner is not TorchFSDPModule, name
+
+
+@distributed(2)
+def test_the_state_of_a_module() -> None:
+    """One object for each call of `fully_shard`, which torch's function finds too."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    pair_of_layers = [model[0], model[1]]
+    assert fully_shard(pair_of_layers) is pair_of_layers
+    fully_shard(model[2])
+    assert fully_shard.state(model) is None
+    fully_shard(model)
+    states = [fully_shard.state(module) for module in (model, model[0], model[2])]
+    assert len(set(states)) == 3
+    assert fully_shard.state(model[1]) is fully_shard.state(model[0])
+    assert fully_shard.state(model[3]) is None
+    assert model._get_fsdp_state() is states[0] is torch_fully_shard.state(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert set(states[0]._state_ctx.all_states) == set(states)
+
+
+@pytest.mark.parametrize("inner", ["replicated", "sharded"])
+@distributed(2)
+def test_replicate_beside_sharding(inner: str) -> None:
+    """Each leaves to the other what the other was applied to."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    model = copy.deepcopy(plain)
+    if inner == "replicated":
+        replicate(model[0])
+        fully_shard(model)
+    else:
+        fully_shard(model[1])
+        replicate(model)
+    assert not isinstance(model[0].weight, DTensor)
+    assert isinstance(model[1].weight, DTensor)
+    x = torch.full((2, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        average_gradients(plain)
+        for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert actual.grad is not None
+            assert expected.grad is not None
+            assert_same(whole(actual.grad), expected.grad, "gradient")
+            actual.grad = expected.grad = None
 
 
 class Stage(nn.Module):

@@ -9,6 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    ShardPlacementResult as TorchShardPlacementResult,
+)
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -108,6 +112,29 @@ def test_a_replicated_mesh_for_one_parameter() -> None:
         plain.zero_grad()
     assert model[0].weight.placements == (Replicate(), Shard(0))
     assert model[0].bias.placements == (Shard(0),)
+
+
+@ours_only("torch's result type is private")
+@distributed(4)
+def test_results_that_hold_torchs_description_of_a_mesh() -> None:
+    """`ShardPlacementResult` with ``mesh_info``, torch's own and ours."""
+    mesh = cached_mesh(4, names=("dp",))
+    small = cached_mesh(2, 2, names=("ep", "edp"))["edp"]
+    info = FSDPMeshInfo(small, shard_mesh_dim=0)
+    for result in (
+        TorchShardPlacementResult(placement=Shard(1), mesh_info=info),
+        ShardPlacementResult(placement=Shard(1), mesh_info=info),
+        ShardPlacementResult(Shard(1), info),
+    ):
+        model = nn.Linear(4, 4)
+        fully_shard(
+            model, mesh=mesh, shard_placement_fn=lambda p, r=result: r if p.ndim > 1 else None
+        )
+        assert model.weight.device_mesh == small
+        assert model.weight.placements == (Shard(1),)
+        assert model.bias.device_mesh == mesh
+        model(torch.ones(1, 4)).sum().backward()
+        assert whole(model.weight.grad).eq(1).all()
 
 
 @ours_only("torch's result type is private")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2 import fully_shard
 from harness import cached_mesh, distributed
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
@@ -148,3 +149,51 @@ def test_buffers_on_the_meta_device() -> None:
     (inputs,) = CNN.batch(0, dist.get_rank(), torch.float64)
     with torch.no_grad():
         assert torch.equal(model(inputs), plain(inputs))
+
+
+class Normed(nn.Module):
+    """Its parameter is computed from those of two units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        self.scale = nn.Parameter(torch.empty(3))
+
+    def set_scale(self) -> None:
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(layer.weight, dim=1) for layer in self.layers]
+        self.scale = nn.Parameter(norms[0] + norms[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale
+
+
+@distributed(2)
+def test_a_parameter_assigned_before_the_first_forward() -> None:
+    """The optimizer has the one that was assigned, and that is the one that is trained."""
+    torch.manual_seed(0)
+    plain = Normed().double()
+    with torch.device("meta"):
+        model = Normed().double()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer, reference in zip(model.layers, plain.layers, strict=True):
+        layer.to_empty(device="cpu")
+        mesh, placements = layer.weight.device_mesh, layer.weight.placements
+        with torch.no_grad():
+            layer.weight.copy_(distribute_tensor(reference.weight.detach(), mesh, placements))
+    model.set_scale()
+    plain.set_scale()
+    assigned = model.scale
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(2):
+        x = torch.full((2, 3), 0.5 + step, dtype=torch.float64)
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        assert_same_gradients(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.scale is assigned
+    assert_same_parameters(model, plain)

@@ -439,7 +439,7 @@ def test_reset_is_for_the_root() -> None:
     assert isinstance(model, FSDPModule)
     square_loss(model, *normal_batch(6, 7)(0, 0, torch.float64)).backward()
     model.reset_iter_state()
-    with pytest.raises(RuntimeError, match="root"):
+    with pytest.raises(RuntimeError, match="must be called on the root FSDP module"):
         MLP.units(model)[0].reset_iter_state()
 
 

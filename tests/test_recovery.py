@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fsdp2 import FSDPModule
-from harness import distributed, ours_only
+from harness import cached_mesh, distributed, ours_only
 from models import Case, normal_batch
 from reference import assert_same_gradients, assert_sharded, pair, run_both
 
@@ -155,3 +155,29 @@ def test_a_failure_in_a_micro_batch_without_communication() -> None:
     model.set_requires_gradient_sync(True)
     run_both(FRAGILE, model, plain, 1)
     assert_sharded(model)
+
+
+@pytest.mark.parametrize("kind", ["no reduction", "no all-reduce", "reduced"])
+@distributed(4)
+def test_reset_by_hand_drops_what_micro_batches_have_accumulated(kind: str) -> None:
+    """As documented; sharded gradients that were reduced in a backward that ended stay."""
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    model, plain = pair(FRAGILE, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    if kind == "no reduction":
+        model.set_requires_gradient_sync(False)
+    if kind == "no all-reduce":
+        model.set_requires_all_reduce(False)
+    run_both(FRAGILE, model, plain, 0)
+    if kind != "reduced":
+        plain.zero_grad()
+    fail_once(model, 2, "after forward")
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    run_both(FRAGILE, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+test_reset_by_hand_drops_what_micro_batches_have_accumulated = ours_only("keeps what it drops")(
+    test_reset_by_hand_drops_what_micro_batches_have_accumulated
+)

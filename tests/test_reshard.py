@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, UnshardHandle
+from fsdp2 import FSDPModule, UnshardHandle, fully_shard
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
 from reference import (
@@ -23,6 +24,7 @@ from reference import (
     assert_unsharded,
     average_gradients,
     check_training,
+    gathering,
     pair,
     run_both,
     whole,
@@ -40,6 +42,46 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
 @distributed(4)
 def test_parameters_are_kept_on_two_ranks_after_forward(name: str) -> None:
     check_training(BY_NAME[name], Training(steps=3), reshard_after_forward=2)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@distributed(4)
+def test_the_registered_parameters_are_those_kept_on_two_ranks(dim: int) -> None:
+    """Between forward and backward: DTensors over groups of two, of the shape of the parameter."""
+    for size in (8, 5, 1):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, size), nn.Linear(size, 8)).double()
+        model = copy.deepcopy(plain)
+        for unit in (model[1], model):
+            fully_shard(
+                unit,
+                reshard_after_forward=2,
+                shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)),
+                **gathering(),
+            )
+        x = torch.ones(2, 8, dtype=torch.float64)
+        for _ in range(2):
+            loss, expected = model(x).sum(), plain(x).sum()
+            for (name, parameter), reference in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                assert isinstance(parameter, DTensor), name
+                assert parameter.shape == reference.shape, name
+                assert torch.equal(parameter.full_tensor(), reference), name
+                if dim == 0:
+                    assert parameter.placements == (Replicate(), Shard(0)), name
+                    assert parameter.device_mesh.shape == (2, 2), name
+            loss.backward()
+            expected.backward()
+            assert_same_gradients(model, plain)
+            assert_sharded(model)
+            model.zero_grad()
+            plain.zero_grad()
+
+
+test_the_registered_parameters_are_those_kept_on_two_ranks = ours_only("torch wants even shards")(
+    test_the_registered_parameters_are_those_kept_on_two_ranks
+)
 
 
 @distributed(4)
