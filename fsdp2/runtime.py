@@ -273,7 +273,7 @@ class Runtime:
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
-            elif unit.state is State.GATHERING:  # nobody used it; the optimizer must not overtake it
+            elif unit.state is State.GATHERING:  # for nobody, but it reads what is written next
                 unit.finish_gather(self.streams)
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
