@@ -86,6 +86,7 @@ class Plan:
     layers: tuple[Layer, ...] = (Layer(), Layer(), Layer())
     tokens: bool = False
     head_is_tied: bool = False
+    head_is_embedding: bool = False  # its weight, used once more
     freezes_scale: bool = False  # then only inner layers make the first activations need gradients
     mesh: tuple[int, ...] = (2,)
     reshard: bool | int | None = None
@@ -177,6 +178,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(DIM), requires_grad=not plan.freezes_scale)
         self.layers = nn.ModuleList(make_nodes(plan.layers, control))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head_is_embedding = plan.tokens and plan.head_is_embedding
         if plan.tokens and plan.head_is_tied:
             assert self.embedding is not None
             self.head.weight = self.embedding.weight
@@ -195,6 +197,9 @@ class Net(nn.Module):
                 if self.control["wastes"]:
                     self.layers[0](x)
             x = self.layers[index](x)
+        if self.head_is_embedding:
+            assert self.embedding is not None
+            return nn.functional.linear(x, self.embedding.weight)
         return self.head(x)
 
 
@@ -270,11 +275,11 @@ class Training:
                 own = plan.hook == "stream" and not plan.host
                 stream = self.recorder.device.Stream("hook") if own else None
                 unit.set_all_reduce_hook(lambda grad: grad.mul_(2), stream=stream)
+            if plan.max_buffers is not None:
+                unit.set_reduce_scatter_max_input_buffers(plan.max_buffers)
             if plan.custom and not plan.host:
                 unit.set_custom_all_gather(_Gather())
                 unit.set_custom_reduce_scatter(_Scatter())
-        if plan.max_buffers is not None:
-            self.model.set_reduce_scatter_max_input_buffers(plan.max_buffers)
 
     def step(self, step: Step) -> None:
         if step.moves:
@@ -400,6 +405,7 @@ def plan_of(seed: int) -> Plan:
         layers=layers,
         tokens=tokens,
         head_is_tied=tokens and chance(0.4),
+        head_is_embedding=tokens and chance(0.2),
         freezes_scale=chance(0.2),
         mesh=mesh,
         reshard=draw.choice(reshards),

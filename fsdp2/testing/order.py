@@ -18,7 +18,7 @@ The rules, over byte ranges of blocks of memory:
 - a block is freed only when all accesses happen before the next work of the *owner's stream*: a
   caching allocator may give it out again on that stream at once, and on no other;
 - nothing is accessed after it was freed;
-- a range that is *held* (a gradient that somebody still wants) is not overwritten;
+- a range that is *held* (a gradient that somebody still wants) is neither overwritten nor freed;
 - every message is waited for exactly once, and no stream waits for an event never recorded.
 
 This module knows nothing of torch; `fsdp2.testing.trace` writes traces of real runs.
@@ -159,7 +159,7 @@ class Kind(Enum):
     USED_BEFORE_ALLOCATED = "may use memory that its stream still has for something else"
     FREED_IN_USE = "is freed while in use"
     USED_AFTER_FREE = "uses memory that was freed"
-    HELD_OVERWRITTEN = "overwrites what is still wanted"
+    HELD_LOST = "overwrites or frees what is still wanted"
     WAITED_TWICE = "is waited for twice"
     NEVER_WAITED = "is never waited for"
     NO_EVENT = "waits for an event that was never recorded"
@@ -309,6 +309,8 @@ class Checker:
         for past in block.past:
             if clock.get(past.stream, 0) < past.time:
                 self._report(Kind.FREED_IN_USE, "memory", event.block, past)
+        for reason in block.held:
+            self._report(Kind.HELD_LOST, "memory", event.block, earlier=reason)
         block.past.clear()
 
     def _hold(self, event: Held) -> None:
@@ -353,7 +355,7 @@ class Checker:
         if write and not access.reads:
             for reason, ranges in block.held.items():
                 if any(start < access.stop and access.start < stop for start, stop in ranges):
-                    self._report(Kind.HELD_OVERWRITTEN, event.name, access.block, earlier=reason)
+                    self._report(Kind.HELD_LOST, event.name, access.block, earlier=reason)
 
     def _note(self, event: Launch, access: Access, time: int) -> None:
         block = self._blocks.get(access.block)

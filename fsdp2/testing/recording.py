@@ -124,6 +124,7 @@ def _holding(recorder: Recorder, launch: Callable) -> Callable:
             if i in bucket.in_flight or param.sharded.grad is store.dtensors[i]
         ]
         recorder.hold("a gradient", held, also=[store.flat])
+        del held  # references are counted
         try:
             return launch(self, *args, **kwargs)
         finally:

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # subclasses run first; this mode sees what they do inside
         effects = effects_of(func)
         if effects.is_view:
-            return func(*args, **kwargs)
+            return self._view(func, effects, args, kwargs)
         accesses, on_host, mixed = self._accesses(effects, args, kwargs)
         name = str(func._schema.name)
         if any(self._is_missing(t) for t in _touched(effects, args, kwargs)):
@@ -118,6 +118,18 @@ class Recorder(TorchDispatchMode):
         if mixed and name in _COPIES and not argument((2, "non_blocking"), args, kwargs):
             self.emit(Synchronize(self._stream(on_host)))
         return result
+
+    def _view(self, func: Any, effects: Effects, args: tuple, kwargs: dict) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:  # some views look whether there is enough memory
+            missing = [t for t in _touched(effects, args, kwargs) if self._is_missing(t)]
+            if not missing:
+                raise
+            accesses, on_host, _ = self._accesses(effects, args, kwargs)
+            name = str(func._schema.name)
+            self.emit(Launch(self._stream(on_host), name, tuple(accesses)))
+            raise UsedAfterFreeError(f"{name} on memory that was freed") from error
 
     def _accesses(
         self, effects: Effects, args: tuple, kwargs: dict

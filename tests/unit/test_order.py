@@ -126,10 +126,11 @@ def test_the_host_waits_only_if_told_to() -> None:
 
 def test_what_is_held_may_be_added_to_and_not_overwritten() -> None:
     held = Held(0, "a gradient", ((0, 4),))
-    assert kinds(OLD, held, write("a")) == {Kind.HELD_OVERWRITTEN}
+    assert kinds(OLD, held, write("a")) == {Kind.HELD_LOST}
     assert kinds(OLD, held, change("a")) == set()
     assert kinds(OLD, held, write("a", 0, 4, 8)) == set()
-    assert kinds(OLD, held, Held(0, "a gradient", ()), write("a")) == set()
+    assert kinds(OLD, held, Free(0)) == {Kind.HELD_LOST}
+    assert kinds(OLD, held, Held(0, "a gradient", ()), write("a"), Free(0)) == set()
 
 
 def test_a_message_is_waited_for_once() -> None:

@@ -1,0 +1,51 @@
+"""The checker catches every fault put into the runtime, or the fault is shown to be harmless.
+
+Without these, a trace without violations would say little: a checker that sees nothing gives one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp2.testing import Kind, check
+from harness import ours_only
+from stream_mutations import MUTATIONS, PLANS
+from stream_schedules import Plan, plan_of, traced
+
+pytestmark = [
+    ours_only("breaks what this runtime does"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning"),
+]
+CAUGHT = [name for name, mutation in MUTATIONS.items() if mutation.kind is not None]
+HARMLESS = [name for name, mutation in MUTATIONS.items() if mutation.kind is None]
+
+
+def kinds(plan: Plan) -> set[Kind]:
+    with traced(plan) as recorder:
+        return {violation.kind for violation in check(recorder.events)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_without_a_fault_there_is_nothing_to_see(name: str) -> None:
+    assert kinds(PLANS[name]) == set()
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_the_fault_is_caught(name: str) -> None:
+    mutation = MUTATIONS[name]
+    with mutation.patch():
+        assert mutation.kind in kinds(PLANS[mutation.plan])
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_the_fault_is_harmless(name: str) -> None:
+    mutation = MUTATIONS[name]
+    assert mutation.reason
+    with mutation.patch():
+        shown = {plan: found for plan in PLANS if (found := kinds(PLANS[plan]))}
+        shown |= {str(seed): found for seed in range(20) if (found := kinds(plan_of(seed)))}
+    assert shown == {}
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(CAUGHT) >= 25
