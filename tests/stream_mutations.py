@@ -326,7 +326,9 @@ MUTATIONS: dict[str, Mutation] = {
         lambda: inside(Unit, "_release", lambda: nothing(D, "before_free")),
     ),
     "a parameter is given back early though autograd holds it": Mutation(
-        "large_root_reads_again", GONE, lambda: replace(Bucket, "_count_references", lambda *_: (0, 0))
+        "large_root_reads_again",
+        GONE,
+        lambda: replace(Bucket, "_count_references", lambda *_: (0, 0)),
     ),
     "regrouped shards are copied on the gather's stream": Mutation(
         "regroups", READ, lambda: on_stream(RegroupedShards, "save", "gather")
