@@ -108,12 +108,12 @@ def effects_of(operation: Any) -> Effects:
         )
     reads, writes = [], []
     for place, argument in zip(names, schema.arguments, strict=True):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and schema.name != "aten::set_":
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        if changed and schema.name != "aten::set_":
             writes.append(place)
         if schema.name in _SHAPE_ONLY:
             continue
-        if not written or not (argument.kwarg_only or schema.name in _OVERWRITES):
+        if not changed or not (argument.kwarg_only or schema.name in _OVERWRITES):
             reads.append(place)
     aliases = [result.alias_info for result in schema.returns]
     is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
@@ -147,5 +147,5 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     else:
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
         numel = 1 + sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.storage_offset() * tensor.itemsize
-    return start, start + numel * tensor.itemsize
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + int(numel) * tensor.itemsize
