@@ -108,12 +108,12 @@ def effects_of(operation: Any) -> Effects:
         )
     reads, writes = [], []
     for place, argument in zip(names, schema.arguments, strict=True):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and schema.name != "aten::set_":
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        if changed and schema.name != "aten::set_":
             writes.append(place)
         if schema.name in _SHAPE_ONLY:
             continue
-        if not is_written or not (argument.kwarg_only or schema.name in _OVERWRITES):
+        if not changed or not (argument.kwarg_only or schema.name in _OVERWRITES):
             reads.append(place)
     aliases = [result.alias_info for result in schema.returns]
     is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
