@@ -85,7 +85,7 @@ class Links:
         if type(size) is not int or size >= num_shards or num_shards % size:
             return None
         if self.regather is None or self.regather.group.size() != size:
-            self.regroup_mesh = subgroup_mesh(self.mesh.mesh, size)
+            self.regroup_mesh = subgroup_mesh(self.mesh, size)
             transport = make_transport(self.regroup_mesh.get_group(1), self.device)
             self.regather = self._customized(transport)
         return size

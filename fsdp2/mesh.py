@@ -155,20 +155,25 @@ def _make(
     return DataParallelMesh(mesh, *of(shard_dim), *of(replicate_dim))
 
 
-def subgroup_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+def subgroup_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
     """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward.
 
-    Made once per ``mesh`` and size, since every mesh comes with process groups of its own.
+    Made once per mesh and size, since every mesh comes with process groups of its own; not kept
+    by the `DeviceMesh`, which equals one whose groups were destroyed.
     """
-    made = _subgroup_meshes.setdefault(mesh, {})
-    if size not in made:
-        ranks = mesh.mesh.reshape(-1, size)
+    assert mesh.shard_group is not None
+    ranks = mesh.mesh.mesh.reshape(-1, size)
+    made = _subgroup_meshes.setdefault(mesh.shard_group, {})
+    key = (size, tuple(ranks.flatten().tolist()))
+    if key not in made:
         names = ("fsdp2_across", "fsdp2_within")
-        made[size] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-    return made[size]
+        made[key] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    return made[key]
 
 
-_subgroup_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyDictionary()
+_MeshKey = tuple[int, tuple[int, ...]]
+_subgroup_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_MeshKey, DeviceMesh]]
+_subgroup_meshes = WeakKeyDictionary()
 
 
 def device_of(mesh: DataParallelMesh) -> torch.device:

@@ -439,3 +439,12 @@ def test_one_default_group_at_a_time_and_none_left_behind() -> None:
         raise ZeroDivisionError
     with simulated_mesh(3) as mesh:
         assert mesh.size() == 3
+
+
+def test_groups_for_resharding_are_made_anew_after_the_old_ones_were_destroyed() -> None:
+    """The second mesh equals the first, the process groups of which are gone."""
+    for _ in range(2):
+        with simulated_mesh(4) as mesh:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            fully_shard(model, mesh=mesh, reshard_after_forward=2)
+            model(torch.ones(1, 4)).sum().backward()
