@@ -150,7 +150,7 @@ class FSDPModule:
         """The former name of `set_gradient_divide_factor`; deprecated."""
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
-            FutureWarning,
+            DeprecationWarning,
             stacklevel=2,
         )
         self.set_gradient_divide_factor(factor)
