@@ -27,7 +27,23 @@ def without_partial_sums(tensor: DTensor) -> DTensor:
         return tensor.redistribute(placements=placements)
 
 
-def like(local: Tensor, tensor: DTensor) -> DTensor:
+def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same tensor with the placements of ``other``; itself where it has them."""
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
+        return tensor
+    if tensor.placements == other.placements:
+        return tensor
+    with torch.no_grad():
+        return tensor.redistribute(other.device_mesh, other.placements)
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros, laid out as a DTensor or plain tensor."""
+    zeros = torch.zeros_like(local_part(tensor.detach()))
+    return laid_out_like(zeros, tensor) if isinstance(tensor, DTensor) else zeros
+
+
+def laid_out_like(local: Tensor, tensor: DTensor) -> DTensor:
     """A DTensor over ``local`` that is laid out as ``tensor`` is."""
     with torch.no_grad():
         return DTensor.from_local(
