@@ -4,8 +4,10 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
+from . import optim
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .optim import clip_grad_norm_, get_total_norm
 from .policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -22,7 +24,10 @@ __all__ = [
     "OffloadPolicy",
     "ShardPlacementResult",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

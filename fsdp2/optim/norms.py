@@ -176,7 +176,8 @@ class Collection:
     """Tensors sorted by the process groups over which they are cut, by device and dtype.
 
     Attributes:
-        first_device: of the first tensor; None without tensors.
+        first_device: of the first tensor, or of what it is like; None without tensors.
+        dtype: of the norm: float64 if any tensor is of double precision, else float32.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
@@ -185,6 +186,7 @@ class Collection:
         So ranks that lack a gradient, or all of them, still take part in the same reductions.
         """
         self.first_device: torch.device | None = None
+        self.dtype = torch.float32
         self._groups: list[Groups] = []  # of each entry, a set of tensors that are cut alike
         self._parts: list[Sorted] = []  # of each entry: local tensors to measure and to scale
         self._copies: list[Sorted] = []  # likewise, to measure only
@@ -201,6 +203,8 @@ class Collection:
                 known[key] = self._entry(source)
             entry = known[key]
             if tensor is None:
+                if source.dtype in DOUBLE:
+                    self.dtype = torch.float64
                 self._measured.append((-1 if entry is None else entry, None))
             elif entry is None or key is None:
                 self._add_unusual(tensor)
@@ -208,9 +212,11 @@ class Collection:
                 part = local_part(tensor)
                 self._parts[entry].setdefault((part.device, part.dtype), []).append(part)
                 self._measured.append((entry, part))
-        parts = [part for _, part in self._measured if part is not None]
-        if parts:
-            self.first_device = parts[0].device
+        if len(like):
+            first = like[0] if tensors[0] is None else tensors[0]
+            self.first_device = local_part(first).device
+        if any(dtype in DOUBLE for each in (*self._parts, *self._copies) for _, dtype in each):
+            self.dtype = torch.float64
 
     def _add_unusual(self, tensor: Tensor) -> None:
         """Add a plain tensor, which may be sparse, or partial sums, which are reduced here."""
@@ -262,7 +268,7 @@ class Collection:
         pipeline: dist.ProcessGroup | None,
     ) -> Tensor:
         """The norm of everything, as described at `get_total_norm`."""
-        device, dtype = self._device(), torch.float32
+        device = self._device()
         if order == 0:
             values = self._counts(device)
             entry_of = [entry for entry, _ in self._measured]
@@ -274,9 +280,7 @@ class Collection:
             values = torch.stack(norms) if norms else torch.zeros(0, device=device)
             entry_of = list(range(len(norms)))
         total = reduce_all(values, entry_of, self._groups, order, pipeline)
-        if any(d in DOUBLE for each in (*self._parts, *self._copies) for _, d in each):
-            dtype = torch.float64
-        total = total.to(device=self.first_device or device, dtype=dtype)
+        total = total.to(device=self.first_device or device, dtype=self.dtype)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, "
