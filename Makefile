@@ -20,7 +20,7 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt clean
+.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt bench-clip clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ bench-gpu: $(SETUP)  ## on one GPU: step time, memory, a timeline (in small on t
 
 bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 	$(PY) -m benchmarks.checkpoint $(ARGS)
+
+bench-clip: $(SETUP)  ## compare gradient clipping with torch's
+	$(PY) -m benchmarks.clip $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

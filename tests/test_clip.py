@@ -366,9 +366,8 @@ def test_ranks_without_gradients_take_part() -> None:
 
 
 @ours_only("the norm of infinite order finds what is not a number")
-@pytest.mark.parametrize(
-    ("order", "value"), itertools.product([2.0, math.inf], [math.inf, math.nan])
-)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 @distributed(2)
 def test_gradients_that_are_not_finite(order: float, value: float) -> None:
     model, plain = pair(MLP)
