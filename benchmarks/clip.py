@@ -2,7 +2,7 @@
 
     python -m benchmarks.clip
 
-1,000 gradients of 64 x 64 elements, sharded over a `fake` group of two in one process, so that
+1,000 gradients of 32 x 32 elements, sharded over a `fake` group of two in one process, so that
 what is measured is host time: `torch.nn.utils.clip_grad_norm_` and `fsdp2.clip_grad_norm_` over
 DTensors, and torch's over as many plain tensors of a shard's size. The first call of each is timed
 apart, in a process of its own; it is what torch's dispatch of DTensors takes to set itself up.
@@ -40,7 +40,7 @@ def make_parameters(num: int, *, plain: bool) -> list[nn.Parameter]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params = []
     for _ in range(num):
-        local, grad = torch.zeros(32, 64), torch.full((32, 64), 1 / 1500)
+        local, grad = torch.zeros(16, 32), torch.full((16, 32), 1 / 500)
         if not plain:
             local = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             grad = DTensor.from_local(grad, mesh, [Shard(0)], run_check=False)

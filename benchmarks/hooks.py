@@ -94,7 +94,7 @@ class Run:
         self.variant.model(self.x).sum().backward()
 
     def step(self) -> tuple[float, float, float, float]:
-        """One training step; wall and CPU seconds of forward and backward, and of the optimizers."""
+        """One step; wall and CPU seconds of forward and backward, and of both optimizers."""
         self.optimizer.zero_grad()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         self.forward_backward()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from .parts import local_part, without_partial_sums
 
@@ -173,7 +174,7 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup |
 
 
 class Collection:
-    """Tensors sorted by the process groups over which they are cut, by device and dtype.
+    """Tensors sorted by the process groups over which they are cut.
 
     Attributes:
         first_device: of the first tensor, or of what it is like; None without tensors.
@@ -185,70 +186,64 @@ class Collection:
 
         So ranks that lack a gradient, or all of them, still take part in the same reductions.
         """
-        self.first_device: torch.device | None = None
-        self.dtype = torch.float32
+        self._tensors, self._like = tensors, like
         self._groups: list[Groups] = []  # of each entry, a set of tensors that are cut alike
-        self._parts: list[Sorted] = []  # of each entry: local tensors to measure and to scale
-        self._copies: list[Sorted] = []  # likewise, to measure only
+        self._parts: list[list[Tensor]] = []  # of each entry: local tensors to measure and scale
+        self._copies: list[list[Tensor]] = []  # likewise, to measure only
         self._apart: list[Tensor] = []  # to scale only
-        self._measured: list[tuple[int, Tensor | None]] = []  # entry and tensor, in order
         self._entries: dict[object, int] = {}  # (mesh, dims that shard) -> entry
-        known: dict[object, int | None] = {}  # (mesh, placements) -> entry, None: partial sums
+        missing: list[torch.dtype] = []
+        # (mesh, placements) -> the list for local tensors. As little as possible is done for each
+        # tensor: there may be thousands.
+        known: dict[object, list[Tensor]] = {}
         for tensor, other in zip(tensors, like, strict=True):
-            source = other if tensor is None else tensor
-            key = None
-            if isinstance(source, DTensor):
-                key = (id(source.device_mesh), source.placements)
-            if key not in known:
-                known[key] = self._entry(source)
-            entry = known[key]
             if tensor is None:
-                if source.dtype in DOUBLE:
-                    self.dtype = torch.float64
-                self._measured.append((-1 if entry is None else entry, None))
-            elif entry is None or key is None:
-                self._add_unusual(tensor)
+                self._entry(other)
+                missing.append(other.dtype)
+            elif isinstance(tensor, DTensor):
+                key = (id(tensor.device_mesh), tensor.placements)
+                parts = known.get(key)
+                if parts is not None:
+                    parts.append(local_part(tensor))
+                    continue
+                self._add(tensor)
+                if not any(placement.is_partial() for placement in tensor.placements):
+                    known[key] = self._parts[self._entry(tensor)]
             else:
-                part = local_part(tensor)
-                self._parts[entry].setdefault((part.device, part.dtype), []).append(part)
-                self._measured.append((entry, part))
-        if len(like):
+                self._add(tensor)
+        self._sorted = [sort(parts) for parts in self._parts]
+        self._measured = [
+            [*each.items(), *sort(copies).items()]
+            for each, copies in zip(self._sorted, self._copies, strict=True)
+        ]
+        dtypes = {dtype for each in self._measured for (_, dtype), _ in each}
+        self.dtype = torch.float64 if DOUBLE & (dtypes | set(missing)) else torch.float32
+        self.first_device: torch.device | None = None
+        if like:
             first = like[0] if tensors[0] is None else tensors[0]
             self.first_device = local_part(first).device
-        if any(dtype in DOUBLE for each in (*self._parts, *self._copies) for _, dtype in each):
-            self.dtype = torch.float64
 
-    def _add_unusual(self, tensor: Tensor) -> None:
-        """Add a plain tensor, which may be sparse, or partial sums, which are reduced here."""
-        measured = tensor
-        if isinstance(tensor, DTensor):
-            measured = without_partial_sums(tensor)
-        entry = self._entry(measured)
-        assert entry is not None
-        part, measured = local_part(tensor), local_part(measured)
-        if measured.layout != torch.strided:
-            measured = measured.coalesce().values()
-        where = (measured.device, measured.dtype)
+    def _add(self, tensor: Tensor) -> None:
+        """Add any tensor: also a sparse one, or partial sums, which are reduced here."""
+        entry, part, measured = self._entry(tensor), local_part(tensor), measurable(tensor)
         if measured is part:
-            self._parts[entry].setdefault(where, []).append(part)
+            self._parts[entry].append(part)
         else:
-            self._copies[entry].setdefault(where, []).append(measured)
+            self._copies[entry].append(measured)
             self._apart.append(part)
-        self._measured.append((entry, measured))
 
-    def _entry(self, tensor: Tensor) -> int | None:
-        """The entry that ``tensor`` belongs to; None for partial sums."""
+    def _entry(self, tensor: Tensor) -> int:
+        """The entry that ``tensor`` belongs to, once its partial sums are reduced."""
         key: object = None
         groups: Groups = ()
         if isinstance(tensor, DTensor):
             placements, mesh = tensor.placements, tensor.device_mesh
-            if any(p.is_partial() for p in placements):
-                return None
             # Inner dims first: they are usually within a machine.
             dims = [
                 d
                 for d in reversed(range(mesh.ndim))
-                if not placements[d].is_replicate() and mesh.size(d) > 1
+                if not (placements[d].is_replicate() or placements[d].is_partial())
+                and mesh.size(d) > 1
             ]
             if dims:
                 key = (mesh, tuple(dims))
@@ -256,8 +251,8 @@ class Collection:
         if key not in self._entries:
             self._entries[key] = len(self._groups)
             self._groups.append(groups)
-            self._parts.append({})
-            self._copies.append({})
+            self._parts.append([])
+            self._copies.append([])
         return self._entries[key]
 
     def total(
@@ -271,12 +266,12 @@ class Collection:
         device = self._device()
         if order == 0:
             values = self._counts(device)
-            entry_of = [entry for entry, _ in self._measured]
-        else:
-            norms = [
-                joint_norm([*parts.items(), *copies.items()], order, foreach, device)
-                for parts, copies in zip(self._parts, self._copies, strict=True)
+            entry_of = [
+                self._entry(other if tensor is None else tensor)
+                for tensor, other in zip(self._tensors, self._like, strict=True)
             ]
+        else:
+            norms = [joint_norm(each, order, foreach, device) for each in self._measured]
             values = torch.stack(norms) if norms else torch.zeros(0, device=device)
             entry_of = list(range(len(norms)))
         total = reduce_all(values, entry_of, self._groups, order, pipeline)
@@ -291,15 +286,15 @@ class Collection:
 
     def _counts(self, device: torch.device) -> Tensor:
         """For each tensor how many elements are not 0."""
-        counts = torch.zeros(len(self._measured), dtype=wide(device), device=device)
-        for i, (_, tensor) in enumerate(self._measured):
+        counts = torch.zeros(len(self._tensors), dtype=wide(device), device=device)
+        for i, tensor in enumerate(self._tensors):
             if tensor is not None:
-                counts[i] = tensor.count_nonzero()
+                counts[i] = measurable(tensor).count_nonzero()
         return counts
 
     def _device(self) -> torch.device:
         """Where sums are added up: an accelerator if anything lies on one."""
-        devices = [d for each in (*self._parts, *self._copies) for d, _ in each]
+        devices = [device for each in self._measured for (device, _), _ in each]
         if not devices:
             return torch.device("cpu")
         return next((d for d in devices if d.type != "cpu"), devices[0])
@@ -312,7 +307,7 @@ class Collection:
             return
         for tensor in self._apart:
             tensor.mul_(factor.to(tensor.device))
-        for parts in self._parts:
+        for parts in self._sorted:
             for (device, _), tensors in parts.items():
                 by = factor.to(device)
                 if use_foreach(foreach, device, default=True):
@@ -320,6 +315,22 @@ class Collection:
                 else:
                     for tensor in tensors:
                         tensor.mul_(by)
+
+
+def measurable(tensor: Tensor) -> Tensor:
+    """This rank's elements, of sums that are complete (a collective if they are partial)."""
+    if isinstance(tensor, DTensor):
+        tensor = without_partial_sums(tensor)
+    part = local_part(tensor)
+    return part if part.layout == torch.strided else part.coalesce().values()
+
+
+def sort(tensors: list[Tensor]) -> Sorted:
+    """Plain tensors by device and dtype."""
+    if not tensors:
+        return {}
+    found = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
+    return {key: chosen for key, ([chosen], _) in found.items()}  # type: ignore[misc]
 
 
 def reduce_all(
