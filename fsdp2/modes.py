@@ -40,7 +40,7 @@ def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compiler.disable(hook)(*args)
         return hook(*args)
 
-    _never_compile(call.__code__)
+    _never_compile(call.__code__)  # type: ignore[attr-defined]
     return call
 
 
