@@ -34,6 +34,8 @@ class Runtime:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
+        splits_backward: whether a backward went through a unit without gradients for it: a
+            pipeline computes those of weights apart, later, without any hook being called.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -45,6 +47,7 @@ class Runtime:
         blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
         self.is_last_backward = True
+        self.splits_backward = False
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -96,6 +99,8 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
+            if other.accumulate_sharded and other.has_whole_gradients():
+                self.reduce(other)
             other.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
@@ -116,7 +121,7 @@ class Runtime:
                 unit.show_sharded()
             else:
                 unit.free(self.streams, regroup=type(policy) is int and differentiable)
-        elif unit.encloses and differentiable:
+        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
@@ -194,6 +199,8 @@ class Runtime:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
+        if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
+            self.splits_backward = True
         self.reduce(unit)
         index = unit.backward_index
         runs_next = index > 0 and self.backward_order[index - 1] is unit
@@ -207,7 +214,7 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
-        if unit.encloses and self.in_backward:
+        if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
         if not reductions:
@@ -292,6 +299,23 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it, except where gradients of weights are computed apart: nothing is
+        called there, so it is waited for at once.
+        """
+        if self.is_last_backward or not self.backward_order or self.in_backward:
+            return
+        if self.splits_backward:
+            unit.unshard(self.streams)
+            return
+        if unit.released:
+            unit.free(self.streams)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+        unit.show_unsharded()
 
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)
