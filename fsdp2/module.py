@@ -81,7 +81,9 @@ class FSDPModule:
             unit.sync_grads = unit.all_reduce_grads = requires_gradient_sync
             unit.reduce_grads = requires_gradient_sync or unit.accumulate_sharded
         if not requires_gradient_sync:
-            _reduce_pending(units)
+            for unit in units:
+                if unit.runtime is not None:
+                    unit.runtime.take_weight_gradients(unit)
 
     def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
         """Whether backwards without gradient sync accumulate gradients sharded.
@@ -520,13 +522,6 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.runtime.wait_unshard(unit)
-
-
-def _reduce_pending(units: list[Unit]) -> None:
-    """Reduce gradients of weights that a pipeline has put there after backward."""
-    for unit in units:
-        if unit.accumulate_sharded and unit.runtime is not None and unit.has_whole_gradients():
-            unit.runtime.reduce(unit)
 
 
 def _unit_of(module: Any) -> Unit:

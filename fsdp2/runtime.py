@@ -99,8 +99,7 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
-            if other.accumulate_sharded and other.has_whole_gradients():
-                self.reduce(other)
+            self.take_weight_gradients(other)
             other.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
@@ -228,11 +227,14 @@ class Runtime:
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
-                for older in tuple(self._reductions)[:-1]:
-                    for reduction in older:
-                        reduction.advance()
+                self._advance(tuple(self._reductions)[:-1])
             if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
                 self._complete_all()
+
+    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
+        for reductions in in_flight:
+            for reduction in reductions:
+                reduction.advance()
 
     def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
         """Complete older reductions until one of ``nbytes`` more may be in flight."""
@@ -267,6 +269,9 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
+        if not self.streams.stream_ordered and self.is_last_backward:
+            # What waits for an all-reduce is known only when sums over shards are there.
+            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         for unit in reversed(self.units):
             if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
@@ -299,6 +304,11 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
+
+    def take_weight_gradients(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if self.splits_backward and unit.has_whole_gradients():
+            self.reduce(unit)
 
     def gather_for_backward(self, unit: Unit) -> None:
         """Register the unsharded parameters between forward and backward, and start the gather.
