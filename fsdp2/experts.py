@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .fully_shard import fully_shard
+from .tree import tensors_in
 
 __all__ = ["TokenExchange", "local_experts", "shard_experts"]
 
@@ -42,8 +43,9 @@ def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **op
 
     Gradients are summed over all ranks that have an expert and divided by ``mesh.size()``: as
     tokens of a whole row of the mesh come together in each expert, that is the mean over all data
-    ranks, as for other parameters. Experts without a token have gradients of zero, so that all
-    ranks reduce the same.
+    ranks, as for other parameters. Experts without a token have gradients of zero, and backward
+    runs through them all the same: all ranks gather and reduce alike. Forward must be called on
+    every rank, with no rows if there are none.
 
     Args:
         module: the experts; ``forward`` sees parameters that are DTensors over ``expert_dim``,
@@ -86,6 +88,7 @@ def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **op
         return Shard(1 if num_local < num_shards and param.ndim > 1 else 0)
 
     options.setdefault("shard_placement_fn", place)
+    module.register_forward_hook(_connect_output, with_kwargs=True)  # before those of the unit
     fully_shard(module, mesh=mesh[others], **options)
     module.set_gradient_divide_factor(float(mesh.size()))
     module.set_reduce_scatter_unused_params(True)
@@ -120,6 +123,16 @@ def _deal_out(module: nn.Module, mesh: DeviceMesh) -> None:
                 )
                 made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
             setattr(owner, name, made[param])
+
+
+def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Backward runs through the experts on every rank, also where no token came: those that
+    share their parameters gather them for it, and reduce gradients, together."""
+    if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+        return output
+    anchors = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    anchors = anchors or [p for p in module.parameters() if p.requires_grad][:1]
+    return _Connected.apply(output, *anchors) if anchors else output
 
 
 def local_experts(parameter: Tensor) -> Tensor:
@@ -217,35 +230,44 @@ class TokenExchange:
         Returns:
             (num_tokens, dim): per token the weighted sum over its choices.
         """
-        sent, self._rows = self._rows, None
+        if self._rows is not None and torch.is_grad_enabled():
+            # So that the backward of `dispatch` runs on every rank.
+            rows, self._rows = _Connected.apply(rows, self._rows), None
         back = torch.empty_like(rows).index_copy(0, self._grouping, rows)
-        back = self._exchange(back, self._receives, self._sends, after=sent)
+        back = self._exchange(back, self._receives, self._sends)
         choices = torch.empty_like(back).index_copy(0, self._order, back)
-        choices = choices.view(self.num_tokens, self.num_choices, -1)
+        choices = choices.view(self.num_tokens, self.num_choices, back.shape[-1])
         if weights is not None:
             choices = choices * weights.unsqueeze(-1)
         return choices.sum(1)
 
-    def _exchange(
-        self, rows: Tensor, sends: list[int], receives: list[int], after: Tensor | None = None
-    ) -> Tensor:
+    def _exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         if self._group is None:
             return rows
-        return _AllToAll.apply(rows, after, sends, receives, self._group)
+        return _AllToAll.apply(rows, sends, receives, self._group)
+
+
+class _Connected(torch.autograd.Function):
+    """Identity on ``output`` with edges to ``anchors``, whose backward runs then, if without a
+    gradient, wherever ``output`` came from."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.num_anchors = len(anchors)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.num_anchors
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; backward sends the gradients of the rows back.
-
-    ``after`` is an output of an earlier exchange. It gets no gradient, but an edge: the backward
-    of that exchange runs on every rank, also where experts made nothing of its (no) rows.
-    """
+    """Rows to other ranks; backward sends the gradients of the rows back."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        after: Tensor | None,
         sends: list[int],
         receives: list[int],
         group: dist.ProcessGroup,
@@ -256,7 +278,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad, ctx.receives, ctx.sends, ctx.group), None, None, None, None
+        return _all_to_all(grad, ctx.receives, ctx.sends, ctx.group), None, None, None
 
 
 def _all_to_all(

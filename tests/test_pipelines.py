@@ -150,7 +150,9 @@ class Pipeline:
         schedule = kind(chosen, NUM_MICRO_BATCHES, loss_fn=loss_of)
         coordinates = data.get_coordinate()
         assert coordinates is not None
-        data_rank = coordinates[0] if data.ndim == 1 else data.size(1) * coordinates[0] + coordinates[1]
+        data_rank = (
+            coordinates[0] if data.ndim == 1 else data.size(1) * coordinates[0] + coordinates[1]
+        )
         ends = (0 in own, num_stages - 1 in own)
         return cls(schedule, modules, plain, *ends, data_rank, data.size(), compute_dtype)
 
