@@ -130,8 +130,9 @@ def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> A
     share their parameters gather them for it, and reduce gradients, together."""
     if not torch.is_grad_enabled() or not isinstance(output, Tensor):
         return output
-    anchors = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-    anchors = anchors or [p for p in module.parameters() if p.requires_grad][:1]
+    anchors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    if not anchors:
+        anchors += [p for p in module.parameters() if p.requires_grad][:1]
     return _Connected.apply(output, *anchors) if anchors else output
 
 
