@@ -77,8 +77,40 @@ class FSDPModule:
                 gradients without communication.
             recurse: whether to set it for sharded submodules too.
         """
+        units = self._units(recurse)
+        for unit in units:
+            unit.sync_grads = unit.all_reduce_grads = requires_gradient_sync
+            unit.reduce_grads = requires_gradient_sync or unit.accumulate_sharded
+        if not requires_gradient_sync:
+            for unit in units:
+                if unit.runtime is not None:
+                    unit.runtime.take_weight_gradients(unit)
+
+    def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
+        """Whether backwards without gradient sync accumulate gradients sharded.
+
+        Without gradient sync (see `set_requires_gradient_sync`, which pipeline schedules call),
+        gradients accumulate unsharded by default: one reduce-scatter per step, and memory for all
+        gradients in whole, in the dtype of the reduction. With True every backward
+        reduce-scatters and adds to the sharded gradients: one reduce-scatter per micro-batch,
+        and memory for a unit or two. On a 2-D mesh the all-reduce still waits for the backward
+        with sync, so that there is one per step. Shards accumulate in the dtype of the
+        parameters (on a 2-D mesh: of the reduction).
+
+        Where a schedule computes the gradients of weights apart (zero bubble), they are reduced
+        when the next forward or backward of this module begins, or at the end of the step.
+
+        Args:
+            accumulate_sharded: the same on every rank.
+            recurse: whether to set it for sharded submodules too.
+
+        Example:
+            >>> stage.submod.set_accumulate_sharded(True)
+            >>> schedule.step(tokens)  # of torch.distributed.pipelining
+        """
         for unit in self._units(recurse):
-            unit.reduce_grads = unit.all_reduce_grads = requires_gradient_sync
+            unit.accumulate_sharded = accumulate_sharded
+            unit.reduce_grads = unit.sync_grads or accumulate_sharded
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces gradients over replicas (2-D mesh).
@@ -114,10 +146,19 @@ class FSDPModule:
         """Whether to free parameters after backward.
 
         With False they stay gathered for the next micro-batch; set it back to True for the last
-        one before the optimizer step, which changes the shards only.
+        one before the optimizer step, which changes the shards only. After
+        ``set_is_last_backward(False)``, between a forward and its backward, False registers the
+        unsharded parameters and starts their gather at once: pipelines that compute the gradients
+        of inputs and weights apart (zero bubble) ask for ``parameters()`` after these calls and
+        look for them in the graph.
         """
-        for unit in self._units(recurse):
+        units = self._units(recurse)
+        for unit in units:
             unit.reshard_after_backward = reshard_after_backward
+        if not reshard_after_backward:
+            for unit in reversed(units):  # in the order in which backward will want them
+                if unit.runtime is not None:
+                    unit.runtime.gather_for_backward(unit)
 
     def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
         """Keep frozen parameters gathered, from one micro-batch and step to the next.

@@ -35,6 +35,8 @@ class Runtime:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
+        splits_backward: whether a backward went through a unit without gradients for it: a
+            pipeline computes those of weights apart, later, without any hook being called.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -46,6 +48,7 @@ class Runtime:
         blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
         self.is_last_backward = True
+        self.splits_backward = False
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -97,6 +100,7 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
+            self.take_weight_gradients(other)
             other.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
@@ -117,7 +121,7 @@ class Runtime:
                 unit.show_sharded()
             else:
                 unit.free(self.streams, regroup=type(policy) is int and differentiable)
-        elif unit.encloses and differentiable:
+        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
@@ -195,6 +199,8 @@ class Runtime:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
+        if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
+            self.splits_backward = True
         self.reduce(unit)
         index = unit.backward_index
         runs_next = index > 0 and self.backward_order[index - 1] is unit
@@ -208,7 +214,7 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
-        if unit.encloses and self.in_backward:
+        if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
         if not reductions:
@@ -222,11 +228,14 @@ class Runtime:
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
-                for older in tuple(self._reductions)[:-1]:
-                    for reduction in older:
-                        reduction.advance()
+                self._advance(tuple(self._reductions)[:-1])
             if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
                 self._complete_all()
+
+    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
+        for reductions in in_flight:
+            for reduction in reductions:
+                reduction.advance()
 
     def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
         """Complete older reductions until one of ``nbytes`` more may be in flight."""
@@ -261,6 +270,9 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
+        if not self.streams.stream_ordered and self.is_last_backward:
+            # What waits for an all-reduce is known only when sums over shards are there.
+            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         for unit in reversed(self.units):
             if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
@@ -294,6 +306,28 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
+
+    def take_weight_gradients(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if self.splits_backward and unit.has_whole_gradients():
+            self.reduce(unit)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it, except where gradients of weights are computed apart: nothing is
+        called there, so it is waited for at once.
+        """
+        if self.is_last_backward or not self.backward_order or self.in_backward:
+            return
+        if self.splits_backward:
+            unit.unshard(self.streams)
+            return
+        if unit.released:
+            unit.free(self.streams)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+        unit.show_unsharded()
 
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPModule
-from harness import distributed
+from harness import distributed, ours_only
 from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
@@ -71,6 +71,31 @@ def test_no_sharded_gradient_appears_before_the_reduction() -> None:
     after = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     assert len(before) == len(after) == len(list(plain.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@ours_only("a choice of fsdp2")
+@some_models
+@distributed(2, 3)
+def test_accumulation_of_shards(name: str) -> None:
+    """Every micro-batch is reduced into the sharded gradients, also where sync is switched off."""
+    case = BY_NAME[name]
+    model, plain = pair(case)
+    assert isinstance(model, FSDPModule)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    model.set_accumulate_sharded(True)
+    for step in range(2):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            run_both(case, model, plain, 3 * step + micro)
+            assert_sharded(model)
+            assert_same_gradients(model, plain)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    model.set_accumulate_sharded(False)
+    model.set_requires_gradient_sync(False)
+    run_both(case, model, plain, 7, average=False)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("mode", [False, 2])
