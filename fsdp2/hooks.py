@@ -67,19 +67,34 @@ class UnitHooks:
         self._watched: list[Any] = []
         self._watched_generation = -1
         self._num_accumulated = 0
+        self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
         self._pre_forward = _between_graphs(self.pre_forward)
         self._post_forward = _between_graphs(self.post_forward)
-        for module in unit.modules:
+
+    def install(self) -> None:
+        """Register the hooks of forward."""
+        for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
 
+    def take_over(self, other: UnitHooks, module: nn.Module) -> None:
+        """Put these hooks of forward in the places of ``other``'s, which a copy of it holds."""
+        for hooks, old, new in (
+            (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
+            (module._forward_hooks, other._post_forward, self._post_forward),
+        ):
+            hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
     # -- forward ----------------------------------------------------------------------------
 
-    def wrap_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(
+        self, owner: nn.Module, name: str, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """``method`` as a forward of the unit: gathered for before it, freed after it.
 
         Calls of forward inside of it compute with what is gathered already.
         """
+        self.methods.append((owner, name, method))
 
         @functools.wraps(method)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -272,28 +287,37 @@ class _Entrance(torch.autograd.Function):
         return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
-def hook_state_dict(unit: Unit, module: nn.Module) -> None:
-    """Make ``state_dict`` and ``load_state_dict`` of ``module``, which owns parameters of
-    ``unit``, see the sharded parameters, at any time and whatever is computed with."""
-    entered: list[Any] = []
+class StateDictHooks:
+    """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
+    the sharded ones, at any time and whatever is computed with.
 
-    def before_save(*_: Any) -> None:
-        entered.append(unit.registration.showing_sharded())
-        entered[-1].__enter__()
+    Bound methods, since `copy.deepcopy` copies what they are bound to.
+    """
 
-    def after_save(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._entered: list[Any] = []
 
-    def before_load(*_: Any) -> None:
+    def install(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self.before_save)
+        # (an object that takes the attribute that this puts on it)
+        module.register_state_dict_post_hook(functools.partial(self.after_save))
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
+
+    def before_save(self, *_: Any) -> None:
+        self._entered.append(self.unit.registration.showing_sharded())
+        self._entered[-1].__enter__()
+
+    def after_save(self, *_: Any) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+    def before_load(self, *_: Any) -> None:
+        unit = self.unit
         if unit.runtime is not None:
             unit.runtime.reshard(unit)  # what was gathered is about to be out of date
             unit.runtime.optimizer_event = None  # loading writes after the optimizer
         unit.registration.show("sharded")
 
-    def after_load(*_: Any) -> None:
-        unit.adopt_replaced()
-
-    module.register_state_dict_pre_hook(before_save)
-    module.register_state_dict_post_hook(after_save)
-    module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(after_load)
+    def after_load(self, *_: Any) -> None:
+        self.unit.adopt_replaced()

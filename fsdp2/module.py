@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from .collectives import backend_name
+from .copying import deepcopy_module
 from .custom import AllGather, ReduceScatter
 from .interop import PipelineState, TorchFSDPModule, state_of
 from .runtime import Runtime, build_runtime, units_in
@@ -355,9 +357,15 @@ class FSDPModule:
         return result
 
     def __deepcopy__(self, memo: dict) -> Any:
-        raise NotImplementedError(
-            f"copy.deepcopy of a sharded {type(self).__mro__[2].__name__} is not supported: build "
-            "a second model, shard it and load this one's state_dict()"
+        assert isinstance(self, nn.Module)
+        return deepcopy_module(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickle.PicklingError(
+            f"A sharded {type(self).__mro__[2].__name__} cannot be pickled (torch.save of a model, "
+            "copy.copy): save model.state_dict(), full_state_dict(model) or a checkpoint of "
+            "fsdp2.checkpoint, and load that into a model made by the same code. copy.deepcopy "
+            "works"
         )
 
     def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
@@ -443,7 +451,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    wrapped = _unit_of(module).hooks.wrap_method(method)
+    wrapped = _unit_of(module).hooks.wrap_method(module, method_name, method)
     setattr(module, method_name, MethodType(wrapped, module))
 
 

@@ -104,10 +104,20 @@ class Registration:
         """Sharded parameters inside, whatever was shown before after it."""
         before, released = self.shown, list(self._released)
         self.show("sharded")
-        yield
-        self.show(before)
-        for item in released:
-            self.show_released(*item)
+        try:
+            yield
+        finally:
+            self.show(before)
+            for item in released:
+                self.show_released(*item)
+
+    def __deepcopy__(self, memo: dict) -> Registration:
+        unit_type = type(self.unit_modules[0]).__mro__[2].__name__
+        raise NotImplementedError(
+            "copy.deepcopy of a module whose parameters belong to the sharded unit "
+            f"'{self.unit_name}' ({unit_type}) around it: copy that module, or give this one a "
+            "fully_shard of its own"
+        )
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.shown == "unsharded" or any(isinstance(arg, DTensor) for arg in args):

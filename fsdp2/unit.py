@@ -12,6 +12,7 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -124,6 +125,10 @@ class Unit:
         self._versions = 0
         self.dirty = False  # somebody replaced sharded parameters: plan anew before the next use
         self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Of a module inside only; whole units are put into ``memo`` before, by `copying`."""
+        return copy.deepcopy(self.registration, memo)
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -274,8 +279,9 @@ class Unit:
                 new = module._parameters.get(name)
                 if new is None or new is param.sharded:
                     continue
+                before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
-                self.dirty = self.dirty or new is param.sharded
+                self.dirty = self.dirty or param.sharded is not before
         self._plan_registration()
         self.registration.show("sharded")
 

@@ -87,6 +87,15 @@ def test_load_by_assignment_without_to_empty(name: str) -> None:
     train_both(case, model, plain)
 
 
+@ours_only("whole tensors in place of sharded ones")
+@distributed(2)
+def test_load_whole_tensors_by_assignment_without_to_empty() -> None:
+    model, plain = build_on_meta(MLP), reference_of(MLP)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.requires_grad_(True)
+    train_both(MLP, model, plain)
+
+
 @distributed(1, 2, 3)
 def test_to_empty_and_init() -> None:
     """An init that does not depend on how a parameter is sharded."""
