@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import fully_shard
-from harness import cached_mesh, distributed
+from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
