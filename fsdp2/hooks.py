@@ -306,6 +306,8 @@ class StateDictHooks:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def before_save(self, *_: Any) -> None:
+        if self.unit.runtime is None:
+            self.unit.adopt_replaced(keep_objects=False)
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
 

@@ -277,7 +277,10 @@ class Unit:
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 module, name = param.owners[0]
                 new = module._parameters.get(name)
-                if new is None or new is param.sharded:
+                if new is param.sharded:
+                    continue
+                if not isinstance(new, nn.Parameter):
+                    self.registration.check()  # (raises)
                     continue
                 before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
