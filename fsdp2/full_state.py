@@ -30,7 +30,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from .checkpoint.boxes import Box
 from .checkpoint.placement import box_of, slices_like, this_rank
 from .collectives import take_tags
-from .hooks import StateDictHooks
+from .hooks import about_to_write
 from .runtime import units_in
 
 # Tensors are sent together up to this many bytes (of whole tensors), or one by one if larger.
@@ -150,7 +150,7 @@ def load_full_state_dict(
     """
     wire = _Wire(group)
     for unit in units_in(model):
-        StateDictHooks(unit).before_load()
+        about_to_write(unit)
     own = dict(_entries(model))
     plan = _agree(own, state, source, strict, wire)
     targets = _Targets(own)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
+from .checkpoint.placement import own_part
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
@@ -287,6 +289,24 @@ class _Entrance(torch.autograd.Function):
         return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
+def about_to_write(unit: Unit) -> None:
+    """Reshard ``unit``, whose sharded parameters are about to be loaded."""
+    if unit.runtime is not None:
+        unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        unit.runtime.optimizer_event = None  # loading writes after the optimizer
+    else:
+        unit.adopt_replaced(keep_objects=False)
+    unit.registration.show("sharded")
+
+
+def _is_whole(value: Any, param: DTensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == param.shape
+    )
+
+
 class StateDictHooks:
     """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
     the sharded ones, at any time and whatever is computed with.
@@ -314,12 +334,15 @@ class StateDictHooks:
     def after_save(self, *_: Any) -> None:
         self._entered.pop().__exit__(None, None, None)
 
-    def before_load(self, *_: Any) -> None:
-        unit = self.unit
-        if unit.runtime is not None:
-            unit.runtime.reshard(unit)  # what was gathered is about to be out of date
-            unit.runtime.optimizer_event = None  # loading writes after the optimizer
-        unit.registration.show("sharded")
+    def before_load(
+        self, module: nn.Module, states: dict[str, Any], prefix: str, metadata: dict, *_: Any
+    ) -> None:
+        about_to_write(self.unit)
+        if not metadata.get("assign_to_params_buffers"):
+            for name, param in module._parameters.items():
+                value = states.get(prefix + name)
+                if isinstance(param, DTensor) and _is_whole(value, param):
+                    states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
 
     def after_load(self, *_: Any) -> None:
         self.unit.adopt_replaced()

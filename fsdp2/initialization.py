@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .checkpoint.placement import box_of
+from .checkpoint.placement import own_part
 
 
 @contextmanager
@@ -82,14 +81,7 @@ class _WholeTensors(TorchDispatchMode):
 
 def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Do the random operation on a whole tensor and keep this rank's part."""
-    mesh, local = into.device_mesh, into._local_tensor
-    whole = torch.empty(into.shape, dtype=into.dtype, device=local.device)
+    whole = torch.empty(into.shape, dtype=into.dtype, device=into._local_tensor.device)
     operation(whole, *args, **kwargs)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    box = box_of(
-        tuple(into.shape), tuple(mesh.shape), tuple(into.placements), tuple(coordinate), "tensor"
-    )
-    part: Tensor = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
-    local.copy_(part)
+    into._local_tensor.copy_(own_part(whole, into)._local_tensor)
     return into
