@@ -113,6 +113,25 @@ def test_a_copy_between_forward_and_backward(mode: bool | None) -> None:
     train_both(TRANSFORMER, model, plain, range(1, 3))
 
 
+@distributed(2)
+def test_whole_parameters_are_not_copied() -> None:
+    """Nor is anything gathered for a copy."""
+
+    def refuse(self: nn.Parameter, memo: dict) -> None:
+        raise AssertionError("a whole parameter was copied")
+
+    model, _ = pair(TRANSFORMER, reshard_after_forward=False)
+    loss = TRANSFORMER.loss(model, *TRANSFORMER.batch(0, dist.get_rank(), torch.float64))
+    assert not isinstance(model.norm.weight, DTensor)
+    original = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = refuse
+    try:
+        copy.deepcopy(model)
+    finally:
+        nn.Parameter.__deepcopy__ = original
+    loss.backward()
+
+
 @distributed(4)
 def test_a_copy_with_parameters_on_fewer_ranks_after_forward() -> None:
     model, plain = pair(MLP, reshard_after_forward=2)
@@ -258,7 +277,9 @@ def test_registered_methods_ignored_parameters_and_hooks_of_the_user() -> None:
     model = copy.deepcopy(plain)
     fully_shard(model, ignored_params={model.own})
     register_fsdp_forward_method(model, "doubled")
+    model.listed = [model.linear.weight]
     other = copy.deepcopy(model)
+    assert other.listed[0] is other.linear.weight
     assert not isinstance(other.own, DTensor)
     assert other.own is not model.own
     with torch.no_grad():
@@ -288,6 +309,8 @@ def test_policies(policy: str) -> None:
     """The copy computes the very same losses and gradients as the original."""
     model, _ = pair(MLP, dtype=torch.float32, **POLICIES[policy])
     other = copy.deepcopy(model)
+    units = [vars(network[2])["_fsdp2_unit"] for network in (model, other)]
+    assert units[0].offload == units[1].offload == (policy == "offload")
     for step in range(2):
         batch = MLP.batch(step, dist.get_rank(), torch.float32)
         losses = [MLP.loss(network, *batch) for network in (model, other)]

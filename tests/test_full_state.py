@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import fsdp2
 import fsdp2.full_state
 from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2.full_state import _Wire
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
@@ -187,6 +188,27 @@ def test_replicas() -> None:
         model, other.state_dict() if dist.get_rank() == 2 else None, source=2
     )
     assert_same_parameters(model, other, bitwise=True)
+
+
+@distributed(4)
+def test_only_what_is_needed_travels() -> None:
+    """One replica sends, and tied parameters once."""
+    mesh = cached_mesh(2, 2, names=("full_replicate", "full_shard"))
+    model, _ = pair(TRANSFORMER, mesh=mesh)
+    sent = []
+    send = _Wire.send
+
+    def counting(wire: _Wire, tensor: Tensor, *args: Any) -> None:
+        sent.append(tensor.numel())
+        send(wire, tensor, *args)
+
+    _Wire.send = counting
+    try:
+        fsdp2.full_state_dict(model)
+    finally:
+        _Wire.send = send
+    shards = [p.to_local().numel() for p in model.parameters()]
+    assert sent == (shards if dist.get_rank() == 1 else [])
 
 
 @distributed(4)
