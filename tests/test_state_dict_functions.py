@@ -80,13 +80,9 @@ def test_whole_states_of_model_and_optimizer(name: str) -> None:
         assert not optimizer_state
     fresh = shard_case(case, other_weights(case))
     optimizer = momentum(fresh)
-    set_state_dict(
-        fresh,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
-        options=FROM_RANK_0,
-    )
+    # (set_state_dict hangs: it takes no model state on a rank for "optimizer only".)
+    set_model_state_dict(fresh, model_state, options=FROM_RANK_0)
+    set_optimizer_state_dict(fresh, optimizer, optimizer_state, options=FROM_RANK_0)
     train(case, fresh, plain, [optimizer, optimizers[1]], range(2, 4))
 
 
