@@ -9,6 +9,7 @@ its memo before, and to wire units and modules together after.
 from __future__ import annotations
 
 import copy
+import pickle
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -43,15 +44,52 @@ CHOICES = (
 )
 
 
+class ToBeCopied:
+    """Stands for a sharded module in what its ``__reduce_ex__`` returns.
+
+    `copy.deepcopy` copies it, which makes the copy of the module; nothing else can be done with it.
+    """
+
+    def __init__(self, module: nn.Module, copied: nn.Module | None = None) -> None:
+        self._module = module
+        self._copied = copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToBeCopied:
+        return ToBeCopied(self._module, deepcopy_module(self._module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.result()
+        raise NotImplementedError
+
+    def result(self) -> nn.Module:
+        if self._copied is not None:
+            return self._copied
+        original = type(self._module).__mro__[2].__name__
+        raise pickle.PicklingError(
+            f"A sharded {original} cannot be pickled (torch.save of a model, copy.copy): save "
+            "model.state_dict(), full_state_dict(model) or a checkpoint of fsdp2.checkpoint, and "
+            "load that into a model made by the same code. copy.deepcopy works"
+        )
+
+
+def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
+    """What to put into the class of sharded modules of class ``cls``."""
+
+    def refuse(self: nn.Module, memo: dict[int, Any]) -> None:
+        raise NotImplementedError(
+            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of sharding: "
+            "build a second model, shard it and load this one's state_dict()"
+        )
+
+    return {"__deepcopy__": refuse} if hasattr(cls, "__deepcopy__") else {}
+
+
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """The copy of a sharded module, for its ``__deepcopy__``.
+    """The copy of a sharded module.
 
     At any time, also between forward and backward or with parameters gathered: what is copied is
     the shards, and the copy is as a model is between steps. As for plain modules, gradients are
     not copied.
-
-    Raises:
-        NotImplementedError: if the class has a ``__deepcopy__`` of its own.
     """
     units = [unit for unit in _units_reached(module) if id(unit) not in memo]
     if not units:  # inside of a tree that is being copied
@@ -84,14 +122,7 @@ def _units_reached(module: nn.Module) -> list[Unit]:
 
 def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """As `copy.deepcopy` copies a module of the original class."""
-    cls = type(module)
-    original = cls.__mro__[2]
-    if hasattr(original, "__deepcopy__"):
-        raise NotImplementedError(
-            f"{original.__name__} has a __deepcopy__ of its own, which knows nothing of sharding: "
-            "build a second model, shard it and load this one's state_dict()"
-        )
-    new: Any = object.__new__(cls)
+    new: Any = object.__new__(type(module))
     memo[id(module)] = new
     state = copy.deepcopy(module.__getstate__(), memo)
     if isinstance(state, tuple):  # classes with __slots__

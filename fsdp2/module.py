@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from .collectives import backend_name
-from .copying import deepcopy_module
+from .copying import ToBeCopied, refuse_own_deepcopy
 from .custom import AllGather, ReduceScatter
 from .interop import PipelineState, TorchFSDPModule, state_of
 from .runtime import Runtime, build_runtime, units_in
@@ -356,17 +355,11 @@ class FSDPModule:
         unit.dirty = True
         return result
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        assert isinstance(self, nn.Module)
-        return deepcopy_module(self, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise pickle.PicklingError(
-            f"A sharded {type(self).__mro__[2].__name__} cannot be pickled (torch.save of a model, "
-            "copy.copy): save model.state_dict(), full_state_dict(model) or a checkpoint of "
-            "fsdp2.checkpoint, and load that into a model made by the same code. copy.deepcopy "
-            "works"
-        )
+        """For `copy.deepcopy`. Not ``__deepcopy__``: wrappers that pass attributes on, as
+        ``torch.compile`` makes them, would be taken for the module inside."""
+        assert isinstance(self, nn.Module)
+        return ToBeCopied.result, (ToBeCopied(self),)
 
     def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
         if one_mesh:
@@ -516,7 +509,7 @@ def make_sharded_class(module: nn.Module) -> None:
         _sharded_classes[cls] = type(
             f"FSDP{cls.__name__}",
             (FSDPModule, cls, TorchFSDPModule),
-            {"__module__": cls.__module__},
+            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
         )
     module.__class__ = _sharded_classes[cls]
 

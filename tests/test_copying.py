@@ -383,6 +383,30 @@ def test_recurrent_layers_of_torch(kind: type[nn.RNNBase]) -> None:
 
 
 @distributed(2)
+def test_compiled_models() -> None:
+    """A copy of what ``torch.compile`` returns is compiled, and so is that of compiled blocks."""
+    model, plain = pair(MLP)
+    for block in model:
+        block.compile(backend="eager")
+    compiled = torch.compile(model, backend="eager")
+    train_both(MLP, compiled, torch.compile(plain, backend="eager"), range(1))
+    other = copy.deepcopy(compiled)
+    assert type(other) is type(compiled)
+    assert list(other.state_dict()) == list(compiled.state_dict())
+    assert_independent(compiled, other)
+    train_both(MLP, other, torch.compile(copy.deepcopy(plain), backend="eager"), range(1, 3))
+    train_both(MLP, compiled, torch.compile(plain, backend="eager"), range(1, 2))
+
+
+@distributed(2)
+def test_a_list_of_modules_the_inner_one_first() -> None:
+    model, plain = pair(MLP)
+    inner, whole_model = copy.deepcopy([model[0], model])
+    assert whole_model[0] is inner
+    train_both(MLP, whole_model, plain, range(2))
+
+
+@distributed(2)
 def test_on_the_meta_device_and_after_a_cast() -> None:
     with torch.device("meta"):
         model = shard_case(MLP, MLP.build().double())
