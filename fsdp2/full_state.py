@@ -29,7 +29,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .checkpoint.boxes import Box
 from .checkpoint.placement import box_of, slices_like, this_rank
-from .collectives import take_tags
+from .collectives import backend_name, take_tags
 from .hooks import about_to_write
 from .runtime import units_in
 
@@ -499,10 +499,20 @@ class _Wire:
             self.group = group if group is not None else dist.group.WORLD
             self.ranks = tuple(dist.get_process_group_ranks(self.group))
             self._first_tag = take_tags([self.group], 0)  # above those that units use
+            self._open()
         self._posted: list[dist.P2POp] = []
         self._numbers: Counter[tuple[int, int]] = Counter()
         self._unpack: list[tuple[Tensor, Tensor]] = []
         self._broadcasts: list[tuple[Tensor, int]] = []
+
+    def _open(self) -> None:
+        """NCCL wants a call of all ranks of a group before messages between some of them."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or not torch.accelerator.is_available():
+            return
+        device = _current_device(accelerator.type)
+        if len(self.ranks) > 1 and backend_name(self.group, device) == "nccl":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def send(self, tensor: Tensor, rank: int, device: torch.device | None = None) -> None:
         """Send ``tensor``, from ``device`` if that is another one."""
