@@ -76,7 +76,13 @@ def assert_independent(model: nn.Module, other: nn.Module) -> None:
     assert not memory(model) & memory(other)
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+IN_EVERY_RUN = ("transformer", "cnn", "nested", "lora")
+NAMES = [
+    name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.long) for name in BY_NAME
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @distributed(2, long=(1, 3))
 def test_the_copy_and_the_original_train_on(name: str) -> None:
     """Copied before the first forward and after two steps; each goes its own way."""

@@ -54,7 +54,7 @@ def on_one_process(model: nn.Module, init: Callable[[nn.Module], None]) -> None:
 
 
 @pytest.mark.parametrize("init", [reset, random_values])
-@distributed(1, 2, 3)
+@distributed(2, 3, long=(1,))
 def test_weights_of_one_process(init: Callable[[nn.Module], None]) -> None:
     """Uneven rows, ties, a model made on the meta device; then it trains."""
     for case in (TRANSFORMER, CNN):
