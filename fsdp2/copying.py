@@ -41,6 +41,7 @@ CHOICES = (
     "all_reduce_stream",
     "link_options",
     "shared_streams",
+    "keep_frozen",
 )
 
 

@@ -25,6 +25,7 @@ from fsdp2 import (
     OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
+    load_full_state_dict,
     register_fsdp_forward_method,
 )
 from fsdp2.copying import CHOICES
@@ -389,6 +390,31 @@ def test_recurrent_layers_of_torch(kind: type[nn.RNNBase]) -> None:
 
 
 @distributed(2)
+def test_frozen_parameters_that_are_kept_gathered() -> None:
+    """Are gathered by the copy for itself; loading whole tensors is noticed."""
+    case = BY_NAME["lora"]
+    model, plain = pair(case)
+    model.set_keep_frozen_gathered()
+    run_both(case, model, plain, 0)
+    other, plain_other = copy.deepcopy(model), copy.deepcopy(plain)
+    for network in (model, plain):
+        network.zero_grad()
+        network.load_state_dict({name: p + 1 for name, p in plain.state_dict().items()})
+    run_both(case, other, plain_other, 1)
+    assert_same_gradients(other, plain_other)
+    run_both(case, model, plain, 1)
+    assert_same_gradients(model, plain)
+    given = plain_other.state_dict() if dist.get_rank() == 0 else None
+    load_full_state_dict(model, given)
+    model.zero_grad()
+    run_both(case, model, plain_other, 1)
+    plain_other.zero_grad()
+    model.zero_grad()
+    run_both(case, model, plain_other, 2)
+    assert_same_gradients(model, plain_other)
+
+
+@distributed(2)
 def test_compiled_models() -> None:
     """A copy of what ``torch.compile`` returns is compiled, and so is that of compiled blocks."""
     model, plain = pair(MLP)
@@ -450,6 +476,7 @@ def test_every_choice_of_a_unit_is_copied_or_made_anew() -> None:
         "forward_indices", "backward_index", "backward_began", "reduced", "state", "_recalled",
         "released", "_regrouped_generation", "regrouped", "_gather_finish", "_gather_event",
         "_versions", "dirty", "accumulated", "holds_earlier_gradients",
+        "_waits_for_gather",
         # mapped to units of the copy
         "forward_prefetch", "backward_prefetch",
     }  # fmt: skip
