@@ -5,7 +5,9 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import optim
+from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard
+from .initialization import init_on_whole_tensors
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .optim import clip_grad_norm_, get_total_norm
 from .policy import (
@@ -25,8 +27,12 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "clip_grad_norm_",
+    "full_state_dict",
     "fully_shard",
     "get_total_norm",
+    "init_on_whole_tensors",
+    "iter_full_tensors",
+    "load_full_state_dict",
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",

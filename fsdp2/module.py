@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .collectives import backend_name
+from .copying import ToBeCopied, refuse_own_deepcopy
 from .custom import AllGather, ReduceScatter
 from .interop import PipelineState, TorchFSDPModule, state_of
 from .kept import KeepFrozen
@@ -427,11 +428,11 @@ class FSDPModule:
         unit.dirty = True
         return result
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        raise NotImplementedError(
-            f"copy.deepcopy of a sharded {type(self).__mro__[2].__name__} is not supported: build "
-            "a second model, shard it and load this one's state_dict()"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `copy.deepcopy`. Not ``__deepcopy__``: wrappers that pass attributes on, as
+        ``torch.compile`` makes them, would be taken for the module inside."""
+        assert isinstance(self, nn.Module)
+        return ToBeCopied.result, (ToBeCopied(self),)
 
     def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
         if one_mesh:
@@ -516,7 +517,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    wrapped = _unit_of(module).hooks.wrap_method(method)
+    wrapped = _unit_of(module).hooks.wrap_method(module, method_name, method)
     setattr(module, method_name, MethodType(wrapped, module))
 
 
@@ -581,7 +582,7 @@ def make_sharded_class(module: nn.Module) -> None:
         _sharded_classes[cls] = type(
             f"FSDP{cls.__name__}",
             (FSDPModule, cls, TorchFSDPModule),
-            {"__module__": cls.__module__},
+            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
         )
     module.__class__ = _sharded_classes[cls]
 

@@ -74,6 +74,7 @@ class Runtime:
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
+        unit.registration.check()
         unit.unshard(self.streams)
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)

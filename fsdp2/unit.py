@@ -12,6 +12,7 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from enum import Enum
@@ -129,6 +130,10 @@ class Unit:
         self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
         self.keep_frozen: KeepFrozen | None = None
         self._waits_for_gather = False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Of a module inside only; whole units are put into ``memo`` before, by `copying`."""
+        return copy.deepcopy(self.registration, memo)
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -285,10 +290,14 @@ class Unit:
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 module, name = param.owners[0]
                 new = module._parameters.get(name)
-                if new is None or new is param.sharded:
+                if new is param.sharded:
                     continue
+                if not isinstance(new, nn.Parameter):
+                    self.registration.check()  # (raises)
+                    continue
+                before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
-                self.dirty = self.dirty or new is param.sharded
+                self.dirty = self.dirty or param.sharded is not before
         self._plan_registration()
         self.registration.show("sharded")
 
