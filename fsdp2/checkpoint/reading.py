@@ -1,21 +1,26 @@
 """Reading an open checkpoint: bytes into tensors, and the comparing of checksums on the way.
 
-Checksums are of blocks: of 1 MiB of what one rank wrote of one tensor. Whoever wants to compare has
-to read whole blocks, which a rank's shard does so anyway, but for its ends. So `read_verified` goes
-block by block: straight into the tensor where the block lies there in one piece, through a small
-buffer where it does not. Nothing is read twice.
+Checksums are of blocks: of 1 MiB of what one rank wrote of one tensor. To compare, whole blocks
+have to be read, which a rank's shard is anyway, but for its ends. So `read_verified` goes block by
+block: straight into the tensor where the block lies there in one piece, through a small buffer
+where it does not. Nothing is read twice.
+
+Every thread reads a stretch of its own, in the order of the files and through a descriptor of its
+own, because the system's readahead follows a descriptor: two threads that took turns on one were a
+third slower than this (two processes, one file, nothing cached).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -30,7 +35,8 @@ from .tensors import DTYPES, memory_of
 PIECE_BLOCKS = 4  # read by one task: as many bytes as stay in a processor's cache
 STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # read at once where bytes cannot go straight into place
 DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
-MAX_PENDING = 64  # tasks at a time: memory does not grow with the checkpoint
+MAX_PENDING = 1024  # tasks at a time, of up to `STAGE_BYTES` each
+NUM_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -54,21 +60,108 @@ class Target:
         )
 
 
-def in_threads(tasks: Iterable[Callable[[], int]], num_threads: int) -> Iterator[int]:
-    """Run tasks, a few at a time ahead of the caller; after an error no more are started."""
+class Stream:
+    """What one thread reads: through a descriptor with a readahead of its own, and a buffer.
+
+    Args:
+        shared: go on with the source's descriptor instead, as a piece after the other is read.
+    """
+
+    def __init__(self, source: Source, *, shared: bool = False) -> None:
+        self.source = source
+        self._shared = shared
+        self._file = ""
+        self._fd = -1
+        self._buffer: Tensor | None = None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def read(self, file: str, out: memoryview, offset: int) -> int:
+        """As `Source.read`."""
+        if file != self._file and not self._shared:
+            self.__exit__()
+            self._file, self._fd = file, self.source.reopen(file)
+        for first in range(0, len(out), BLOCK_BYTES):
+            part = out[first : first + BLOCK_BYTES]
+            self.source.read(file, part, offset + first, None if self._shared else self._fd)
+        return len(out)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Memory that stays in the processor's cache; the same at every call."""
+        if self._buffer is None:
+            self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8)
+        return self._buffer[:num_bytes]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to do with bytes of a file."""
+
+    num_bytes: int
+    run: Callable[[Stream], object]
+
+
+def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Iterator[int]:
+    """Run tasks, each thread a stretch of consecutive ones; yields the bytes of each when done.
+
+    Memory does not grow with the checkpoint. After an error no more are started.
+    """
     tasks = iter(tasks)
-    pending: deque[Future[int]] = deque()
+    batch = list(islice(tasks, MAX_PENDING))
+    if len(batch) == 1:
+        batch[0].run(Stream(source, shared=True))
+        yield batch[0].num_bytes
+        return
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        try:
-            while True:
-                for task in islice(tasks, MAX_PENDING - len(pending)):
-                    pending.append(pool.submit(task))
-                if not pending:
+        while batch:
+            done: SimpleQueue[int | BaseException] = SimpleQueue()
+            stop = threading.Event()
+            try:
+                for stretch in _stretches(batch, num_threads):
+                    pool.submit(_run_stretch, source, stretch, done, stop)
+                for _ in batch:
+                    result = done.get()
+                    if isinstance(result, BaseException):
+                        raise result
+                    yield result
+            finally:
+                stop.set()
+            batch = list(islice(tasks, MAX_PENDING))
+
+
+def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
+    """Cut into ``num`` parts of about as many bytes each."""
+    total = max(1, sum(task.num_bytes for task in tasks))
+    parts: list[list[Task]] = [[] for _ in range(num)]
+    before = 0
+    for task in tasks:
+        parts[min(num - 1, before * num // total)].append(task)
+        before += task.num_bytes
+    return [part for part in parts if part]
+
+
+def _run_stretch(
+    source: Source,
+    stretch: Sequence[Task],
+    done: SimpleQueue[int | BaseException],
+    stop: threading.Event,
+) -> None:
+    try:
+        with Stream(source) as stream:
+            for task in stretch:
+                if stop.is_set():
                     return
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+                task.run(stream)
+                done.put(task.num_bytes)
+    except BaseException as error:
+        stop.set()
+        done.put(error)
 
 
 # -- blocks with checksums ----------------------------------------------------------------------
@@ -97,32 +190,46 @@ class _Blocks:
         return min(self.numbers.stop * BLOCK_BYTES, self.chunk.nbytes)
 
 
-def _blocks_of(stored: Stored, box: Box) -> Iterator[_Blocks]:
-    """Every block that has a byte of ``box``, in pieces."""
-    for chunk in stored.chunks:
-        common = box.intersect(chunk.box)
-        if common is None:
-            continue
-        size = chunk.tensor.itemsize
-        extent = next(e for e in stored.extents if e.file == chunk.file and _holds(e, chunk))
-        container = extent.box.shape
+@dataclass(frozen=True)
+class _Needed:
+    """A chunk, and where it lies in its file, of which ``box`` of the tensor has a part."""
+
+    chunk: Chunk
+    extent: Extent
+    box: Box
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Files are read from front to back."""
+        within = self.chunk.box.relative_to(self.extent.box)
+        first = offset(within, self.extent.box.shape) * self.chunk.tensor.itemsize
+        return self.chunk.file, self.extent.offset + first
+
+    def blocks(self) -> Iterator[_Blocks]:
+        """Every block that has a byte of ``box``, a few at a time."""
+        chunk, container, size = self.chunk, self.extent.box.shape, self.chunk.tensor.itemsize
         run = run_numel(chunk.box, container)
-        within = chunk.box.relative_to(extent.box)
-        offsets = [extent.offset + o * size for o in run_offsets(within, container, run)]
+        within = chunk.box.relative_to(self.extent.box)
+        offsets = [self.extent.offset + o * size for o in run_offsets(within, container, run)]
+        common = self.box.intersect(chunk.box)
+        assert common is not None
         inside = common.relative_to(chunk.box)
         own_run = run_numel(inside, chunk.box.shape)
-        blocks: set[int] = set()
+        numbers: set[int] = set()
         for start in run_offsets(inside, chunk.box.shape, own_run):
-            blocks.update(
-                range(
-                    start * size // BLOCK_BYTES,
-                    -(-(start + own_run) * size // BLOCK_BYTES),
-                )
-            )
-        for numbers in _consecutive(blocks):
-            for first in range(numbers.start, numbers.stop, PIECE_BLOCKS):
-                part = range(first, min(first + PIECE_BLOCKS, numbers.stop))
-                yield _Blocks(chunk, part, offsets, run * size)
+            first, stop = start * size // BLOCK_BYTES, -(-(start + own_run) * size // BLOCK_BYTES)
+            numbers.update(range(first, stop))
+        for part in _consecutive(numbers):
+            for first in range(part.start, part.stop, PIECE_BLOCKS):
+                piece = range(first, min(first + PIECE_BLOCKS, part.stop))
+                yield _Blocks(chunk, piece, offsets, run * size)
+
+
+def _needed(stored: Stored, box: Box) -> Iterator[_Needed]:
+    for chunk in stored.chunks:
+        if box.intersect(chunk.box) is not None:
+            extent = next(e for e in stored.extents if e.file == chunk.file and _holds(e, chunk))
+            yield _Needed(chunk, extent, box)
 
 
 def _holds(extent: Extent, chunk: Chunk) -> bool:
@@ -143,19 +250,19 @@ def _consecutive(numbers: set[int]) -> Iterator[range]:
         yield range(start, previous + 1)  # type: ignore[arg-type]
 
 
-def _read_blocks(source: Source, blocks: _Blocks, out: memoryview) -> int:
+def _read_blocks(blocks: _Blocks, out: memoryview, stream: Stream) -> None:
     """Fill ``out`` with blocks, and compare each while it is in the processor's cache."""
+    chunk = blocks.chunk
     for number in blocks.numbers:
         start = number * BLOCK_BYTES
-        data = out[start - blocks.start :][: min(BLOCK_BYTES, blocks.chunk.nbytes - start)]
+        data = out[start - blocks.start :][: min(BLOCK_BYTES, chunk.nbytes - start)]
         done = 0
         while done < len(data):  # once, unless the chunk lies in the file in several runs
             index, inside = divmod(start + done, blocks.run)
             num = min(blocks.run - inside, len(data) - done)
-            source.read(blocks.chunk.file, data[done : done + num], blocks.offsets[index] + inside)
+            stream.read(chunk.file, data[done : done + num], blocks.offsets[index] + inside)
             done += num
-        _compare(source, blocks.chunk, number, data)
-    return len(out)
+        _compare(stream.source, chunk, number, data)
 
 
 def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> None:
@@ -167,18 +274,10 @@ def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> Non
         )
 
 
-class _Buffers(threading.local):
-    """Memory of each thread, which stays in the processor's cache."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(STAGE_BYTES, dtype=torch.uint8)
-        self.memory = memory_of(self.tensor)
-
-
 def verify_boxes(
     source: Source,
     wanted: Iterable[tuple[Stored, Box]],
-    num_threads: int = 2,
+    num_threads: int = NUM_THREADS,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
     """Compare checksums of every block that these boxes touch; returns the bytes read.
@@ -189,25 +288,27 @@ def verify_boxes(
     Raises:
         CorruptCheckpoint: naming the tensor and the block that differs.
     """
-    buffers = _Buffers()
-
-    def task(blocks: _Blocks) -> int:
-        # Every block to the same place: memory that the processor has in its cache.
-        for number in blocks.numbers:
-            block = _Blocks(blocks.chunk, range(number, number + 1), blocks.offsets, blocks.run)
-            _read_blocks(source, block, buffers.memory[: block.stop - block.start])
-        return blocks.stop - blocks.start
-
-    tasks = (partial(task, blocks) for stored, box in wanted for blocks in _blocks_of(stored, box))
+    needed = sorted((n for s, box in wanted for n in _needed(s, box)), key=lambda n: n.place)
+    tasks = (
+        Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
+        for each in needed
+        for blocks in each.blocks()
+    )
     total = 0
-    for num in in_threads(tasks, num_threads):
+    for num in in_threads(source, tasks, num_threads):
         total += num
         if on_bytes is not None:
             on_bytes(num)
     return total
 
 
-def read_verified(source: Source, targets: Sequence[Target], num_threads: int = 2) -> None:
+def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
+    _read_blocks(blocks, memory_of(stream.buffer(blocks.stop - blocks.start)), stream)
+
+
+def read_verified(
+    source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS
+) -> None:
     """Fill all targets from a checkpoint with checksums, and compare them: one pass.
 
     Raises:
@@ -216,10 +317,11 @@ def read_verified(source: Source, targets: Sequence[Target], num_threads: int = 
     """
     for target in targets:
         _check_covered(source, target)
-    buffers = _Buffers()
-    tasks = (task for target in targets for task in _verified_tasks(source, target, buffers))
+    needed = [(n, target) for target in targets for n in _needed(target.stored, target.box)]
+    needed.sort(key=lambda pair: pair[0].place)
+    tasks = (task for each, target in needed for task in _verified_tasks(each, target))
     try:
-        for _ in in_threads(tasks, num_threads):
+        for _ in in_threads(source, tasks, num_threads):
             pass
     finally:
         _note_written(targets)
@@ -236,61 +338,49 @@ def _check_covered(source: Source, target: Target) -> None:
         )
 
 
-def _verified_tasks(
-    source: Source, target: Target, buffers: _Buffers
-) -> Iterator[Callable[[], int]]:
-    place = _Places(target) if target.takes_bytes else None
-    for blocks in _blocks_of(target.stored, target.box):
-        out = place.of(blocks) if place is not None else None
+def _verified_tasks(needed: _Needed, target: Target) -> Iterator[Task]:
+    places = _Places(target, needed.chunk) if target.takes_bytes else None
+    for blocks in needed.blocks():
+        out = places.of(blocks) if places is not None else None
         if out is not None:
-            yield partial(_read_blocks, source, blocks, out)
+            yield Task(len(out), partial(_read_blocks, blocks, out))
         else:
-            yield partial(_read_and_copy, source, blocks, target, buffers)
+            yield Task(blocks.stop - blocks.start, partial(_read_and_copy, blocks, target))
 
 
 class _Places:
-    """Where in a target's memory blocks lie, as far as they lie there in one piece."""
+    """Where in a target's memory blocks of a chunk lie, as far as they lie there in one piece."""
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, chunk: Chunk) -> None:
+        box, size = target.box, chunk.tensor.itemsize
+        common = box.intersect(chunk.box)
+        assert common is not None
+        inside, dest = common.relative_to(chunk.box), common.relative_to(box)
+        run = min(run_numel(inside, chunk.box.shape), run_numel(dest, box.shape))
         self._memory = memory_of(target.local)
-        self._chunk: Chunk | None = None
-        self._run = 0
-        self._froms: list[int] = []
-        self._tos: list[int] = []
+        # Runs that both have, in bytes, from where to where.
+        self._run, self._froms, self._tos = run * size, [], []
+        if run * size >= BLOCK_BYTES or run == common.numel:  # others have no whole block
+            self._froms = [o * size for o in run_offsets(inside, chunk.box.shape, run)]
+            self._tos = [o * size for o in run_offsets(dest, box.shape, run)]
 
     def of(self, blocks: _Blocks) -> memoryview | None:
         """The memory of ``blocks``; None if it is not one piece, or not all theirs."""
-        if blocks.chunk is not self._chunk:
-            self._chunk = blocks.chunk
-            self._find_runs(blocks.chunk)
         index = bisect_right(self._froms, blocks.start) - 1
         if index < 0 or blocks.stop > self._froms[index] + self._run:
             return None
         first = self._tos[index] + blocks.start - self._froms[index]
         return self._memory[first : first + blocks.stop - blocks.start]
 
-    def _find_runs(self, chunk: Chunk) -> None:
-        """The runs of what chunk and target share, in both, in bytes."""
-        box, size = self._target.box, chunk.tensor.itemsize
-        common = box.intersect(chunk.box)
-        assert common is not None
-        inside, dest = common.relative_to(chunk.box), common.relative_to(box)
-        run = min(run_numel(inside, chunk.box.shape), run_numel(dest, box.shape))
-        self._run, self._froms, self._tos = run * size, [], []
-        if run * size >= BLOCK_BYTES or run == common.numel:  # others have no whole block
-            self._froms = [o * size for o in run_offsets(inside, chunk.box.shape, run)]
-            self._tos = [o * size for o in run_offsets(dest, box.shape, run)]
 
-
-def _read_and_copy(source: Source, blocks: _Blocks, target: Target, buffers: _Buffers) -> int:
+def _read_and_copy(blocks: _Blocks, target: Target, stream: Stream) -> None:
     """Through a buffer: of blocks that are not all the target's, or in another form."""
-    num_bytes = blocks.stop - blocks.start
-    _read_blocks(source, blocks, buffers.memory[:num_bytes])
+    buffer = stream.buffer(blocks.stop - blocks.start)
+    _read_blocks(blocks, memory_of(buffer), stream)
     chunk = blocks.chunk
     size = chunk.tensor.itemsize
     first = blocks.start // size
-    values = buffers.tensor[:num_bytes].view(DTYPES[chunk.tensor.dtype])
+    values = buffer.view(DTYPES[chunk.tensor.dtype])
     for box in boxes_of_range(chunk.box.shape, first, blocks.stop // size):
         start = offset(box, chunk.box.shape) - first
         part = values[start : start + box.numel].view(box.shape)
@@ -301,7 +391,6 @@ def _read_and_copy(source: Source, blocks: _Blocks, target: Target, buffers: _Bu
                 _narrow(target.local, common.relative_to(target.box)).copy_(
                     _narrow(part, common.relative_to(there))
                 )
-    return num_bytes
 
 
 def _narrow(tensor: Tensor, box: Box) -> Tensor:
@@ -320,25 +409,19 @@ def _note_written(targets: Iterable[Target]) -> None:
 # -- without checksums --------------------------------------------------------------------------
 
 
-def read_into(source: Source, targets: Sequence[Target], num_threads: int = 2) -> None:
+def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS) -> None:
     """Fill all targets, comparing nothing. Dtypes may differ; shapes have been checked."""
-    tasks = [
-        task
-        for target in targets
-        for extent in target.stored.extents
-        for task in _plain_tasks(source, target, extent)
-    ]
+    pairs = [(extent, target) for target in targets for extent in target.stored.extents]
+    pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
+    tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent))
     try:
-        if len(tasks) == 1:  # a piece of a stream: not worth threads
-            tasks[0]()
-        else:
-            for _ in in_threads(tasks, num_threads):
-                pass
+        for _ in in_threads(source, tasks, num_threads):
+            pass
     finally:
         _note_written(targets)
 
 
-def _plain_tasks(source: Source, target: Target, extent: Extent) -> Iterator[Callable[[], int]]:
+def _plain_tasks(target: Target, extent: Extent) -> Iterator[Task]:
     """What to do to fill the part of ``target`` that lies in ``extent``."""
     common = target.box.intersect(extent.box)
     if common is None:
@@ -357,21 +440,25 @@ def _plain_tasks(source: Source, target: Target, extent: Extent) -> Iterator[Cal
             for first in range(0, run * size, STAGE_BYTES):
                 num = min(STAGE_BYTES, run * size - first)
                 out = memory[b * size + first : b * size + first + num]
-                yield partial(source.read, extent.file, out, extent.offset + a * size + first)
+                start = extent.offset + a * size + first
+                yield Task(num, partial(_read_straight, extent.file, out, start))
         return
     for piece in inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
-        yield partial(_read_staged, source, target, extent, piece)
+        yield Task(piece.numel * size, partial(_read_staged, target, extent, piece))
 
 
-def _read_staged(source: Source, target: Target, extent: Extent, piece: Box) -> int:
+def _read_straight(file: str, out: memoryview, start: int, stream: Stream) -> None:
+    stream.read(file, out, start)
+
+
+def _read_staged(target: Target, extent: Extent, piece: Box, stream: Stream) -> None:
     """Read all from the first to the last element of ``piece``, and copy what belongs to it."""
     container = extent.box.shape
     size = target.stored.info.itemsize
-    data = bytearray(span(piece, container) * size)
-    source.read(extent.file, memoryview(data), extent.offset + offset(piece, container) * size)
-    flat = torch.frombuffer(data, dtype=DTYPES[target.stored.info.dtype])
+    buffer = stream.buffer(span(piece, container) * size)
+    stream.read(extent.file, memory_of(buffer), extent.offset + offset(piece, container) * size)
+    flat = buffer.view(DTYPES[target.stored.info.dtype])
     values = flat.as_strided(piece.shape, strides(container))
     start = tuple(a + b for a, b in zip(piece.start, extent.box.start, strict=True))
     with torch.no_grad():
         _narrow(target.local, Box(start, piece.shape).relative_to(target.box)).copy_(values)
-    return len(data)

@@ -145,16 +145,24 @@ class Source:
 
     # -- reading ----------------------------------------------------------------------------
 
-    def read(self, file: str, out: memoryview, offset: int) -> int:
-        """Fill ``out`` from byte ``offset`` of ``file``; returns how many bytes that were."""
-        num = read_exactly(self._fds[file], out, offset)
+    def reopen(self, name: str) -> int:
+        """Another descriptor of an open data file, for the caller to close."""
+        fd = self._fds[name]
+        try:
+            # The file that was checked, whatever has its name by now.
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc here
+            return os.dup(fd)
+
+    def read(self, file: str, out: memoryview, offset: int, fd: int | None = None) -> None:
+        """Fill ``out`` from byte ``offset`` of ``file``, by another descriptor of it if given."""
+        num = read_exactly(self._fds[file] if fd is None else fd, out, offset)
         self.bytes_read += num
         if num < len(out):
             raise CorruptCheckpoint(
                 f"{self.path}/{file}: ended at byte {offset + num}, expected {offset + len(out)}: "
                 "it was cut while it was read"
             )
-        return num
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
