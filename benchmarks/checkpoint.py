@@ -43,7 +43,8 @@ HF, CONSOLIDATED, FULL = "DCP Hugging Face", "DCP Hugging Face, consolidated", "
 SHARED = "raw, from fsdp2's files"
 ONCE, META = "fsdp2, keep_on_error=False", "fsdp2, into a model on the meta device"
 WAYS = (RAW, OURS, DCP, HF, CONSOLIDATED, FULL)
-OTHER_LOADS = (ONCE, META, SHARED)  # of what fsdp2 saved
+RAW_NEW = "raw, into new memory"
+OTHER_LOADS = {RAW: (RAW_NEW,), OURS: (ONCE, META, SHARED)}  # of what these saved
 PIECE_BYTES = 16 << 20
 MIB = 1 << 20
 BEGIN, END = "<!-- bench-ckpt:begin -->", "<!-- bench-ckpt:end -->"
@@ -123,6 +124,13 @@ def make_ways(model: nn.Module) -> dict[str, Way]:
         CONSOLIDATED: Way(lambda path: save_hf(path, True), None),
         FULL: Way(save_full, None),
     }
+
+
+def _load_raw_into_new(model: nn.Module, path: Path) -> None:
+    """As raw, into memory that is touched for the first time, as `load_model` does from meta."""
+    load = make_ways(model.to_empty(device="cpu"))[RAW].load
+    assert load is not None
+    load(path)
 
 
 def read_shared(model: nn.Module, path: Path) -> None:
@@ -280,6 +288,7 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
             return fully_shard(Weights(num_matrices, width), mesh=mesh)
 
     other_ways: dict[str, Callable[[nn.Module, Path], object]] = {
+        RAW_NEW: _load_raw_into_new,
         ONCE: partial(load_model, keep_on_error=False),
         META: load_model,
         SHARED: read_shared,
@@ -288,7 +297,7 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
     results: dict[str, Any] = {
         name: {"save_s": [], "save_mib": [], "load_s": [], "load_mib": []} for name in WAYS
     }
-    results |= {name: {"load_s": [], "load_mib": []} for name in OTHER_LOADS}
+    results |= {name: {"load_s": [], "load_mib": []} for name in other_ways}
     dropped = True
     for number in range(rounds + 1):  # the first round warms up, and counts collectives
         order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
@@ -306,21 +315,14 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
                 results[name]["save_mib"].append(mib)
             dist.barrier()
             if way.load is not None:
-                dropped = (
-                    _measure_load(results[name], way.load, model, path, expected, number)
-                    and dropped
-                )
-            if name == OURS:
-                for other in OTHER_LOADS[number % 3 :] + OTHER_LOADS[: number % 3]:
-                    into = on_meta() if other == META else model
-                    _measure_load(
-                        results[other],
-                        partial(other_ways[other], into),
-                        into,
-                        path,
-                        expected,
-                        number,
-                    )
+                args = path, expected, number
+                dropped &= _measure_load(results[name], way.load, model, *args)
+                others = OTHER_LOADS.get(name, ())
+                for i in range(len(others)):
+                    other = others[(i + number) % len(others)]
+                    into = on_meta() if other in (META, RAW_NEW) else model
+                    load = partial(other_ways[other], into)
+                    _measure_load(results[other], load, into, *args)
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
@@ -419,9 +421,9 @@ def ratios(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 LOADS = {
-    META: "load, verified, into a model on the meta device",
-    ONCE: "load, verified, into a model with values, keep_on_error=False",
-    OURS: "load, verified, into a model with values",
+    META: "verified load into a model on the meta device",
+    ONCE: "verified load into a model with values, keep_on_error=False",
+    OURS: "verified load into a model with values",
 }
 
 
@@ -434,7 +436,12 @@ def figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         *(
             (f"{title} / {of}", ratios(results[name]["load_s"], results[raw]["load_s"]), target)
             for name, title in LOADS.items()
-            for raw, of, target in ((RAW, "raw read", 1.25), (SHARED, "of the same files", None))
+            for raw, of, target in (
+                (RAW, "raw read", 1.25),
+                (SHARED, "raw read of the same files", None),
+                (RAW_NEW, "raw read into new memory", None),
+            )
+            if raw != RAW_NEW or name == META
         ),
         ("save / DCP", ratios(ours["save_s"], results[DCP]["save_s"]), None),
         ("load / DCP", ratios(ours["load_s"], results[DCP]["load_s"]), None),
@@ -467,7 +474,7 @@ def table(record: dict[str, Any]) -> str:
         "| | save, s | extra MiB | collectives | load, s | extra MiB | collectives |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in (RAW, SHARED, OURS, ONCE, META, DCP, HF, CONSOLIDATED, FULL):
+    for name in (RAW, RAW_NEW, SHARED, OURS, ONCE, META, DCP, HF, CONSOLIDATED, FULL):
         way = results[name]
         cells = ["-"] * 3
         if name in WAYS:

@@ -26,7 +26,7 @@ from .capture import ModelTensors, fsdp_modules
 from .errors import CheckpointError, some
 from .reading import Target, read_into, read_verified, verify_boxes
 from .source import Source, Stored
-from .tensors import DTYPES, local_of, prefer_huge_pages
+from .tensors import DTYPES, local_of
 
 logger = logging.getLogger("fsdp2.checkpoint")
 STAGED_BYTES = 48 << 20  # beside what a load needs anyway, less than 64 MiB
@@ -87,8 +87,6 @@ def fill(
     made = _make_real(model, wanted, device)
     new = [w.target(made.get(id(w.tensor))) for w in wanted if w.new or w.tensor.is_meta]
     held = [w for w in wanted if not (w.new or w.tensor.is_meta)]
-    for target in new:
-        prefer_huge_pages(target.local)
     staged: list[Target] = []
     if verified and keep_on_error:
         if sum(w.nbytes for w in held) <= STAGED_BYTES:

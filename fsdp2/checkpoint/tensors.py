@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import cast
 
 import torch
@@ -23,7 +22,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-HUGE_PAGE_BYTES = 2 << 20
 
 
 def describe(name: str, tensor: Tensor) -> TensorInfo:
@@ -55,22 +53,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     if nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages for new CPU memory that is about to be filled.
-
-    Its first touch then costs one page fault for 512: as much as reading it from the page cache
-    otherwise does several times over. Where the system has none, nothing happens.
-    """
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    first = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    stop = (tensor.data_ptr() + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if first < stop:
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_HUGEPAGE)
 
 
 class LocalBytes:
