@@ -29,7 +29,7 @@ from .source import Source, Stored
 from .tensors import DTYPES, local_of
 
 logger = logging.getLogger("fsdp2.checkpoint")
-STAGED_BYTES = 48 << 20  # beside what a load needs anyway, less than 64 MiB
+STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
 
 
 @dataclass

@@ -252,17 +252,28 @@ def _consecutive(numbers: set[int]) -> Iterator[range]:
 
 def _read_blocks(blocks: _Blocks, out: memoryview, stream: Stream) -> None:
     """Fill ``out`` with blocks, and compare each while it is in the processor's cache."""
-    chunk = blocks.chunk
     for number in blocks.numbers:
         start = number * BLOCK_BYTES
-        data = out[start - blocks.start :][: min(BLOCK_BYTES, chunk.nbytes - start)]
-        done = 0
-        while done < len(data):  # once, unless the chunk lies in the file in several runs
-            index, inside = divmod(start + done, blocks.run)
-            num = min(blocks.run - inside, len(data) - done)
-            stream.read(chunk.file, data[done : done + num], blocks.offsets[index] + inside)
-            done += num
-        _compare(stream.source, chunk, number, data)
+        _read_block(blocks, number, out[start - blocks.start :], stream)
+
+
+def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
+    """Compare blocks, reading all to the same place."""
+    memory = memory_of(stream.buffer(BLOCK_BYTES))
+    for number in blocks.numbers:
+        _read_block(blocks, number, memory, stream)
+
+
+def _read_block(blocks: _Blocks, number: int, out: memoryview, stream: Stream) -> None:
+    chunk, start = blocks.chunk, number * BLOCK_BYTES
+    data = out[: min(BLOCK_BYTES, chunk.nbytes - start)]
+    done = 0
+    while done < len(data):  # once, unless the chunk lies in the file in several runs
+        index, inside = divmod(start + done, blocks.run)
+        num = min(blocks.run - inside, len(data) - done)
+        stream.read(chunk.file, data[done : done + num], blocks.offsets[index] + inside)
+        done += num
+    _compare(stream.source, chunk, number, data)
 
 
 def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> None:
@@ -300,10 +311,6 @@ def verify_boxes(
         if on_bytes is not None:
             on_bytes(num)
     return total
-
-
-def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
-    _read_blocks(blocks, memory_of(stream.buffer(blocks.stop - blocks.start)), stream)
 
 
 def read_verified(

@@ -133,7 +133,7 @@ def load_model(
             Checkpoints of other libraries have none.
         keep_on_error: if a block turns out to be damaged, the model is as it was. For that, the
             bytes of a model that holds values are read twice, once to compare them and once into
-            place, unless they are few (48 MiB). With False they are read once, and after an
+            place, unless they are few (32 MiB). With False they are read once, and after an
             error the model holds part of the checkpoint: right where its values are worth
             nothing, as after ``to_empty()``. A model on the meta device needs neither: its
             bytes are read once, and it is as it was after an error.
