@@ -284,6 +284,7 @@ class Runtime:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
+        self.streams.join_capture()
         self._kept = None
         self.in_backward = False
 
