@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -112,6 +113,50 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.accumulate_sharded = accumulate_sharded
             unit.reduce_grads = unit.sync_grads or accumulate_sharded
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: for the backward of all but the last
+        micro-batch.
+
+        The same as `set_requires_gradient_sync` with False, and back to what it was at the end.
+        What counts is where backward runs; forward may run outside.
+
+        Raises:
+            RuntimeError: if this module lies inside of another sharded one that runs as the root:
+                the others' gradients would be reduced. (`set_requires_gradient_sync` does that.)
+
+        Warns:
+            UserWarning: if no backward ran inside, so that nothing was accumulated here.
+
+        Example:
+            >>> for micro_batch in batch[:-1]:
+            ...     with model.no_sync():
+            ...         loss_of(model, micro_batch).backward()
+            >>> loss_of(model, batch[-1]).backward()
+        """
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"no_sync() was called on '{unit.name}', which is a part of the sharded "
+                f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
+                "or use set_requires_gradient_sync(False) if that is what you want"
+            )
+        units = self._units(recurse=True)
+        before = [(each, each.reduce_grads, each.all_reduce_grads) for each in units]
+        num_backwards = runtime.num_backwards
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for each, reduce_grads, all_reduce_grads in before:
+                each.reduce_grads, each.all_reduce_grads = reduce_grads, all_reduce_grads
+        if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
+            warnings.warn(
+                "No backward ran inside no_sync(): gradients of a backward that runs after it are "
+                "reduced as always. Put loss.backward() inside",
+                stacklevel=3,
+            )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces gradients over replicas (2-D mesh).

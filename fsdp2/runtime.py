@@ -56,8 +56,10 @@ class Runtime:
         self.forward_order: list[Unit] = []
         self._this_forward: list[Unit] = []
         self._predicted = False
+        self._leads_to_backward = False
         # Backward: units in the order in which they ended forward; indices are kept per unit.
         self.in_backward = False
+        self.num_backwards = 0
         self.backward_order: list[Unit] = []
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
@@ -71,6 +73,8 @@ class Runtime:
             self.reset()
         if self.in_backward:  # recomputation of activations
             unit.unshard(self.streams)
+            if not unit.backward_began and not unit.forward_indices:
+                unit.recomputes_all = True
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
@@ -91,6 +95,7 @@ class Runtime:
         if self.forward_root is not None:
             self.reset()
         self.forward_root = unit
+        self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
         self.optimizer_event = None
         self.forward_order = self._orders.get(unit, [])
@@ -108,7 +113,7 @@ class Runtime:
         """Free ``unit``, as far as its policy says, and note when it ended."""
         if self.in_backward:
             return
-        if differentiable:
+        if differentiable or (unit.recomputes_all and self._leads_to_backward):
             unit.forward_indices.append(len(self.backward_order))
             self.backward_order.append(unit)
         outermost = self.forward_root is unit
@@ -194,6 +199,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.num_backwards += 1
         self.forward_root = None
         Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -298,7 +304,9 @@ class Runtime:
     def _forget_backward_order(self) -> None:
         self.backward_order.clear()
         for unit in self.units:
-            unit.forward_indices.clear()
+            if unit.forward_indices:
+                unit.forward_indices.clear()
+                unit.recomputes_all = False
 
     # -- by hand ----------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class Unit:
         self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
         self.backward_index = -1
         self.backward_began = False
+        self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.shared_streams: Any = None  # with units of other trees
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync

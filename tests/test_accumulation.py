@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from reference import (
     assert_same_gradients,
     assert_same_parameters,
     assert_sharded,
+    average_gradients,
     pair,
     run_both,
     whole,
@@ -52,6 +55,48 @@ def train_without_communication(
 @distributed(2, 3, long=(1, 4))
 def test_without_communication(name: str) -> None:
     train_without_communication(BY_NAME[name], num_steps=2, num_micro_batches=3)
+
+
+@pytest.mark.parametrize("forward_inside", [True, False])
+@ours_only("torch has no such context for it")
+@distributed(2)
+def test_a_context_without_communication(forward_inside: bool) -> None:
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    with warnings.catch_warnings(action="error"):
+        for micro in range(3):
+            batch = MLP.batch(micro, dist.get_rank(), torch.float64)
+            MLP.loss(plain, *batch).backward()
+            loss = None if forward_inside else MLP.loss(model, *batch)
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                (MLP.loss(model, *batch) if loss is None else loss).backward()
+            if micro < 2:
+                assert all(p.grad is None for p in model.parameters())
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("torch has no such context for it")
+@distributed(2)
+def test_the_context_says_when_it_is_misused() -> None:
+    model, _ = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    batch = MLP.batch(0, dist.get_rank(), torch.float64)
+    with pytest.warns(UserWarning, match="No backward ran inside no_sync"), model.no_sync():
+        loss = MLP.loss(model, *batch)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with (
+        pytest.raises(RuntimeError, match=r"'0', which is a part of the sharded '\(root\)'"),
+        model[0].no_sync(),  # type: ignore[index]
+    ):
+        pass
+    model.set_requires_gradient_sync(False)
+    with contextlib.suppress(KeyError), model.no_sync():
+        raise KeyError
+    model.zero_grad()
+    MLP.loss(model, *batch).backward()  # what was chosen before is so again
+    assert all(p.grad is None for p in model.parameters())
 
 
 @distributed(2, 3)
