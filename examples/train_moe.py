@@ -124,7 +124,7 @@ def main() -> None:
         optimizer.zero_grad()
         means = numbers.of_all_ranks(loss.item(), balance.item()).mean(0)
         losses.append(float(means[0]))
-        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+        if dist.get_rank() == 0 and (step in (1, options.steps) or step % 10 == 0):
             print(
                 f"step {step}/{options.steps}: loss {losses[-1]:.3f}, balance {means[1]:.2f}",
                 flush=True,

@@ -146,7 +146,7 @@ def main() -> None:
         # The last stage knows the losses; the others count as not a number.
         own = torch.stack(of_micro_batches).mean() if of_micro_batches else torch.tensor(torch.nan)
         losses.append(float(numbers.of_all_ranks(own.item()).nanmean()))
-        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+        if dist.get_rank() == 0 and (step in (1, options.steps) or step % 10 == 0):
             print(f"step {step}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
 
     dist.destroy_process_group()
