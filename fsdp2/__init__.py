@@ -4,7 +4,7 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
-from .fully_shard import fully_shard
+from .fully_shard import fully_shard, replicate
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .policy import (
     CPUOffloadPolicy,
@@ -24,6 +24,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]
 __version__ = "0.1.0"
