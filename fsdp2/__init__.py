@@ -6,7 +6,7 @@ are gathered straight into place, and what does not change between steps is comp
 
 from . import optim
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
-from .fully_shard import fully_shard
+from .fully_shard import fully_shard, replicate
 from .initialization import init_on_whole_tensors
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .optim import clip_grad_norm_, get_total_norm
@@ -35,6 +35,7 @@ __all__ = [
     "load_full_state_dict",
     "optim",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]
 __version__ = "0.1.0"
