@@ -32,6 +32,7 @@ CHOICES = (
     "reshard_after_forward",
     "reshard_after_backward",
     "reduce_grads",
+    "accumulate_sharded",
     "all_reduce_grads",
     "divide_factor",
     "unshard_in_backward",
