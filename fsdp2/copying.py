@@ -31,6 +31,7 @@ CHOICES = (
     "reshard_policy",
     "reshard_after_forward",
     "reshard_after_backward",
+    "sync_grads",
     "reduce_grads",
     "accumulate_sharded",
     "all_reduce_grads",
