@@ -261,7 +261,12 @@ def test_state_that_was_saved_elsewhere_is_used() -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             if step % 4 == 1:
                 local_step(optimizer)
-                optimizer.step()  # without gradients; makes what the loaded state has to replace
+                # Makes state, and stand-ins for it, that the loaded one has to replace.
+                optimizer.param_groups[0]["lr"] = 0.0
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+                optimizer.zero_grad()
             optimizer.load_state_dict(state)
         run_both(MLP, model, plain, step)
         feed(model, plain)
