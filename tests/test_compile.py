@@ -18,6 +18,9 @@ from harness import distributed
 from models import MLP, TRANSFORMER, children
 from reference import assert_same, assert_same_gradients, average_gradients, gathering
 
+LESS_USUAL = [
+    pytest.param(way, marks=pytest.mark.long) for way in ("torch.compile before", "compile after")
+]
 WAYS = ["torch.compile before", "compile before", "torch.compile after", "compile after", "model"]
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -81,14 +84,14 @@ def check(way: str, backend: str, *, tolerance: float | None = None, **options: 
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["compile before", "torch.compile after", "model", *LESS_USUAL])
 @distributed(2)
 def test_whole_graphs(way: str) -> None:
     check(way, "aot_eager")
 
 
 @pytest.mark.parametrize("recomputed", ["inside", "outside"])
-@pytest.mark.parametrize("way", ["compile before", "compile after"])
+@pytest.mark.parametrize("way", ["compile before", *LESS_USUAL])
 @distributed(2)
 def test_with_activation_checkpointing(way: str, recomputed: str) -> None:
     check(way, "aot_eager", recomputed=recomputed, reshard_after_forward=True)

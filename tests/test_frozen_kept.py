@@ -147,7 +147,8 @@ def test_what_is_frozen_is_gathered_once(mode: bool | None) -> None:
     assert_same_gradients(model, plain)
     assert not set(FROZEN) & (set(gathers.forward) | set(gathers.backward))
     assert gathers.forward["0.up"] == 3
-    assert FROZEN_BYTES <= bytes_held(model) < 1.5 * FROZEN_BYTES
+    # Shards that are no multiple of 16 bytes are there once more, in the pack.
+    assert FROZEN_BYTES <= bytes_held(model) < 2.7 * FROZEN_BYTES
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
