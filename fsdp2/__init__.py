@@ -4,6 +4,7 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
+from . import wrap
 from .fully_shard import fully_shard
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .policy import (
@@ -13,6 +14,7 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .wrap import UnitDescription, units_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -21,9 +23,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
+    "UnitDescription",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "units_of",
+    "wrap",
 ]
 __version__ = "0.1.0"
