@@ -15,36 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
+from .modes import apart, between_graphs, is_transformed
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
-
-
-def _between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, as a function that torch.compile calls and does not trace."""
-
-    @functools.wraps(hook)
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(hook)(*args)
-        return hook(*args)
-
-    return call
-
-
-def _is_transformed() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _outside_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` on plain tensors, should a ``torch.func`` transform be active."""
-    if torch._C._are_functorch_transforms_active():
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
 
 
 class UnitHooks:
@@ -67,8 +42,8 @@ class UnitHooks:
         self._watched: list[Any] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        self._pre_forward = _between_graphs(self.pre_forward)
-        self._post_forward = _between_graphs(self.post_forward)
+        self._pre_forward = between_graphs(self.pre_forward)
+        self._post_forward = between_graphs(self.post_forward)
         for module in unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -98,7 +73,7 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
-        _outside_transforms(self._gather, module)
+        apart(self._gather, module)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._mark_inputs(args, kwargs)
@@ -125,7 +100,7 @@ class UnitHooks:
         unit = self.unit
         runtime = unit.runtime
         differentiable = False
-        if _is_transformed():
+        if is_transformed():
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
             output = map_tensors(functools.partial(_Entrance.apply, self.enter_backward), output)
         elif torch.is_grad_enabled():
@@ -135,7 +110,7 @@ class UnitHooks:
                     differentiable = True
                     if tensor._base is not None:
                         self._watch_base(tensor._base, args)
-        _outside_transforms(runtime.post_forward, unit, differentiable=differentiable)
+        apart(runtime.post_forward, unit, differentiable=differentiable)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -147,7 +122,7 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
-        transformed = _is_transformed()
+        transformed = is_transformed()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
             if args[0].requires_grad:
                 # The usual case, by the cheapest node there is.
@@ -172,7 +147,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.backward_began:
             self._num_accumulated = 0
-        _outside_transforms(unit.runtime.pre_backward, unit)
+        apart(unit.runtime.pre_backward, unit)
 
     def _watch_base(self, base: torch.Tensor, args: tuple) -> None:
         """An output is a view of ``base``. Should it be changed in place, its history is
@@ -186,7 +161,7 @@ class UnitHooks:
 
     def leave_backward(self) -> None:
         """Backward left the unit by its inputs."""
-        _outside_transforms(self.unit.runtime.post_backward, self.unit)
+        apart(self.unit.runtime.post_backward, self.unit)
 
     def _leave_by_view(self, grads: Any) -> None:
         self.leave_backward()

@@ -13,6 +13,7 @@ from torch import nn
 from .collectives import backend_name
 from .custom import AllGather, ReduceScatter
 from .interop import PipelineState, TorchFSDPModule, state_of
+from .kept import KeepFrozen
 from .runtime import Runtime, build_runtime, units_in
 from .streams import make_streams
 from .unit import Unit
@@ -117,6 +118,37 @@ class FSDPModule:
         """
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
+
+    def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
+        """Keep frozen parameters gathered, from one micro-batch and step to the next.
+
+        They are gathered once, and again only after one of their shards was written or loaded.
+        Chosen are frozen parameters of this module and of sharded submodules, unit by unit in the
+        order of the modules, each unit's together if they still fit. Parameters that are trained
+        in the same unit are gathered and freed as before. `reshard` frees what its module keeps,
+        until the next use. What is written through ``.data`` goes unnoticed: call it after that.
+
+        Args:
+            max_bytes: of gathered parameters to hold per rank, in their dtype of computation. 0
+                keeps nothing; None: no limit.
+
+        Raises:
+            ValueError: if ``max_bytes`` is negative.
+
+        Example:
+            >>> model.requires_grad_(False)  # freeze before sharding; then add adapters
+            >>> ...
+            >>> fully_shard(model)
+            >>> model.set_keep_frozen_gathered(8 * 2**30)
+        """
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        budget = KeepFrozen(max_bytes)
+        units = self._units(recurse=True)
+        for unit in units:
+            unit.keep_frozen = budget
+        for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
+            runtime.choose_kept()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when the forward of this one begins.

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from .gradients import Reduction
+from .kept import choose
 from .param import ORIGINS
 from .streams import make_streams
 from .unit import State, Unit
@@ -298,7 +299,14 @@ class Runtime:
         unit.unshard(self.streams)
 
     def reshard(self, unit: Unit) -> None:
+        """Free ``unit``, with what it keeps gathered."""
         unit.free(self.streams)
+        unit.drop_kept(self.streams)
+
+    def choose_kept(self) -> None:
+        """Decide anew which frozen parameters stay gathered."""
+        for unit, buckets in choose(self.units).items():
+            unit.keep(buckets, self.streams)
 
     # -- recovery ---------------------------------------------------------------------------
 
@@ -313,6 +321,7 @@ class Runtime:
         self._complete_all()
         for unit in self.units:
             unit.free(self.streams)
+            unit.drop_kept(self.streams)
             unit.backward_began = False
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
@@ -367,6 +376,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime
+    runtime.choose_kept()
     return runtime
 
 

@@ -12,7 +12,7 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -25,6 +25,7 @@ from torch import nn
 from .collectives import Finish, take_tags
 from .extension import ExtensionBucket
 from .gradients import Reduction
+from .kept import KeepFrozen, free_held, mixes_frozen
 from .links import LinkOptions, Links
 from .mesh import DataParallelMesh
 from .param import ShardedParam
@@ -124,12 +125,18 @@ class Unit:
         self._versions = 0
         self.dirty = False  # somebody replaced sharded parameters: plan anew before the next use
         self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
+        self.keep_frozen: KeepFrozen | None = None
+        self._waits_for_gather = False
 
     # -- planning ---------------------------------------------------------------------------
 
     def shard(self, params: list[ShardedParam]) -> None:
         """Take over whole parameters: plan the buckets and keep this rank's shards."""
         self.params = params
+        if getattr(self.mp_policy, "cast_frozen_params", False):
+            for param in params:
+                if param.dtype.is_floating_point and not param.sharded.requires_grad:
+                    param.dtype = self.mp_policy.param_dtype or param.dtype
         self._make_buckets()
         for bucket in self.buckets:
             wholes = [p.sharded.detach() for p in bucket.params]
@@ -173,7 +180,10 @@ class Unit:
             if param.dtype.is_floating_point and self.mp_policy.param_dtype is not None:
                 gather_dtype = self.mp_policy.param_dtype
             alone = param if param.extension else None
-            groups.setdefault((param.mesh, gather_dtype, param.dtype, alone), []).append(param)
+            # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
+            trained = param.sharded.requires_grad
+            key = (param.mesh, gather_dtype, param.dtype, trained, alone)
+            groups.setdefault(key, []).append(param)
         shard_device = torch.device("cpu") if self.offload else self.device
         self.buckets = [
             (ExtensionBucket if alone else Bucket)(
@@ -187,7 +197,7 @@ class Unit:
                 pin_memory=self.pin_memory,
                 direct_min_bytes=self.direct_min_bytes,
             )
-            for (mesh, gather_dtype, _, alone), params in groups.items()
+            for (mesh, gather_dtype, _, _, alone), params in groups.items()
         ]
         self._materialized = False
         self._reduce_plans.clear()
@@ -205,7 +215,7 @@ class Unit:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
-        if self.dirty:
+        if self.dirty or mixes_frozen(self.buckets):
             self.reshard_storage()
         for bucket in self.buckets:
             if bucket.is_meta:
@@ -257,6 +267,7 @@ class Unit:
             for param in self.params:
                 assert param.unsharded is not None
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
+            self.runtime.choose_kept()
 
     def adopt_replaced(self, *, keep_objects: bool = True) -> None:
         """Take the parameters that somebody put into the modules in place of the sharded ones.
@@ -290,18 +301,29 @@ class Unit:
         """SHARDED -> GATHERING: allocate and start the all-gathers of all buckets."""
         assert self.state is State.SHARDED
         if self.dirty or not self._materialized:
+            self.drop_kept(streams)
             self.materialize()
+            self.runtime.choose_kept()
             streams.before_root_forward()  # compute has just written the new shards
         if not self.runtime.in_backward:
             self._sync_requires_grad()
             self._versions = self.versions()
         elif not self.reshard_after_backward:
             self._versions = self.versions()
+        if self.keep_frozen is not None:
+            free_held((b for b in self.buckets if b.held and not b.holds()), streams)
         finishes = self._gather_finish
+        self._waits_for_gather = False
         with streams.gathering():
             tag = self._tag
             for bucket, links in zip(self.buckets, self.links, strict=True):
-                if self.regrouped and bucket.regrouped is not None:
+                if bucket.held:
+                    tag += self._tags_per_bucket
+                    continue
+                self._waits_for_gather = True
+                if bucket.kept:
+                    bucket.hold()
+                if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
                     self._launch_regrouped(bucket, links, tag)
                 elif not bucket.aliases_shards:
                     bucket.allocate()
@@ -316,7 +338,8 @@ class Unit:
                 if self.encloses:
                     bucket.note_references()
                 tag += self._tags_per_bucket
-            self._gather_event = streams.gathered(self._gather_event)
+            if self._waits_for_gather:
+                self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
 
     def _launch_regrouped(self, bucket: Bucket, links: Links, tag: int) -> None:
@@ -333,7 +356,8 @@ class Unit:
         for finish in self._gather_finish:
             finish()
         self._gather_finish.clear()
-        streams.use_gathered(self._gather_event)
+        if self._waits_for_gather:
+            streams.use_gathered(self._gather_event)
         if self.regrouped:
             self._drop_regrouped()
         self.state = State.UNSHARDED
@@ -358,13 +382,17 @@ class Unit:
         if self.state is State.GATHERING:
             self.finish_gather(streams)
         if self.state is State.UNSHARDED:
-            for bucket in self.buckets:
+            going = self.buckets
+            if self.keep_frozen is not None:
+                going = [bucket for bucket in going if not bucket.held]
+            for bucket in going:
                 if regroup and bucket.regrouped is not None:
                     bucket.regrouped.save()  # by compute: users may look at them
-            streams.before_free()
-            with streams.gathering():
-                for bucket in self.buckets:
-                    bucket.free()
+            if going:
+                streams.before_free()
+                with streams.gathering():
+                    for bucket in going:
+                        bucket.free()
             self.state = State.SHARDED
             self.regrouped = regroup
             self.released = False
@@ -372,10 +400,24 @@ class Unit:
             self._drop_regrouped()
         self.show_sharded()
 
+    def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
+        """Leave these buckets gathered from the next gather on, and no others."""
+        for bucket in self.buckets:
+            bucket.kept = bucket in chosen
+        self.drop_kept(streams, [bucket for bucket in self.buckets if not bucket.kept])
+
+    def drop_kept(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
+        """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
+        held = [b for b in (self.buckets if buckets is None else buckets) if b.held]
+        if self.state is State.SHARDED:
+            free_held(held, streams)
+        for bucket in held:
+            bucket.held = False
+
     def release_embeddings(self, streams: Streams) -> None:
         """After forward: give back embeddings, whose weights backward does not read."""
         for bucket in self.buckets:
-            for i in bucket.layout.direct:
+            for i in () if bucket.kept else bucket.layout.direct:
                 param = bucket.params[i]
                 is_embedding = type(param.owners[0][0]) is nn.Embedding
                 if is_embedding and len(param.owners) == 1 and param not in self._recalled:
