@@ -5,7 +5,7 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import wrap
-from .fully_shard import fully_shard
+from .fully_shard import fully_shard, replicate
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .policy import (
     CPUOffloadPolicy,
@@ -27,6 +27,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
     "units_of",
     "wrap",

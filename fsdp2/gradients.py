@@ -102,6 +102,8 @@ class Reduction:
                 )
         if streams.stream_ordered:
             self._advance_on_stream(streams)
+        elif self.scatter is None:
+            self.advance()  # there is nothing to wait for before the all-reduce
 
     def advance(self) -> None:
         """Host-ordered devices: finish the reduce-scatter and start the all-reduce, if any."""
@@ -178,9 +180,9 @@ class Reduction:
 
     def _choose_output(self, detached: list[int] | None) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
-        dtype = self.bucket.orig_dtype
-        if self.scatter is not None:
-            dtype = self.scatter.out_dtype(self.bucket)
+        transport = self.scatter or self.replicate
+        assert transport is not None
+        dtype = transport.out_dtype(self.bucket)
         self.in_place = (
             dtype == self.bucket.orig_dtype
             and self.bucket.shard_device == self.bucket.device
@@ -254,9 +256,11 @@ class Reduction:
         bucket = self.bucket
         if bucket.partial is None:
             return
-        for offset, numel in self.plan.ranges:
-            self.flat[offset : offset + numel] += bucket.partial[offset : offset + numel]
-            bucket.partial[offset : offset + numel] = 0
+        for i in self.plan.present:  # the others have a reduction of their own to come
+            slot = bucket.layout.slots[i]
+            part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
+            self.flat[part] += bucket.partial[part]
+            bucket.partial[part] = 0
         bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
             # Its stream is not the one that reads it last: hold it until `use_reduced`.

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from .gradients import Reduction
 from .kept import choose
+from .late_sums import sum_late
 from .param import ORIGINS
 from .streams import make_streams
 from .unit import State, Unit
@@ -43,8 +44,8 @@ class Runtime:
         shared = (unit.shared_streams for unit in units if unit.shared_streams is not None)
         self.streams = next(shared, None) or make_streams(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
-        blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
-        self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
+        blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
+        self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
         self.is_last_backward = True
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
@@ -269,9 +270,11 @@ class Runtime:
             unit.holds_earlier_gradients = not unit.reduce_grads
         if self.is_last_backward:
             self._complete_all()
+            sum_late(unit.late_sums for unit in self.units)
             self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
+            unit.late_sums.forget()
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
@@ -341,6 +344,16 @@ class Runtime:
         self._attached.clear()
         for unit in self.units:
             unit.drop_gradients()
+
+
+def _largest_bytes(unit: Unit) -> int:
+    """Of what a unit gathers and of what it reduces: replicated units gather nothing."""
+    reduced = sum(
+        slot.full_numel * bucket.gather_dtype.itemsize
+        for bucket in unit.buckets
+        for slot in bucket.layout.slots
+    )
+    return max(unit.gathered_bytes, reduced)
 
 
 def _autograd_is_running() -> bool:

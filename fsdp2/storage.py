@@ -464,6 +464,10 @@ class Bucket:
         resize(gathered.storages[piece], 0)
         return True
 
+    def is_reducing(self, i: int) -> bool:
+        """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""
+        return i in self.in_flight or i in self.partial_present
+
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient, ours or not."""
         return any(p.sharded.grad is not None for p in self.params)

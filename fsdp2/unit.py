@@ -26,6 +26,7 @@ from .collectives import Finish, take_tags
 from .extension import ExtensionBucket
 from .gradients import Reduction
 from .kept import KeepFrozen, free_held, mixes_frozen
+from .late_sums import LateSums
 from .links import LinkOptions, Links
 from .mesh import DataParallelMesh
 from .param import ShardedParam
@@ -125,6 +126,7 @@ class Unit:
         self._versions = 0
         self.dirty = False  # somebody replaced sharded parameters: plan anew before the next use
         self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
+        self.late_sums = LateSums(self)
         self.keep_frozen: KeepFrozen | None = None
         self._waits_for_gather = False
 
@@ -489,6 +491,7 @@ class Unit:
         Args:
             direct_only: only of parameters that are not packed.
         """
+        may_sum_late = self.late_sums.allowed
         taken = []
         for bucket in self.buckets:
             grads: dict[int, torch.Tensor] = {}
@@ -497,7 +500,9 @@ class Unit:
                 if grad is not None:
                     unsharded.grad = None
                     if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
-                        grad = bucket.params[i].local_gradient(grad)
+                        param = bucket.params[i]
+                        may_wait = may_sum_late and not bucket.is_reducing(i)
+                        grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)
                     grads[i] = grad
             if self.accumulated:
                 self._add_accumulated(bucket, grads)
@@ -530,6 +535,7 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forget unsharded gradients, of a backward that failed."""
         self.accumulated.clear()
+        self.late_sums.forget()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
