@@ -5,6 +5,7 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import wrap
+from .explain import explain
 from .fully_shard import fully_shard, replicate
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .policy import (
@@ -14,20 +15,25 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .reports import Explanation
+from .strategies import shard_model
 from .wrap import UnitDescription, units_of
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Explanation",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "replicate",
+    "shard_model",
     "share_comm_ctx",
     "units_of",
     "wrap",

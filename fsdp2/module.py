@@ -72,6 +72,9 @@ class FSDPModule:
     ) -> None:
         """Whether backward reduces gradients; without, they accumulate unsharded.
 
+        With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
+        without.
+
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate
                 gradients without communication.
@@ -79,6 +82,8 @@ class FSDPModule:
         """
         for unit in self._units(recurse):
             unit.reduce_grads = unit.all_reduce_grads = requires_gradient_sync
+            if unit.gathered_once:
+                unit.reshard_after_backward = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces gradients over replicas (2-D mesh).

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Runtime:
                 unit.show_sharded()
             else:
                 unit.free(self.streams, regroup=type(policy) is int and differentiable)
-        elif unit.encloses and differentiable:
+        elif unit.encloses and differentiable and unit.reshard_after_backward:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
@@ -196,9 +197,11 @@ class Runtime:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
-        self.reduce(unit)
         index = unit.backward_index
         runs_next = index > 0 and self.backward_order[index - 1] is unit
+        if runs_next and len(unit.modules) > 1:
+            return  # another module of the group: their gradients are reduced together
+        self.reduce(unit)
         if unit.reshard_after_backward and not runs_next:
             unit.free(self.streams)
 
@@ -209,7 +212,7 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
-        if unit.encloses and self.in_backward:
+        if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
         if not reductions:
@@ -289,6 +292,10 @@ class Runtime:
         self.backward_order.clear()
         for unit in self.units:
             unit.forward_indices.clear()
+
+    def last_order(self, root: Unit) -> list[Unit]:
+        """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
+        return [unit for unit, _ in groupby(self._orders.get(root, ()))]
 
     # -- by hand ----------------------------------------------------------------------------
 
