@@ -34,6 +34,7 @@ CHOICES = (
     "sync_grads",
     "reduce_grads",
     "accumulate_sharded",
+    "gathered_once",
     "all_reduce_grads",
     "divide_factor",
     "unshard_in_backward",

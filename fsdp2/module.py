@@ -74,6 +74,9 @@ class FSDPModule:
     ) -> None:
         """Whether backward reduces gradients; without, they accumulate unsharded.
 
+        With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
+        without.
+
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate
                 gradients without communication.
@@ -83,6 +86,8 @@ class FSDPModule:
         for unit in units:
             unit.sync_grads = unit.all_reduce_grads = requires_gradient_sync
             unit.reduce_grads = requires_gradient_sync or unit.accumulate_sharded
+            if unit.gathered_once:
+                unit.reshard_after_backward = requires_gradient_sync
         if not requires_gradient_sync:
             for unit in units:
                 if unit.runtime is not None:
@@ -143,14 +148,15 @@ class FSDPModule:
                 "or use set_requires_gradient_sync(False) if that is what you want"
             )
         units = self._units(recurse=True)
-        before = [(each, each.reduce_grads, each.all_reduce_grads) for each in units]
+        names = ("sync_grads", "reduce_grads", "all_reduce_grads", "reshard_after_backward")
+        before = [(each, {name: getattr(each, name) for name in names}) for each in units]
         num_backwards = runtime.num_backwards
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for each, reduce_grads, all_reduce_grads in before:
-                each.reduce_grads, each.all_reduce_grads = reduce_grads, all_reduce_grads
+            for each, values in before:
+                vars(each).update(values)
         if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
             warnings.warn(
                 "No backward ran inside no_sync(): gradients of a backward that runs after it are "

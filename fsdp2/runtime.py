@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -207,11 +208,13 @@ class Runtime:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
+        index = unit.backward_index
+        runs_next = index > 0 and self.backward_order[index - 1] is unit
+        if runs_next and len(unit.modules) > 1:
+            return  # another module of the group: their gradients are reduced together
         if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
             self.splits_backward = True
         self.reduce(unit)
-        index = unit.backward_index
-        runs_next = index > 0 and self.backward_order[index - 1] is unit
         if unit.reshard_after_backward and not runs_next:
             unit.free(self.streams)
 
@@ -310,6 +313,10 @@ class Runtime:
             if unit.forward_indices:
                 unit.forward_indices.clear()
                 unit.recomputes_all = False
+
+    def last_order(self, root: Unit) -> list[Unit]:
+        """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
+        return [unit for unit, _ in groupby(self._orders.get(root, ()))]
 
     # -- by hand ----------------------------------------------------------------------------
 

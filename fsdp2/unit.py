@@ -91,6 +91,8 @@ class Unit:
         self.all_reduce_grads = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
+        self.gathered_once = False  # a step: stays gathered after backwards without sync
+        self.strategy: str | None = None  # the name, for people
         self.reduce_unused = False
         self.max_input_buffers: int | None = None  # None: a number of bytes limits them
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
