@@ -35,6 +35,7 @@ CHOICES = (
     "reduce_grads",
     "accumulate_sharded",
     "gathered_once",
+    "strategy",
     "all_reduce_grads",
     "divide_factor",
     "unshard_in_backward",
