@@ -51,6 +51,7 @@ class Runtime:
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
         self.is_last_backward = True
         self.splits_backward = False
+        self._lacking: set[Unit] = set()
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -213,7 +214,7 @@ class Runtime:
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
         if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
-            self.splits_backward = True
+            self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
         self.reduce(unit)
         if unit.reshard_after_backward and not runs_next:
             unit.free(self.streams)
@@ -225,6 +226,8 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
+        if self._lacking and any(taken):
+            self._lacking.discard(unit)
         if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
@@ -281,6 +284,9 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
+        if self._lacking:
+            self.splits_backward = any(unit.lacks_gradients() for unit in self._lacking)
+            self._lacking.clear()
         if not self.streams.stream_ordered and self.is_last_backward:
             # What waits for an all-reduce is known only when sums over shards are there.
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
@@ -379,6 +385,7 @@ class Runtime:
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
         self._forget_backward_order()
+        self._lacking.clear()
         self._kept = None
         self.in_backward = False
         self.forward_root = None
