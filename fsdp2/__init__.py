@@ -5,9 +5,11 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import wrap
+from .estimation import Estimate, estimate
 from .explain import explain
 from .fully_shard import fully_shard, replicate
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .planner import Hardware, Plan, plan
 from .policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -22,15 +24,20 @@ from .wrap import UnitDescription, units_of
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Estimate",
     "Explanation",
     "FSDPModule",
+    "Hardware",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
+    "estimate",
     "explain",
     "fully_shard",
+    "plan",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",
