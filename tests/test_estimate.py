@@ -149,9 +149,9 @@ def test_more_ranks_need_less_and_more_batch_needs_more() -> None:
 def test_checkpointing_trades_activations_for_flops() -> None:
     none, full = (of_blocks(activation_checkpointing=mode) for mode in ("none", "full"))
     assert full.worst.peak.parts["activations"] < none.worst.peak.parts["activations"]
-    forward_flops = 2 * 64 * sum(p.numel() for b in on_meta().blocks for p in b.parameters()
-                                 if p.dim() == 2)  # fmt: skip
-    assert full.flops - none.flops == forward_flops
+    # Of a block the first multiplication is done again; the last gives nothing that is needed.
+    first = 2 * 64 * 32 * 128
+    assert full.flops - none.flops == 3 * first
 
 
 def test_checkpointing_inside_the_model_is_seen() -> None:

@@ -178,7 +178,7 @@ def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
     assert tight.step.peak.total <= 1.02 * least
     assert tight.step.seconds >= free.step.seconds * 0.999
     assert tight.activation_checkpointing != "none"
-    with pytest.raises(ValueError, match="Nothing fits into .* the least is"):
+    with pytest.raises(ValueError, match=r"Nothing fits into .* the least is"):
         planned(memory_budget=0.5 * least, activation_checkpointing=("full",))
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..collectives import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, _wire_dtype
 from ..gradients import Reduction
+from ..late_sums import LateSums
 from ..layout import BucketLayout
 from ..mesh import DataParallelMesh
 from ..reduction import ReducePlan, _is_simple
@@ -235,6 +236,10 @@ class _Regrouped:
         self.plan = _GatherPlan(bucket, layout, bucket.rank % layout.num_shards)
         self._bucket = bucket
         self._held: Held | None = None
+
+    @property
+    def saved(self) -> bool:
+        return self._held is not None
 
     def save(self) -> None:
         nbytes = self.layout.shard_numel * self._bucket.gather_dtype.itemsize
@@ -456,6 +461,13 @@ class _Links:
         return size
 
 
+class _NothingLate(LateSums):
+    """There is no tensor parallelism here."""
+
+    def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
+        return grad
+
+
 class CountedUnit(Unit):
     """A unit of a model that is not sharded.
 
@@ -474,6 +486,7 @@ class CountedUnit(Unit):
         self.world = world
         self.name = name
         self.registration: Any = SimpleNamespace(shown="sharded", show=self._show)
+        self.late_sums = _NothingLate(self)
         self.watching = False
         self.num_accumulated = 0
 

@@ -160,7 +160,7 @@ def _replace_tensors(
     """Put parameters in the dtype of computation and buffers into the modules."""
     made: dict[int, nn.Parameter] = {}
     numbers: dict[nn.Parameter, int] = {}
-    for i, (_, param, owners) in enumerate(parameters_of(model)):
+    for i, (_, param, owners) in enumerate(list(parameters_of(model))):
         dtype = param.dtype
         if dtype.is_floating_point and mp_policy.param_dtype is not None:
             dtype = mp_policy.param_dtype
