@@ -245,3 +245,17 @@ class T5(nn.Module):
         for block in self.decoder:
             x = block(x, memory, bias)
         return self.lm_head(self.norm(x))
+
+
+# -- for the commands ``fsdp2 estimate`` and ``fsdp2 plan`` ----------------------------------------
+
+
+def llama_batch() -> Tensor:
+    """One sequence of the length that Llama 3 is trained with."""
+    return torch.zeros(1, 8192, dtype=torch.long)
+
+
+def next_token_loss(logits: Tensor) -> Tensor:
+    """Cross-entropy in fp32."""
+    flat = logits.float().flatten(0, 1)
+    return F.cross_entropy(flat, torch.zeros(len(flat), dtype=torch.long))

@@ -182,12 +182,13 @@ def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
         planned(memory_budget=0.5 * least, activation_checkpointing=("full",))
 
 
-def test_a_slow_network_makes_it_shard_within_nodes() -> None:
+def test_a_slow_network_makes_it_gather_less_over_it() -> None:
     slow = planned(replace(H100, network_bandwidth=5e9), activation_checkpointing=("none",))
     chosen = slow.chosen.candidate
-    assert chosen.strategy == "hybrid" or chosen.reshard == 8
-    flat = [o for o in slow.outcomes if o.candidate.strategy == "full" and not o.candidate.reshard]
-    assert min(o.seconds for o in flat) > slow.step.seconds
+    assert chosen.strategy == "hybrid" or chosen.reshard is not None  # one gather less over it
+    usual = [o for o in slow.outcomes if o.candidate.strategy == "full"]
+    usual = [o for o in usual if o.candidate.reshard is None and o.candidate.wrap == "blocks"]
+    assert min(o.seconds for o in usual) > 1.01 * slow.step.seconds
 
 
 def test_more_ranks_than_anybody_has() -> None:

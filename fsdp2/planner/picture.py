@@ -109,10 +109,13 @@ def _draw_streams(
             (rows[lane] - 0.38, 0.76),
             facecolors=colours[number % 2],
         )
-        if names and right - left > 0.04 * (end - begin):
-            text = _short(bar_unit, lane, phase)
-            middle = (left + right) / 2 * scale
-            axis.text(middle, rows[lane], text, ha="center", va="center", fontsize=8)
+        if names and right - left > 0.005 * (end - begin):
+            wide = right - left > 0.06 * (end - begin)
+            place = (left + right) / 2 if wide else right + 0.003 * (end - begin)
+            axis.text(
+                place * scale, rows[lane], _short(bar_unit, lane, phase),
+                ha="center" if wide else "left", va="center", fontsize=8, clip_on=True,
+            )  # fmt: skip
     for left, right in _waits(step):
         if right > begin and left < end:
             axis.broken_barh(
@@ -227,7 +230,7 @@ def _draw_memory(axis: Any, made: Plan, scale: float) -> None:
     at = times[max(range(len(totals)), key=totals.__getitem__)] * scale
     axis.annotate(
         f"most: {show_bytes(step.peak.total)}", (at, most),
-        xytext=(12, 8), textcoords="offset points", fontsize=9,
+        xytext=(40, -6), textcoords="offset points", fontsize=9,
         arrowprops={"arrowstyle": "-", "color": "0.3"},
     )  # fmt: skip
     handles, texts = axis.get_legend_handles_labels()
@@ -240,10 +243,16 @@ def _over_time(step: SimulatedStep) -> tuple[list[float], list[dict[str, int]]]:
     begin of the last computation that was launched before it."""
     numbers = [x.number for x in step.launches if x.stream == "compute"]
     begins = [step.spans[number].begin for number in numbers]
-    times, samples = [], []
+    times: list[float] = []
+    samples: list[dict[str, int]] = []
     for clock, parts in step.samples:
         index = bisect_right(numbers, clock - 1) - 1
-        times.append(begins[index] if index >= 0 else 0.0)
+        moment = begins[index] if index >= 0 else 0.0
+        if times and times[-1] == moment:  # the most of each stretch
+            if sum(parts.values()) > sum(samples[-1].values()):
+                samples[-1] = parts
+            continue
+        times.append(moment)
         samples.append(parts)
     times.append(step.seconds)
     samples.append({k: v for k, v in samples[-1].items() if k != "activations"})

@@ -27,7 +27,10 @@ def reasons(made: Plan) -> list[str]:
         for outcome in made.outcomes:  # the best first
             if key(outcome.candidate) != key(chosen):
                 others.setdefault(key(outcome.candidate), outcome)
-        told = [f"{_value(title, o)} {_against(o, made)}" for o in list(others.values())[:3]]
+        told = [
+            f"{_value(title, o)} {_against(o, made)}{_besides(title, o, made)}"
+            for o in list(others.values())[:3]
+        ]
         if told:
             lines.append(f"{title}: {_value(title, made.chosen)}; {'; '.join(told)}.")
     return lines
@@ -67,7 +70,22 @@ def _against(outcome: Outcome, made: Plan) -> str:
     slower = 100 * (outcome.seconds / made.chosen.seconds - 1)
     more = outcome.peak_bytes - made.chosen.peak_bytes
     memory = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    if abs(more) < 1e-3 * made.chosen.peak_bytes:
+        memory = "the same memory"
     return f"takes {slower:+.1f} % with {memory}"
+
+
+_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch")
+
+
+def _besides(title: str, outcome: Outcome, made: Plan) -> str:
+    """What else differs: with some choices it takes another one to fit."""
+    changed = [
+        f"{other.lower()} {_value(other, outcome)}"
+        for other in _TITLES
+        if other != title and _value(other, outcome) != _value(other, made.chosen)
+    ]
+    return f" (and {', '.join(changed)})" if changed else ""
 
 
 def as_text(made: Plan) -> str:
