@@ -20,10 +20,10 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt clean
+.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt bench-estimate clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
 	@echo
 	@echo "  NPROC=4 sets the number of processes, STEPS=1000 the steps of the training, and"
 	@echo "  ARGS=\"--bf16 --ac\" its options (ARGS=--help lists them). PYTHON=... or an activated"
@@ -64,6 +64,10 @@ bench-gpu: $(SETUP)  ## on one GPU: step time, memory, a timeline (in small on t
 
 bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 	$(PY) -m benchmarks.checkpoint $(ARGS)
+
+bench-estimate: $(SETUP)  ## compare estimates with runs, and plans with published tables
+	$(PY) -m benchmarks.estimate $(ARGS)
+	$(PY) -m benchmarks.published
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

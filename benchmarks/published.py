@@ -33,7 +33,7 @@ from fsdp2.wrap import UnitDescription, units_of
 from . import machine
 from .models import lm_loss
 from .published_models import GPT, T5, Llama
-from .report import row
+from .report import row, write_readme
 
 BF16 = torch.bfloat16
 
@@ -178,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
+    parser.add_argument("--write-docs", action="store_true", help="put it into docs/planning.md")
     options = parser.parse_args(arguments)
     results = []
     for published in ROWS:
@@ -200,6 +201,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "published.json").write_text(json.dumps(record, indent=1) + "\n")
     print(table(results))
+    if options.write_docs:
+        page = machine.REPOSITORY / "docs" / "planning.md"
+        markers = ("<!-- published:begin -->", "<!-- published:end -->")
+        write_readme(page, table(results), *markers)
     return 0
 
 

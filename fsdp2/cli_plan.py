@@ -129,6 +129,8 @@ def run_estimate(args: argparse.Namespace) -> int:
             )
     except (ModelError, ValueError, TypeError) as error:
         return fail(error)
+    except RuntimeError as error:  # torch's, of the model
+        return fail(f"{args.model} failed on this input: {error}")
     if args.json:
         print_json(made.to_dict())
     else:
@@ -159,6 +161,8 @@ def run_plan(args: argparse.Namespace) -> int:
             made.picture(args.picture)
     except (ModelError, ValueError, TypeError, ImportError) as error:
         return fail(error)
+    except RuntimeError as error:  # torch's, of the model
+        return fail(f"{args.model} failed on this input: {error}")
     if args.json:
         print_json(made.to_dict())
     else:
