@@ -58,6 +58,10 @@ class State(Enum):
 class Unit:
     """The parameters of one call of `fully_shard`, their storages, and their state."""
 
+    # What it is made of; `fsdp2.estimation` has the same without memory.
+    bucket_type: type[Bucket] = Bucket
+    reduction_type: type[Reduction] = Reduction
+
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
@@ -198,7 +202,7 @@ class Unit:
             groups.setdefault(key, []).append(param)
         shard_device = torch.device("cpu") if self.offload else self.device
         self.buckets = [
-            (ExtensionBucket if alone else Bucket)(
+            (ExtensionBucket if alone else self.bucket_type)(
                 params,
                 mesh,
                 mp_policy=self.mp_policy,
@@ -587,7 +591,7 @@ class Unit:
             if not present:
                 continue
             reductions.append(
-                Reduction(
+                self.reduction_type(
                     bucket,
                     self._reduce_plan(index, bucket, present),
                     [grads.get(i) for i in range(len(bucket.params))],
