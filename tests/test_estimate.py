@@ -26,11 +26,13 @@ from harness import run_on
 TOLERANCE = 0.02
 SHORT = [Case(family) for family in FAMILIES]
 SHORT += [
-    Case("transformer", (2, 2), strategy="hybrid", bf16=True),
     Case("convolutional", strategy="optimizer", micro_batches=2, replicate_below=2**16),
+]
+FOUR = [
+    Case("transformer", (2, 2), strategy="hybrid", bf16=True),
     Case("transformer", (4,), reshard=2, checkpointing="full"),
 ]
-LONG = [case for case in MAIN + MORE if case not in SHORT]
+LONG = [*FOUR, *(case for case in MAIN + MORE if case not in SHORT)]
 
 
 @pytest.fixture(autouse=True)

@@ -157,6 +157,31 @@ def planned(hardware: Any = H100, num_ranks: int = 64, **options: Any) -> Plan:
     return plan(on_meta(**sizes), tokens(), hardware, num_ranks, mp_policy=BF16, **options)
 
 
+class Counting(Model):
+    """Does something else when it runs again, as models with caches of keys do."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.calls: list[int] = []
+        for block in self.blocks:
+            block[0].register_forward_pre_hook(self._count)
+
+    def _count(self, block: nn.Module, args: tuple) -> Any:
+        self.calls.append(1)
+        x = args[0]
+        for _ in self.calls:
+            x = x + 0
+        return (x,)
+
+
+def test_checkpointing_that_a_model_does_not_bear_is_left_out() -> None:
+    with torch.device("meta"):
+        model = Counting()
+    made = plan(model, tokens(), H100, 8, mp_policy=BF16)
+    assert "Checkpointing 'selective' is left out" in str(made)
+    assert {o.candidate.checkpointing for o in made.outcomes} >= {"none"}
+
+
 @pytest.fixture(scope="module")
 def free() -> Plan:
     return planned()

@@ -246,8 +246,10 @@ class _Player:
         """All micro-batches of one step."""
         for i in range(self.setup.micro_batches):
             last = i == self.setup.micro_batches - 1
-            for unit in self.units:
-                unit.reduce_grads = last
+            for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
+                unit.reduce_grads = unit.all_reduce_grads = last
+                if unit.gathered_once:
+                    unit.reshard_after_backward = last
             self._micro_batch()
 
     def drop_gradients(self) -> None:

@@ -239,6 +239,7 @@ class _Search:
         self._make_trace = trace
         self._traces: dict[str, StepTrace] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
+        self.notes: list[str] = []
 
     def run(self, modes: tuple[str, ...]) -> Plan:
         node = self.simulator.hardware.ranks_per_node
@@ -247,7 +248,13 @@ class _Search:
         for i, mode in enumerate(modes):
             self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
             names = [n for units in self.units.values() for u in units for n in u.modules]
-            self._traces[mode] = self._make_trace(mode, self.blocks, names)
+            try:
+                self._traces[mode] = self._make_trace(mode, self.blocks, names)
+            except RuntimeError as error:  # the model does something else when it runs again
+                if mode == "none" or len(modes) == 1:
+                    raise
+                self.notes.append(f"Checkpointing '{mode}' is left out, it fails: {error}")
+        modes = tuple(self._traces)
         self._simulate(first_round(modes, self.num_ranks, node))
         best = [o.candidate for o in self._ranked()[:3]]
         self._simulate([c for start in best for c in second_round(start, tuple(self.wraps), node)])
@@ -323,7 +330,7 @@ class _Search:
             step=step,
             outcomes=ranked,
         )
-        made.reasons = reasons(made)
+        made.reasons = reasons(made) + self.notes
         return made
 
 
