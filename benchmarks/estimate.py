@@ -261,7 +261,7 @@ def _train(
         loss.backward()
         del loss
         end = now()
-        moments["forward"].append((start + 1, middle + 1))
+        moments["forward"].append((start, middle + 1))
         moments["backward"].append((middle, end + 1))
     return moments
 
