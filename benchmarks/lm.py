@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .models import LMConfig
@@ -58,6 +59,11 @@ def measure(
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         variant = build(name, partial(make_lm, config), mesh, bf16)
         runs.append(Run(variant, config, batch_size, tokens))
+    return take_turns(runs, f"lm{' bf16' if bf16 else ''}", rounds, iters)
+
+
+def take_turns(runs: list[Run], title: str, rounds: int, iters: int) -> dict[str, Any]:
+    """Warms up all variants and times them in turns; returns the results of each by name."""
     for run in runs:
         for _ in range(WARM_UP_STEPS):
             run.step()
@@ -67,7 +73,7 @@ def measure(
         medians = ", ".join(
             f"{run.variant.name} {statistics.median(run.rounds_s[-1]) * 1e3:.0f}" for run in runs
         )
-        progress(f"lm{' bf16' if bf16 else ''}: round {i + 1} of {rounds}, ms: {medians}")
+        progress(f"{title}: round {i + 1} of {rounds}, ms: {medians}")
     return {run.variant.name: run.results() for run in runs}
 
 
@@ -76,13 +82,30 @@ class Run:
 
     def __init__(self, variant: Variant, config: LMConfig, batch_size: int, tokens: int) -> None:
         self.variant = variant
+        self.config = config
         self.optimizer = torch.optim.SGD(variant.model.parameters(), lr=LEARNING_RATE)
-        self.batches = [random_tokens(config, batch_size, tokens, seed) for seed in range(4)]
+        self.batches = self.make_batches(batch_size, tokens)
         self.num_steps = 0
         self.rounds_s: list[list[float]] = []
         self.cpu_rounds_s: list[list[float]] = []
         self.losses: list[float] = []
         self.gradient_norms: list[float] = []
+
+    def make_batches(self, *sizes: int) -> list[Tensor]:
+        """What this rank trains on, one after the other; (batch size, tokens) are its sizes."""
+        return [random_tokens(self.config, *sizes, seed) for seed in range(4)]
+
+    def forward_backward(self, batch: Tensor) -> float:
+        """What is timed; returns this rank's loss."""
+        return train_step(self.variant, batch)
+
+    def average(self) -> None:
+        """Averages the gradients of a variant that does not communicate by itself."""
+        average_gradients(self.variant)
+
+    def norm(self) -> float:
+        """The 2-norm of all gradients."""
+        return gradient_norm(self.variant)
 
     def step(self) -> tuple[float, float, float]:
         """One training step; returns wall and CPU seconds of forward and backward, and the loss."""
@@ -90,9 +113,9 @@ class Run:
         self.optimizer.zero_grad()
         dist.barrier()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        loss = train_step(self.variant, batch)
+        loss = self.forward_backward(batch)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        average_gradients(self.variant)
+        self.average()
         self.optimizer.step()
         self.num_steps += 1
         return wall_s, cpu_s, loss
@@ -106,7 +129,7 @@ class Run:
         self.rounds_s.append(wall_s.tolist())
         self.cpu_rounds_s.append([cpu for _, cpu, _ in steps])
         self.losses.append(mean_over_ranks(steps[-1][2]))
-        self.gradient_norms.append(gradient_norm(self.variant))
+        self.gradient_norms.append(self.norm())
 
     def results(self) -> dict[str, Any]:
         """Everything that was seen, ready for JSON."""

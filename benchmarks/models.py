@@ -78,12 +78,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, tokens, width) to the same shape."""
         y = self.attention_norm(x)
-        heads = (*x.shape[:2], -1, self.head_width)
+        heads = (*y.shape[:2], -1, self.head_width)
         q, k, v = (w(y).view(heads).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         a = F.scaled_dot_product_attention(
             rotate(q), rotate(k), v, is_causal=True, enable_gqa=self.shares_kv
         )
-        x = x + self.wo(a.transpose(1, 2).reshape(x.shape))
+        x = x + self.wo(a.transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 

@@ -49,9 +49,10 @@ def sources(records: list[dict[str, Any]]) -> list[str]:
         versions, about = record["versions"], record["machine"]
         commit = (record["commit"] or "no commit")[:12]
         changed = " with uncommitted changes" if record["uncommitted_changes"] else ""
+        settings = record["config"]["settings"]
         line = (
             f"{about['cpu']}, {about['cores']} cores, {about['memory_bytes'] / 2**30:.0f} GiB; "
-            f"{record['config']['settings']['world_size']} ranks of one thread over gloo; "
+            f"{record.get('num_ranks', settings['world_size'])} ranks of one thread over gloo; "
             f"torch {versions['torch']}, Python {versions['python']}; "
             f"{record['date'][:10]}, commit {commit}{changed}"
         )

@@ -26,9 +26,12 @@ def make_lm(config: LMConfig) -> LM:
     return LM(config)
 
 
-def random_tokens(config: LMConfig, batch_size: int, tokens: int, seed: int = 1) -> Tensor:
-    """Token ids and targets of this rank: (2, batch size, tokens)."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+def random_tokens(
+    config: LMConfig, batch_size: int, tokens: int, seed: int = 1, rank: int | None = None
+) -> Tensor:
+    """Token ids and targets of this rank, or of `rank`: (2, batch size, tokens)."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(config.vocab, (2, batch_size, tokens), generator=generator)
 
 

@@ -8,14 +8,21 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from . import copies, hooks, lm, machine, memory
+from . import copies, hooks, lm, lm2d, machine, memory
 from .models import LMConfig, StackConfig
 from .ranks import run_ranks
 from .steps import check_agreement
-from .variants import BASELINE, VARIANTS
+from .variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
 
 # DDP does not run over a `fake` process group.
 HOOK_VARIANTS = tuple(name for name in VARIANTS if name != "DDP")
+# DDP and FSDP1 do not take parameters that are DTensors already.
+TENSOR_PARALLEL_VARIANTS = ("plain", BASELINE, BEST_BASELINE, OURS)
+
+
+# Measures with more ranks than `world_size`, by how many times. There even the plain model waits
+# for others, so its times do not tell whether the machine was busy.
+OVERSUBSCRIBED = {"lm-2d": lm2d.TENSOR_PARALLEL}
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class Settings:
     """Sizes and repetitions; the defaults are those of the published results.
 
     Attributes:
-        world_size: Ranks over gloo, and the size of the `fake` group.
+        world_size: Ranks over gloo, and the size of the `fake` group; the data-parallel ranks of
+            `lm-2d`.
         rounds: Rounds of the timed measures; None takes each measure's own default.
         iters: Timed steps per round and variant; None likewise.
         variants: Names of what is compared; "plain" and torch's FSDP2 are needed.
@@ -56,7 +64,10 @@ def run(measure: str, settings: Settings) -> dict[str, Any]:
     return {
         "name": measure,
         **about,
-        "wall_to_cpu_time": max(wall_to_cpu_time(run["plain"]) for run in runs.values()),
+        "wall_to_cpu_time": max(wall_to_cpu_time(run["plain"]) for run in runs.values())
+        if measure not in OVERSUBSCRIBED
+        else 1.0,
+        "num_ranks": settings.world_size * OVERSUBSCRIBED.get(measure, 1),
         "config": {"settings": asdict(settings)},
         "figures": figures,
         "runs": runs,
@@ -103,6 +114,31 @@ def run_lm(bf16: bool, settings: Settings) -> Answer:
     return {"bf16" if bf16 else "fp32": results}, figures
 
 
+def run_lm_2d(settings: Settings) -> Answer:
+    """Wall time of forward and backward of the language model, tensor parallel x sharded."""
+    results = run_ranks(
+        lm2d.measure,
+        settings.world_size * lm2d.TENSOR_PARALLEL,
+        {
+            "names": [name for name in settings.variants if name in TENSOR_PARALLEL_VARIANTS],
+            "config": settings.lm,
+            "batch_size": settings.batch_size,
+            "tokens": settings.tokens,
+            "rounds": settings.rounds or 7,
+            "iters": settings.iters or 4,
+        },
+    )
+    check_agreement(results, bf16=False)
+    rounds = {name: round_medians(result["rounds_s"]) for name, result in results.items()}
+    cpu = {name: round_medians(result["cpu_rounds_s"]) for name, result in results.items()}
+    title = "2-D: tensor parallel x sharded LM forward+backward, fp32"
+    figures = [
+        timed_figure(title, "ms", rounds, 1e3, target=0.85),
+        timed_figure("CPU time of the same", "ms", cpu, 1e3),
+    ]
+    return {"fp32": results}, figures
+
+
 def run_hooks(settings: Settings) -> Answer:
     """Host time per unit."""
     results = run_ranks(
@@ -126,6 +162,14 @@ def run_hooks(settings: Settings) -> Answer:
         timed_figure("forward+backward of that stack", "ms", steps, 1e3),
         timed_figure("AdamW step of that stack", "ms", optimizer, 1e3),
     ]
+    if OURS in results:
+        # Ours on local tensors, beside the same steps of the others over whatever they have.
+        local = {**optimizer, OURS: round_medians(results[OURS]["local_rounds_s"])}
+        title = "the same, fsdp2.optim.local_step"
+        figures.append(timed_figure(title, "ms", local, 1e3))
+        figures[-1]["to_plain"] = statistics.median(
+            ours / plain for ours, plain in zip(local[OURS], local["plain"], strict=True)
+        )
     return {"fp32": results}, figures
 
 
@@ -179,6 +223,7 @@ def run_counted(
 MEASURES: dict[str, Callable[[Settings], Answer]] = {
     "lm": partial(run_lm, False),
     "lm-bf16": partial(run_lm, True),
+    "lm-2d": run_lm_2d,
     "hooks": run_hooks,
     "memory": run_memory,
     "copies": run_copies,

@@ -141,12 +141,17 @@ def use_best_settings(model: nn.Module) -> None:
         model.set_reduce_scatter_max_input_buffers(2)
 
 
-def average_gradients(variant: Variant) -> None:
-    """Averages the gradients of a replicated model that does not communicate by itself."""
+def average_gradients(variant: Variant, group: dist.ProcessGroup | None = None) -> None:
+    """Averages the gradients of a replicated model that does not communicate by itself.
+
+    Args:
+        variant: Any; nothing happens where backward averages.
+        group: The ranks to average over; None: all.
+    """
     if variant.averages:
         return
     for gradient in variant.local_gradients():
-        dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+        dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=group)
     dist.barrier()  # until its next task, gloo's thread may hold on to the last gradient
 
 

@@ -10,7 +10,9 @@ on each rank, and the two ranks work on different batches:
         shard 0   rank 0     rank 1      batch 0
         shard 1   rank 2     rank 3      batch 1
 
-Every rank holds a quarter of each large matrix.
+Every rank holds a quarter of each large matrix. Along "tensor" there is also sequence
+parallelism (between the matrices a rank has its part of the sequence) and loss parallelism (of the
+logits it has its part of the vocabulary), as in torchtitan.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -53,7 +58,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(dim=128, num_layers=2, num_heads=4, hidden=384))
     model.to(device_type)
-    split_matrices(model, mesh["tensor"])
+    split_model(model, mesh["tensor"])
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -68,11 +73,13 @@ def main() -> None:
     numbers, losses = Numbers(), []
     for step in range(1, steps + 1):
         inputs, targets = (ids.to(device_type) for ids in batches.next())
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
+        with loss_parallel():  # around the loss of sharded logits and its backward
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(numbers.of_all_ranks(loss.item()).mean()))
+        assert isinstance(loss, DTensor)  # as the logits are
+        losses.append(float(numbers.of_all_ranks(loss.full_tensor().item()).mean()))
         if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
             print(f"step {step}/{steps}: loss {losses[-1]:.3f}", flush=True)
 
@@ -82,25 +89,41 @@ def main() -> None:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
-def split_matrices(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Split the matrices of every block over the ranks of `mesh`.
+def split_model(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Split the model over the ranks of `mesh`, the one dim "tensor".
 
     The first matrix of each pair is split by output features (Colwise), so that a rank has some
     of the attention heads or some of the hidden features; the second by input features (Rowwise),
-    so that it takes just those, and the ranks' results are summed. Norms, embedding and head stay
-    whole.
+    so that it takes just those, and the ranks' results are summed. The sums are dealt out by
+    sequence, dim 1 of the activations: norms and residual sums see only this rank's part, which
+    is gathered again before the next matrices. Embedding and head are split by vocabulary.
     """
+    by_sequence, whole = Shard(1), Replicate()
     plan = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=by_sequence),
+        "norm": SequenceParallel(),
+        # The logits stay split by vocabulary, for the parallel loss.
+        "head": ColwiseParallel(
+            input_layouts=by_sequence, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, plan)
+    gathered = PrepareModuleInput(input_layouts=by_sequence, desired_input_layouts=whole)
+    block_plan = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered,
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=by_sequence),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": gathered,
         "feed_forward.gate": ColwiseParallel(),
         "feed_forward.up": ColwiseParallel(),
-        "feed_forward.down": RowwiseParallel(),
+        "feed_forward.down": RowwiseParallel(output_layouts=by_sequence),
     }
     for block in model.blocks:
-        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh, block_plan)
 
 
 def show_placements(model: LanguageModel) -> None:

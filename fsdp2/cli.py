@@ -1,8 +1,8 @@
 """The command ``fsdp2``.
 
-Each group of commands has a module (`cli_ckpt`) with a function that adds its parsers. A command
-is one function, which gets the parsed arguments and returns the exit code; what it needs is
-imported when it runs.
+Each group of commands has a module (`cli_ckpt`, `cli_explain`) with a function that adds its
+parsers. A command is one function, which gets the parsed arguments and returns the exit code;
+what it needs is imported when it runs.
 
 Exit codes: 0; 1 for a negative answer (corrupt, different); 2 for wrong usage or input that
 cannot be read; 130 after Ctrl-C. Errors are one line on stderr.
@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from .cli_ckpt import add_ckpt
+from .cli_explain import add_explain
 from .terminal import BROKEN_PIPE, INTERRUPTED, fail
 
 
@@ -64,4 +65,5 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fsdp2", description="Tools of the fsdp2 package.")
     groups = parser.add_subparsers(metavar="COMMAND", required=True)
     add_ckpt(groups)
+    add_explain(groups)
     return parser

@@ -117,6 +117,23 @@ _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
+def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Replace small tensors by their sums over ``group``, in one collective per dtype.
+
+    On the current stream, or until it is done.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+        options = AllreduceOptions()
+        options.asyncOp = False
+        work = group.allreduce([flat], options)
+        if work is not None:
+            work.wait()
+        parts = flat.split([tensor.numel() for tensor in chosen])
+        torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
+
+
 class GroupTransport:
     """The collectives of the process group itself, one coalesced call per bucket."""
 

@@ -1,4 +1,4 @@
-"""`fully_shard`: check the arguments, find the parameters, make the unit, install the hooks."""
+"""`fully_shard`, `replicate`: check arguments, find parameters, make the unit, install hooks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from .collectives import backend_name
-from .hooks import UnitHooks, hook_state_dict
+from .hooks import StateDictHooks, UnitHooks
 from .interop import is_replicated, show_state, state_of
-from .mesh import DataParallelMesh, device_of, resolve_mesh
+from .mesh import DataParallelMesh, device_of, replicated, resolve_mesh
 from .module import FSDPModule, make_sharded_class, move_to_device
 from .param import ORIGINS, ShardedParam
 from .policy import (
@@ -24,7 +24,7 @@ from .policy import (
 )
 from .unit import Unit
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
 
 @overload
@@ -85,7 +85,8 @@ def fully_shard(
             an int that divides the number of shards keeps larger shards, over groups of that
             many consecutive ranks, so that the gather in backward stays within them.
         shard_placement_fn: returns ``Shard(dim)`` for a parameter to shard on another dim than
-            0, a `ShardPlacementResult` to shard it over another mesh, or None.
+            0, ``Replicate()`` for one that every rank of the mesh is to hold whole, a
+            `ShardPlacementResult` to shard it over another mesh, or None.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
         ignored_params: parameters to leave alone.
@@ -112,48 +113,127 @@ def fully_shard(
     """
     modules = _checked_modules(module)
     dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    device = _checked_device(dp_mesh)
     reshard = _checked_reshard(reshard_after_forward, dp_mesh)
-    _checked_policies(mp_policy, offload_policy)
-    unit = Unit(
+    _make_unit(
         modules,
         dp_mesh,
-        device,
+        set(ignored_params or ()),
+        shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         reshard_after_forward=reshard,
         direct_min_bytes=direct_min_bytes,
     )
-    ignored = set(ignored_params or ())
-    tree = _managed_modules(modules)
-    unit.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
-    move_to_device((b for m in tree for b in m.buffers(recurse=False)), device)
-    for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
-        hook_state_dict(unit, owner)
-    unit.hooks = UnitHooks(unit)
-    for sharded in modules:
-        vars(sharded)["_fsdp2_unit"] = unit
-        make_sharded_class(sharded)
-    show_state(unit)
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
+
+    Data parallelism as in DDP, for units that are better not sharded: small ones, whose gathers
+    cost more than the memory they save, or ones that are called very often. It is a unit like
+    those of `fully_shard` and may be part of the same model, above, below or beside them; nothing
+    is gathered, and its gradients are all-reduced in backward beside what others compute. The
+    parameters are DTensors with ``Replicate()``; on the mesh that sharded units are on, so that
+    optimizers and gradient clipping see one mesh.
+
+    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``;
+    there ``mesh`` has to be 1-D. To replicate single parameters of a sharded unit, return
+    ``Replicate()`` from its ``shard_placement_fn``.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D or 2-D (that of HSDP): gradients are averaged over all of its ranks. None: all
+            ranks of the default process group.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer on the
+            CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too.
+
+    Returns:
+        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+
+    Raises:
+        ValueError: for a mesh that cannot be used, dims to shard over in ``dp_mesh_dims``, or a
+            module that is sharded or replicated already, or has no forward.
+        TypeError: for arguments of a wrong type.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     fully_shard(block, mesh=mesh)
+        >>> replicate(model.norm, mesh=mesh)
+        >>> fully_shard(model, mesh=mesh)
+    """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise ValueError(
+            "replicate() with dp_mesh_dims requires replicate-only dims, got shard="
+            f"{dp_mesh_dims.shard!r}: name them in replicate=..., or use fully_shard() for sharding"
+        )
+    modules = _checked_modules(module, "replicate")
+    _make_unit(
+        modules,
+        replicated(resolve_mesh(mesh, dp_mesh_dims)),
+        set(ignored_params or ()),
+        None,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=None,
+        direct_min_bytes=None,
+    )
+    return module
+
+
+def _make_unit(
+    modules: tuple[nn.Module, ...],
+    mesh: DataParallelMesh,
+    ignored: set[nn.Parameter],
+    shard_placement_fn: PlacementFn | None,
+    **options: Any,
+) -> None:
+    """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
+    device = _checked_device(mesh)
+    _checked_policies(options["mp_policy"], options["offload_policy"])
+    unit = Unit(modules, mesh, device, **options)
+    tree = _managed_modules(unit.modules)
+    unit.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
+    move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
+        StateDictHooks(unit).install(owner)
+    unit.hooks = UnitHooks(unit)
+    unit.hooks.install()
+    for sharded in unit.modules:
+        vars(sharded)["_fsdp2_unit"] = unit
+        make_sharded_class(sharded)
+    show_state(unit)
+
+
 # -- arguments -----------------------------------------------------------------------------------
 
 
-def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+def _checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
+        raise ValueError(f"{caller} got an empty list of modules")
     for item in modules:
         if not isinstance(item, nn.Module):
-            raise TypeError(f"fully_shard expects nn.Module objects, got {type(item).__name__}")
+            raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
         if isinstance(item, FSDPModule):
+            unit: Unit = vars(item)["_fsdp2_unit"]
+            done = "replicated" if unit.mesh.shard_group is None else "sharded"
             raise ValueError(
-                f"{type(item).__mro__[2].__name__} is sharded already: fully_shard may be applied "
+                f"{type(item).__mro__[2].__name__} is {done} already: {caller} may be applied "
                 "to a module once. Call it on submodules first and on their parents later"
             )
         has_no_forward = type(item).forward in (
@@ -162,7 +242,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
         )
         if isinstance(item, nn.ModuleList | nn.ModuleDict) and has_no_forward:
             raise ValueError(
-                "fully_shard does not support containers that do not implement forward: "
+                f"{caller} does not support containers that do not implement forward: "
                 f"{type(item).__name__}. Call it on each of their elements"
             )
     inside = {m for top in modules for m in top.modules() if m is not top}
@@ -296,10 +376,12 @@ def _placement(
         placement = placement.placement
     if placement is None:
         return mesh, 0
+    if isinstance(placement, Replicate):
+        return replicated(mesh), 0
     if not isinstance(placement, Shard):
         raise ValueError(
             f"Invalid shard_placement_fn result {placement!r} for parameter '{name}': expected "
-            "Shard(dim), a ShardPlacementResult or None"
+            "Shard(dim), Replicate(), a ShardPlacementResult or None"
         )
     return mesh, placement.dim
 

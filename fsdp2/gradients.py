@@ -28,7 +28,8 @@ class Reduction:
     """The gradients of one bucket on their way to the shards.
 
     Args:
-        grads: per parameter the local gradient or None; contiguous, one dtype.
+        grads: per parameter the local gradient or None; contiguous, one dtype. All None: nothing
+            new, only what earlier reductions over shards have left in ``bucket.partial``.
         links: the transports over the ranks that share the parameters (none with one shard) and
             over those that hold the same shard, if any.
         all_reduce: whether to reduce over replicas now; otherwise the result is added to
@@ -54,6 +55,7 @@ class Reduction:
         self.bucket = bucket
         self.plan = plan
         self.grads = grads
+        self.only_partial = all(grad is None for grad in grads)
         self.scatter = links.scatter
         self.replicate = links.replicate
         self.waits = self.replicate is not None and not all_reduce
@@ -93,7 +95,10 @@ class Reduction:
         self.bucket.in_flight |= self.covered
         self._choose_output(detached)
         with streams.reducing():
-            if self.scatter is None:
+            if self.only_partial:
+                self._allocate_output()
+                torch._foreach_zero_(self._ranges())
+            elif self.scatter is None:
                 self._copy_to_output()
             elif self.plan.spans:  # none: only parameters without elements
                 self._allocate_output()
@@ -102,6 +107,8 @@ class Reduction:
                 )
         if streams.stream_ordered:
             self._advance_on_stream(streams)
+        elif self.scatter is None:
+            self.advance()  # there is nothing to wait for before the all-reduce
 
     def advance(self) -> None:
         """Host-ordered devices: finish the reduce-scatter and start the all-reduce, if any."""
@@ -178,9 +185,9 @@ class Reduction:
 
     def _choose_output(self, detached: list[int] | None) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
-        dtype = self.bucket.orig_dtype
-        if self.scatter is not None:
-            dtype = self.scatter.out_dtype(self.bucket)
+        transport = self.scatter or self.replicate
+        assert transport is not None
+        dtype = transport.out_dtype(self.bucket)
         self.in_place = (
             dtype == self.bucket.orig_dtype
             and self.bucket.shard_device == self.bucket.device
@@ -254,9 +261,11 @@ class Reduction:
         bucket = self.bucket
         if bucket.partial is None:
             return
-        for offset, numel in self.plan.ranges:
-            self.flat[offset : offset + numel] += bucket.partial[offset : offset + numel]
-            bucket.partial[offset : offset + numel] = 0
+        for i in self.plan.present:  # the others have a reduction of their own to come
+            slot = bucket.layout.slots[i]
+            part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
+            self.flat[part] += bucket.partial[part]
+            bucket.partial[part] = 0
         bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
             # Its stream is not the one that reads it last: hold it until `use_reduced`.

@@ -15,36 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
+from .checkpoint.placement import own_part
+from .modes import apart, between_graphs, is_transformed
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
-
-
-def _between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, as a function that torch.compile calls and does not trace."""
-
-    @functools.wraps(hook)
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(hook)(*args)
-        return hook(*args)
-
-    return call
-
-
-def _is_transformed() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _outside_transforms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` on plain tensors, should a ``torch.func`` transform be active."""
-    if torch._C._are_functorch_transforms_active():
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
 
 
 class UnitHooks:
@@ -67,19 +44,34 @@ class UnitHooks:
         self._watched: list[Any] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        self._pre_forward = _between_graphs(self.pre_forward)
-        self._post_forward = _between_graphs(self.post_forward)
-        for module in unit.modules:
+        self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
+        self._pre_forward = between_graphs(self.pre_forward)
+        self._post_forward = between_graphs(self.post_forward)
+
+    def install(self) -> None:
+        """Register the hooks of forward."""
+        for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
 
+    def take_over(self, other: UnitHooks, module: nn.Module) -> None:
+        """Put these hooks of forward in the places of ``other``'s, which a copy of it holds."""
+        for hooks, old, new in (
+            (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
+            (module._forward_hooks, other._post_forward, self._post_forward),
+        ):
+            hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
     # -- forward ----------------------------------------------------------------------------
 
-    def wrap_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(
+        self, owner: nn.Module, name: str, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """``method`` as a forward of the unit: gathered for before it, freed after it.
 
         Calls of forward inside of it compute with what is gathered already.
         """
+        self.methods.append((owner, name, method))
 
         @functools.wraps(method)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +90,7 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
-        _outside_transforms(self._gather, module)
+        apart(self._gather, module)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._mark_inputs(args, kwargs)
@@ -125,7 +117,7 @@ class UnitHooks:
         unit = self.unit
         runtime = unit.runtime
         differentiable = False
-        if _is_transformed():
+        if is_transformed():
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
             output = map_tensors(functools.partial(_Entrance.apply, self.enter_backward), output)
         elif torch.is_grad_enabled():
@@ -135,7 +127,7 @@ class UnitHooks:
                     differentiable = True
                     if tensor._base is not None:
                         self._watch_base(tensor._base, args)
-        _outside_transforms(runtime.post_forward, unit, differentiable=differentiable)
+        apart(runtime.post_forward, unit, differentiable=differentiable)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -147,7 +139,7 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
-        transformed = _is_transformed()
+        transformed = is_transformed()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
             if args[0].requires_grad:
                 # The usual case, by the cheapest node there is.
@@ -172,7 +164,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.backward_began:
             self._num_accumulated = 0
-        _outside_transforms(unit.runtime.pre_backward, unit)
+        apart(unit.runtime.pre_backward, unit)
 
     def _watch_base(self, base: torch.Tensor, args: tuple) -> None:
         """An output is a view of ``base``. Should it be changed in place, its history is
@@ -186,7 +178,7 @@ class UnitHooks:
 
     def leave_backward(self) -> None:
         """Backward left the unit by its inputs."""
-        _outside_transforms(self.unit.runtime.post_backward, self.unit)
+        apart(self.unit.runtime.post_backward, self.unit)
 
     def _leave_by_view(self, grads: Any) -> None:
         self.leave_backward()
@@ -272,28 +264,60 @@ class _Entrance(torch.autograd.Function):
         return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
-def hook_state_dict(unit: Unit, module: nn.Module) -> None:
-    """Make ``state_dict`` and ``load_state_dict`` of ``module``, which owns parameters of
-    ``unit``, see the sharded parameters, at any time and whatever is computed with."""
-    entered: list[Any] = []
+def about_to_write(unit: Unit) -> None:
+    """Reshard ``unit``, whose sharded parameters are about to be loaded."""
+    if unit.runtime is not None:
+        unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        unit.runtime.optimizer_event = None  # loading writes after the optimizer
+    else:
+        unit.adopt_replaced(keep_objects=False)
+    unit.registration.show("sharded")
 
-    def before_save(*_: Any) -> None:
-        entered.append(unit.registration.showing_sharded())
-        entered[-1].__enter__()
 
-    def after_save(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+def _is_whole(value: Any, param: DTensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == param.shape
+    )
 
-    def before_load(*_: Any) -> None:
-        if unit.runtime is not None:
-            unit.runtime.reshard(unit)  # what was gathered is about to be out of date
-            unit.runtime.optimizer_event = None  # loading writes after the optimizer
-        unit.registration.show("sharded")
 
-    def after_load(*_: Any) -> None:
-        unit.adopt_replaced()
+class StateDictHooks:
+    """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
+    the sharded ones, at any time and whatever is computed with.
 
-    module.register_state_dict_pre_hook(before_save)
-    module.register_state_dict_post_hook(after_save)
-    module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(after_load)
+    Bound methods, since `copy.deepcopy` copies what they are bound to.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._entered: list[Any] = []
+
+    def install(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self.before_save)
+        # (an object that takes the attribute that this puts on it)
+        module.register_state_dict_post_hook(functools.partial(self.after_save))
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
+
+    def before_save(self, *_: Any) -> None:
+        if self.unit.runtime is None:
+            self.unit.adopt_replaced(keep_objects=False)
+        self._entered.append(self.unit.registration.showing_sharded())
+        self._entered[-1].__enter__()
+
+    def after_save(self, *_: Any) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+    def before_load(
+        self, module: nn.Module, states: dict[str, Any], prefix: str, metadata: dict, *_: Any
+    ) -> None:
+        about_to_write(self.unit)
+        if not metadata.get("assign_to_params_buffers"):
+            for name, param in module._parameters.items():
+                value = states.get(prefix + name)
+                if isinstance(param, DTensor) and _is_whole(value, param):
+                    states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
+
+    def after_load(self, *_: Any) -> None:
+        self.unit.adopt_replaced()

@@ -17,7 +17,7 @@ class DataParallelMesh:
     """The data-parallel part of a mesh, as one rank sees it.
 
     Attributes:
-        mesh: 1-D (shard), or 2-D (replicate x shard).
+        mesh: 1-D (shard), or 2-D (replicate x shard); without ``shard_group``, all replicate.
         shard_group, shard_rank, num_shards: the ranks that together hold each parameter. With
             ``shard_group`` None, nothing is sharded (replicated data parallel).
         replicate_group, num_replicas: the ranks that hold the same shard; None and 1 without.
@@ -123,6 +123,38 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
     return mesh[names]._flatten("_".join(names))
+
+
+def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
+    """The same ranks, each of which holds parameters whole: gradients are averaged over all.
+
+    The group over the ranks of both dims of an HSDP mesh is made once per mesh, by all its ranks
+    at the first call.
+    """
+    shards = mesh.shard_group
+    if shards is None:
+        return mesh
+    group, rank = shards, mesh.shard_rank
+    if mesh.replicate_group is not None:
+        if shards not in _whole_groups:
+            _whole_groups[shards] = dist.new_group(
+                mesh.mesh.mesh.flatten().tolist(),
+                use_local_synchronization=True,
+                group_desc="fsdp2_replicate",
+            )
+        group, rank = _whole_groups[shards], mesh.replicate_rank * mesh.num_shards + rank
+    return replace(
+        mesh,
+        shard_group=None,
+        shard_rank=0,
+        num_shards=1,
+        replicate_group=group,
+        replicate_rank=rank,
+        num_replicas=mesh.size,
+    )
+
+
+_whole_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def concatenate(*meshes: DeviceMesh) -> DeviceMesh:

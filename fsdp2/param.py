@@ -18,6 +18,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -230,11 +231,35 @@ class ShardedParam:
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the unsharded parameter as a contiguous dense tensor of this rank."""
+    def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
+        """The ranks over which ``grad`` has to be summed to be laid out like the parameter.
+
+        As the gradients of sequence-parallel norms: `Partial` over tensor-parallel ranks.
+
+        Returns:
+            None if that is not all that there is to do, or nothing is.
+        """
+        if self.tensor_parallel is None or not isinstance(grad, DTensor):
+            return None
+        has = tuple(grad.placements)
+        dims = [
+            dim
+            for dim, wanted in enumerate(self.tensor_parallel.of_gradient(has))
+            if has[dim] != wanted
+        ]
+        if len(dims) != 1 or not self.tensor_parallel.placements[dims[0]].is_replicate():
+            return None
+        return grad.device_mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
+
+    def local_gradient(self, grad: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
+        """The gradient of the unsharded parameter as a contiguous dense tensor of this rank.
+
+        Args:
+            summed: False leaves the sum of `summed_over` to be done later.
+        """
         if self.tensor_parallel is not None and isinstance(grad, DTensor):
             wanted = self.tensor_parallel.of_gradient(tuple(grad.placements))
-            if tuple(grad.placements) != wanted:
+            if summed and tuple(grad.placements) != wanted:
                 grad = grad.redistribute(placements=wanted)
             grad = grad.to_local()
         if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
@@ -277,9 +302,9 @@ def _sharded_spec(
     dim: int | None,
 ) -> TensorSpec:
     shape, stride = original.shape, original.stride()
-    data_parallel: list[Placement] = [] if mesh.replicate_group is None else [Replicate()]
-    if mesh.shard_group is not None:
-        data_parallel.append(Replicate() if dim is None else Shard(dim))
+    data_parallel: list[Placement] = [Replicate()] * mesh.mesh.ndim
+    if mesh.shard_group is not None and dim is not None:
+        data_parallel[-1] = Shard(dim)
     if tensor_parallel is None:
         return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
     # Tensor parallelism was applied first, so where both shard the same dim the rows of a rank

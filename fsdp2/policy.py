@@ -26,6 +26,9 @@ class MixedPrecisionPolicy:
             added. With gradient sync turned off, gradients accumulate in this dtype.
         output_dtype: dtype to cast the floating-point outputs of forward to; ``None`` leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        cast_frozen_params: whether parameters that are frozen when `fully_shard` is called are
+            stored in ``param_dtype`` too: nothing updates them, so the bits that computation does
+            not see are not needed. ``state_dict`` shows that dtype. Ours only, not in torch.
 
     Example:
         >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -36,6 +39,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    cast_frozen_params: bool = False
 
 
 @dataclass

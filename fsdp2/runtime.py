@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from .gradients import Reduction
+from .kept import choose
+from .late_sums import sum_late
 from .param import ORIGINS
 from .streams import make_streams
 from .unit import State, Unit
@@ -34,6 +37,8 @@ class Runtime:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
+        splits_backward: whether a backward went through a unit without gradients for it: a
+            pipeline computes those of weights apart, later, without any hook being called.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -42,9 +47,11 @@ class Runtime:
         shared = (unit.shared_streams for unit in units if unit.shared_streams is not None)
         self.streams = next(shared, None) or make_streams(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
-        blocks = [unit.gathered_bytes for unit in self.units if not unit.encloses]
-        self.max_bytes_in_flight = num_units * max(blocks, default=root.gathered_bytes)
+        blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
+        self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
         self.is_last_backward = True
+        self.splits_backward = False
+        self._lacking: set[Unit] = set()
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -52,8 +59,10 @@ class Runtime:
         self.forward_order: list[Unit] = []
         self._this_forward: list[Unit] = []
         self._predicted = False
+        self._leads_to_backward = False
         # Backward: units in the order in which they ended forward; indices are kept per unit.
         self.in_backward = False
+        self.num_backwards = 0
         self.backward_order: list[Unit] = []
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
@@ -67,9 +76,12 @@ class Runtime:
             self.reset()
         if self.in_backward:  # recomputation of activations
             unit.unshard(self.streams)
+            if not unit.backward_began and not unit.forward_indices:
+                unit.recomputes_all = True
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
+        unit.registration.check()
         unit.unshard(self.streams)
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
@@ -86,6 +98,7 @@ class Runtime:
         if self.forward_root is not None:
             self.reset()
         self.forward_root = unit
+        self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
         self.optimizer_event = None
         self.forward_order = self._orders.get(unit, [])
@@ -96,13 +109,14 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
+            self.take_weight_gradients(other)
             other.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
         """Free ``unit``, as far as its policy says, and note when it ended."""
         if self.in_backward:
             return
-        if differentiable:
+        if differentiable or (unit.recomputes_all and self._leads_to_backward):
             unit.forward_indices.append(len(self.backward_order))
             self.backward_order.append(unit)
         outermost = self.forward_root is unit
@@ -116,7 +130,7 @@ class Runtime:
                 unit.show_sharded()
             else:
                 unit.free(self.streams, regroup=type(policy) is int and differentiable)
-        elif unit.encloses and differentiable:
+        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
@@ -188,15 +202,20 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.num_backwards += 1
         self.forward_root = None
         Variable._execution_engine.queue_callback(self.end_backward)
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
-        self.reduce(unit)
         index = unit.backward_index
         runs_next = index > 0 and self.backward_order[index - 1] is unit
+        if runs_next and len(unit.modules) > 1:
+            return  # another module of the group: their gradients are reduced together
+        if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
+            self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
+        self.reduce(unit)
         if unit.reshard_after_backward and not runs_next:
             unit.free(self.streams)
 
@@ -207,7 +226,9 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
-        if unit.encloses and self.in_backward:
+        if self._lacking and any(taken):
+            self._lacking.discard(unit)
+        if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
         if not reductions:
@@ -221,11 +242,14 @@ class Runtime:
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
-                for older in tuple(self._reductions)[:-1]:
-                    for reduction in older:
-                        reduction.advance()
+                self._advance(tuple(self._reductions)[:-1])
             if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
                 self._complete_all()
+
+    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
+        for reductions in in_flight:
+            for reduction in reductions:
+                reduction.advance()
 
     def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
         """Complete older reductions until one of ``nbytes`` more may be in flight."""
@@ -260,6 +284,12 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
+        if self._lacking:
+            self.splits_backward = any(unit.lacks_gradients() for unit in self._lacking)
+            self._lacking.clear()
+        if not self.streams.stream_ordered and self.is_last_backward:
+            # What waits for an all-reduce is known only when sums over shards are there.
+            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         for unit in reversed(self.units):
             if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
@@ -268,22 +298,31 @@ class Runtime:
             unit.holds_earlier_gradients = not unit.reduce_grads
         if self.is_last_backward:
             self._complete_all()
+            sum_late(unit.late_sums for unit in self.units)
             self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
+            unit.late_sums.forget()
             if unit.state is not State.SHARDED and unit.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
+        self.streams.join_capture()
         self._kept = None
         self.in_backward = False
 
     def _forget_backward_order(self) -> None:
         self.backward_order.clear()
         for unit in self.units:
-            unit.forward_indices.clear()
+            if unit.forward_indices:
+                unit.forward_indices.clear()
+                unit.recomputes_all = False
+
+    def last_order(self, root: Unit) -> list[Unit]:
+        """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
+        return [unit for unit, _ in groupby(self._orders.get(root, ()))]
 
     # -- by hand ----------------------------------------------------------------------------
 
@@ -293,11 +332,40 @@ class Runtime:
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
 
+    def take_weight_gradients(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if self.splits_backward and unit.has_whole_gradients():
+            self.reduce(unit)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it, except where gradients of weights are computed apart: nothing is
+        called there, so it is waited for at once.
+        """
+        if self.is_last_backward or not self.backward_order or self.in_backward:
+            return
+        if self.splits_backward:
+            unit.unshard(self.streams)
+            return
+        if unit.released:
+            unit.free(self.streams)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+        unit.show_unsharded()
+
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)
 
     def reshard(self, unit: Unit) -> None:
+        """Free ``unit``, with what it keeps gathered."""
         unit.free(self.streams)
+        unit.drop_kept(self.streams)
+
+    def choose_kept(self) -> None:
+        """Decide anew which frozen parameters stay gathered."""
+        for unit, buckets in choose(self.units).items():
+            unit.keep(buckets, self.streams)
 
     # -- recovery ---------------------------------------------------------------------------
 
@@ -312,10 +380,12 @@ class Runtime:
         self._complete_all()
         for unit in self.units:
             unit.free(self.streams)
+            unit.drop_kept(self.streams)
             unit.backward_began = False
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
         self._forget_backward_order()
+        self._lacking.clear()
         self._kept = None
         self.in_backward = False
         self.forward_root = None
@@ -331,6 +401,16 @@ class Runtime:
         self._attached.clear()
         for unit in self.units:
             unit.drop_gradients()
+
+
+def _largest_bytes(unit: Unit) -> int:
+    """Of what a unit gathers and of what it reduces: replicated units gather nothing."""
+    reduced = sum(
+        slot.full_numel * bucket.gather_dtype.itemsize
+        for bucket in unit.buckets
+        for slot in bucket.layout.slots
+    )
+    return max(unit.gathered_bytes, reduced)
 
 
 def _autograd_is_running() -> bool:
@@ -366,6 +446,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime
+    runtime.choose_kept()
     return runtime
 
 

@@ -257,6 +257,8 @@ class Bucket:
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
         plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
+        kept: whether to leave it gathered; ``held``: whether it is, since a gather that began when
+            the shards were as `held_versions` says. See `kept`.
     """
 
     def __init__(
@@ -303,6 +305,9 @@ class Bucket:
         self.partial: torch.Tensor | None = None
         self.partial_present: set[int] = set()
         self.regrouped: RegroupedShards | None = None
+        self.kept = False
+        self.held = False
+        self._held_versions = 0
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -398,6 +403,18 @@ class Bucket:
         if self.gathered is not None:
             self.gathered.free()
 
+    def hold(self) -> None:
+        """What is gathered from now on stays valid until a shard is written."""
+        self.held = True
+        self._held_versions = self._versions()
+
+    def holds(self) -> bool:
+        """Whether the gathered storage has what the shards have now."""
+        return self.held and self._versions() == self._held_versions
+
+    def _versions(self) -> int:
+        return sum(p.local._version + p.sharded._version for p in self.params)
+
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
         if self.staged is not None:
@@ -447,6 +464,10 @@ class Bucket:
         resize(gathered.storages[piece], 0)
         return True
 
+    def is_reducing(self, i: int) -> bool:
+        """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""
+        return i in self.in_flight or i in self.partial_present
+
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient, ours or not."""
         return any(p.sharded.grad is not None for p in self.params)
@@ -485,7 +506,7 @@ class Bucket:
 class RegroupedShards:
     """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
 
-    __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "shards", "storage")
+    __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "saved", "shards", "storage")
 
     def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
         self.layout = layout
@@ -509,10 +530,12 @@ class RegroupedShards:
 
     def save(self) -> None:
         """Copy this rank's slices out of the gathered storage, before that is freed."""
+        self.saved = True
         resize(self.storage, self.shards.numel() * self.shards.itemsize)
         torch._foreach_copy_(self._padded, self._keep)
 
     def free(self) -> None:
+        self.saved = False
         resize(self.storage, 0)
 
 

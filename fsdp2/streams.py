@@ -78,6 +78,9 @@ class Streams:
     def synchronize(self) -> None:
         """The host waits for all streams: it is about to use offloaded shards and gradients."""
 
+    def join_capture(self) -> None:
+        """A graph that is being captured may end: nothing is left on streams of our own."""
+
 
 class DeviceStreams(Streams):
     """Stream-ordered devices (CUDA and the like)."""
@@ -150,6 +153,15 @@ class DeviceStreams(Streams):
     def synchronize(self) -> None:
         for stream in (self.gather, self.reduce, self.all_reduce):
             stream.synchronize()
+
+    def join_capture(self) -> None:
+        capturing = getattr(self.module, "is_current_stream_capturing", None)
+        if capturing is None or not capturing():
+            return
+        for stream in (self.gather, self.reduce, self.all_reduce):
+            # First the other way round: a capture must not wait for a stream outside of it.
+            stream.wait_stream(self.compute)
+            self.compute.wait_stream(stream)
 
 
 _simulated: list[Any] = []  # device modules that stand in for the real ones; see `simulating`

@@ -67,6 +67,36 @@ def table(rows: Iterable[Sequence[str]], right: str = "", indent: int = 2) -> st
     return "\n".join(lines)
 
 
+def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> str:
+    """`table` with a header, not indented."""
+    return table([header, *rows], right=right, indent=0)
+
+
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
+    """Print a table: by rich where that is installed, on a terminal that is wide enough; else as
+    plain text."""
+    plain = plain_table(header, rows, right)
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(plain)
+        return
+    console = Console()
+    if not sys.stdout.isatty() or console.width < len(max(plain.splitlines(), key=len)) + 2:
+        print(plain)
+        return
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(header):
+        justify: Any = "right" if str(i) in right else "left"
+        drawn.add_column(name, justify=justify, no_wrap=True)
+    for row in rows:
+        drawn.add_row(*(Text(shown(cell)) for cell in row))
+    console.print(drawn)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One object, on one line."""
     print(json.dumps(plain(value)))

@@ -12,7 +12,8 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -25,6 +26,8 @@ from torch import nn
 from .collectives import Finish, take_tags
 from .extension import ExtensionBucket
 from .gradients import Reduction
+from .kept import KeepFrozen, free_held, mixes_frozen
+from .late_sums import LateSums
 from .links import LinkOptions, Links
 from .mesh import DataParallelMesh
 from .param import ShardedParam
@@ -82,10 +85,14 @@ class Unit:
         self.reshard_policy = reshard_after_forward  # None: False for the root, else True
         self.reshard_after_forward: bool | int = True
         self.reshard_after_backward = True
-        self.reduce_grads = True
+        self.sync_grads = True
+        self.accumulate_sharded = False
+        self.reduce_grads = True  # either of them
         self.all_reduce_grads = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
+        self.gathered_once = False  # a step: stays gathered after backwards without sync
+        self.strategy: str | None = None  # the name, for people
         self.reduce_unused = False
         self.max_input_buffers: int | None = None  # None: a number of bytes limits them
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -109,6 +116,7 @@ class Unit:
         self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
         self.backward_index = -1
         self.backward_began = False
+        self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.shared_streams: Any = None  # with units of other trees
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
@@ -124,12 +132,23 @@ class Unit:
         self._versions = 0
         self.dirty = False  # somebody replaced sharded parameters: plan anew before the next use
         self.accumulated: dict[int, torch.Tensor] = {}  # without sync, in the reduce dtype
+        self.late_sums = LateSums(self)
+        self.keep_frozen: KeepFrozen | None = None
+        self._waits_for_gather = False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Of a module inside only; whole units are put into ``memo`` before, by `copying`."""
+        return copy.deepcopy(self.registration, memo)
 
     # -- planning ---------------------------------------------------------------------------
 
     def shard(self, params: list[ShardedParam]) -> None:
         """Take over whole parameters: plan the buckets and keep this rank's shards."""
         self.params = params
+        if getattr(self.mp_policy, "cast_frozen_params", False):
+            for param in params:
+                if param.dtype.is_floating_point and not param.sharded.requires_grad:
+                    param.dtype = self.mp_policy.param_dtype or param.dtype
         self._make_buckets()
         for bucket in self.buckets:
             wholes = [p.sharded.detach() for p in bucket.params]
@@ -173,7 +192,10 @@ class Unit:
             if param.dtype.is_floating_point and self.mp_policy.param_dtype is not None:
                 gather_dtype = self.mp_policy.param_dtype
             alone = param if param.extension else None
-            groups.setdefault((param.mesh, gather_dtype, param.dtype, alone), []).append(param)
+            # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
+            trained = param.sharded.requires_grad
+            key = (param.mesh, gather_dtype, param.dtype, trained, alone)
+            groups.setdefault(key, []).append(param)
         shard_device = torch.device("cpu") if self.offload else self.device
         self.buckets = [
             (ExtensionBucket if alone else Bucket)(
@@ -187,7 +209,7 @@ class Unit:
                 pin_memory=self.pin_memory,
                 direct_min_bytes=self.direct_min_bytes,
             )
-            for (mesh, gather_dtype, _, alone), params in groups.items()
+            for (mesh, gather_dtype, _, _, alone), params in groups.items()
         ]
         self._materialized = False
         self._reduce_plans.clear()
@@ -205,7 +227,7 @@ class Unit:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
-        if self.dirty:
+        if self.dirty or mixes_frozen(self.buckets):
             self.reshard_storage()
         for bucket in self.buckets:
             if bucket.is_meta:
@@ -257,6 +279,7 @@ class Unit:
             for param in self.params:
                 assert param.unsharded is not None
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
+            self.runtime.choose_kept()
 
     def adopt_replaced(self, *, keep_objects: bool = True) -> None:
         """Take the parameters that somebody put into the modules in place of the sharded ones.
@@ -272,10 +295,14 @@ class Unit:
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 module, name = param.owners[0]
                 new = module._parameters.get(name)
-                if new is None or new is param.sharded:
+                if new is param.sharded:
                     continue
+                if not isinstance(new, nn.Parameter):
+                    self.registration.check()  # (raises)
+                    continue
+                before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
-                self.dirty = self.dirty or new is param.sharded
+                self.dirty = self.dirty or param.sharded is not before
         self._plan_registration()
         self.registration.show("sharded")
 
@@ -290,18 +317,29 @@ class Unit:
         """SHARDED -> GATHERING: allocate and start the all-gathers of all buckets."""
         assert self.state is State.SHARDED
         if self.dirty or not self._materialized:
+            self.drop_kept(streams)
             self.materialize()
+            self.runtime.choose_kept()
             streams.before_root_forward()  # compute has just written the new shards
         if not self.runtime.in_backward:
             self._sync_requires_grad()
             self._versions = self.versions()
         elif not self.reshard_after_backward:
             self._versions = self.versions()
+        if self.keep_frozen is not None:
+            free_held((b for b in self.buckets if b.held and not b.holds()), streams)
         finishes = self._gather_finish
+        self._waits_for_gather = False
         with streams.gathering():
             tag = self._tag
             for bucket, links in zip(self.buckets, self.links, strict=True):
-                if self.regrouped and bucket.regrouped is not None:
+                if bucket.held:
+                    tag += self._tags_per_bucket
+                    continue
+                self._waits_for_gather = True
+                if bucket.kept:
+                    bucket.hold()
+                if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
                     self._launch_regrouped(bucket, links, tag)
                 elif not bucket.aliases_shards:
                     bucket.allocate()
@@ -316,7 +354,8 @@ class Unit:
                 if self.encloses:
                     bucket.note_references()
                 tag += self._tags_per_bucket
-            self._gather_event = streams.gathered(self._gather_event)
+            if self._waits_for_gather:
+                self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
 
     def _launch_regrouped(self, bucket: Bucket, links: Links, tag: int) -> None:
@@ -333,7 +372,8 @@ class Unit:
         for finish in self._gather_finish:
             finish()
         self._gather_finish.clear()
-        streams.use_gathered(self._gather_event)
+        if self._waits_for_gather:
+            streams.use_gathered(self._gather_event)
         if self.regrouped:
             self._drop_regrouped()
         self.state = State.UNSHARDED
@@ -346,6 +386,10 @@ class Unit:
             self.launch_gather(streams)
         if self.state is State.GATHERING:
             self.finish_gather(streams)
+        self.show_unsharded()
+
+    def show_unsharded(self) -> None:
+        """Register what computes."""
         if self.registration.shown != "unsharded":
             self.registration.show("unsharded", for_forward=not self.runtime.in_backward)
 
@@ -358,13 +402,17 @@ class Unit:
         if self.state is State.GATHERING:
             self.finish_gather(streams)
         if self.state is State.UNSHARDED:
-            for bucket in self.buckets:
+            going = self.buckets
+            if self.keep_frozen is not None:
+                going = [bucket for bucket in going if not bucket.held]
+            for bucket in going:
                 if regroup and bucket.regrouped is not None:
                     bucket.regrouped.save()  # by compute: users may look at them
-            streams.before_free()
-            with streams.gathering():
-                for bucket in self.buckets:
-                    bucket.free()
+            if going:
+                streams.before_free()
+                with streams.gathering():
+                    for bucket in going:
+                        bucket.free()
             self.state = State.SHARDED
             self.regrouped = regroup
             self.released = False
@@ -372,10 +420,24 @@ class Unit:
             self._drop_regrouped()
         self.show_sharded()
 
+    def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
+        """Leave these buckets gathered from the next gather on, and no others."""
+        for bucket in self.buckets:
+            bucket.kept = bucket in chosen
+        self.drop_kept(streams, [bucket for bucket in self.buckets if not bucket.kept])
+
+    def drop_kept(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
+        """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
+        held = [b for b in (self.buckets if buckets is None else buckets) if b.held]
+        if self.state is State.SHARDED:
+            free_held(held, streams)
+        for bucket in held:
+            bucket.held = False
+
     def release_embeddings(self, streams: Streams) -> None:
         """After forward: give back embeddings, whose weights backward does not read."""
         for bucket in self.buckets:
-            for i in bucket.layout.direct:
+            for i in () if bucket.kept else bucket.layout.direct:
                 param = bucket.params[i]
                 is_embedding = type(param.owners[0][0]) is nn.Embedding
                 if is_embedding and len(param.owners) == 1 and param not in self._recalled:
@@ -447,6 +509,7 @@ class Unit:
         Args:
             direct_only: only of parameters that are not packed.
         """
+        may_sum_late = self.late_sums.allowed
         taken = []
         for bucket in self.buckets:
             grads: dict[int, torch.Tensor] = {}
@@ -455,7 +518,9 @@ class Unit:
                 if grad is not None:
                     unsharded.grad = None
                     if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
-                        grad = bucket.params[i].local_gradient(grad)
+                        param = bucket.params[i]
+                        may_wait = may_sum_late and not bucket.is_reducing(i)
+                        grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)
                     grads[i] = grad
             if self.accumulated:
                 self._add_accumulated(bucket, grads)
@@ -488,6 +553,7 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forget unsharded gradients, of a backward that failed."""
         self.accumulated.clear()
+        self.late_sums.forget()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -511,16 +577,19 @@ class Unit:
             tag += self._tags_per_bucket
             if fill_unused:
                 self._fill_unused(bucket, grads)
+            present: Collection[int] = grads.keys()
             if final and self.all_reduce_grads and bucket.partial_present:
-                for i in bucket.partial_present - grads.keys():
+                if not grads:
+                    present = bucket.partial_present  # nothing new: only the all-reduce is due
+                for i in bucket.partial_present - set(present):
                     shape = bucket.params[i].full_shape
                     grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=self.device)
-            if not grads:
+            if not present:
                 continue
             reductions.append(
                 Reduction(
                     bucket,
-                    self._reduce_plan(index, bucket, grads),
+                    self._reduce_plan(index, bucket, present),
                     [grads.get(i) for i in range(len(bucket.params))],
                     links=self.links[index],
                     all_reduce=self.all_reduce_grads,
@@ -539,19 +608,32 @@ class Unit:
             if i not in grads and param.sharded.requires_grad:
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=self.device)
 
-    def _reduce_plan(self, index: int, bucket: Bucket, grads: dict[int, torch.Tensor]):
-        present = tuple(grads)
-        plan = self._reduce_plans.get((index, present))
+    def _reduce_plan(self, index: int, bucket: Bucket, present: Collection[int]) -> ReducePlan:
+        key = (index, tuple(present))
+        plan = self._reduce_plans.get(key)
         if plan is None:
             scatter = self.links[index].scatter
             stageable = () if scatter is None else scatter.stageable(bucket)
             plan = ReducePlan(bucket.layout, sorted(present), stageable)
-            self._reduce_plans[index, present] = plan
+            self._reduce_plans[key] = plan
         return plan
+
+    @property
+    def keeps_only_for_backward(self) -> bool:
+        """Whether what forward leaves gathered is there for its backward only."""
+        return self.reshard_policy is None and self.reshard_after_backward
+
+    def lacks_gradients(self) -> bool:
+        """Whether backward went through the unit and left no gradient."""
+        return any(self._requires_grad) and not self.has_whole_gradients()
+
+    def has_whole_gradients(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(map(_has_grad, self._unsharded_list)) or bool(self.accumulated)
 
     def has_gradients(self) -> bool:
         """Whether anything is left to reduce."""
-        if any(map(_has_grad, self._unsharded_list)) or self.accumulated:
+        if self.has_whole_gradients():
             return True
         return any(bucket.partial_present for bucket in self.buckets)
 

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -140,8 +140,9 @@ def _destroy_groups() -> None:
         return
     meshes = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
     kept = {name for mesh in meshes for name in getattr(mesh, "_dim_group_names", ())}
-    library = sys.modules.get("fsdp2.collectives")
-    kept |= {group.group_name for group in getattr(library, "_separate_groups", {}).values()}
+    for module, made in (("collectives", "_separate_groups"), ("mesh", "_whole_groups")):
+        groups = getattr(sys.modules.get(f"fsdp2.{module}"), made, {})
+        kept |= {group.group_name for group in groups.values()}
     for group in list(c10d._world.pg_map):
         if group is not dist.group.WORLD and group.group_name not in kept:
             dist.destroy_process_group(group)
@@ -203,6 +204,18 @@ def _serve(
 def cached_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A CPU mesh, made once per process: each new mesh costs threads and sockets for good."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A temporary folder for all ranks, which rank 0 makes and removes."""
+    made = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    names = [made.name if made is not None else ""]
+    dist.broadcast_object_list(names)
+    yield names[0]
+    dist.barrier()
+    if made is not None:
+        made.cleanup()
 
 
 # --------------------------------------------------------------------------- inside pytest

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp2 import collectives
+from fsdp2 import unit as unit_module
 from fsdp2.collectives import GroupTransport
 from fsdp2.gradients import Reduction
 from fsdp2.hooks import UnitHooks
@@ -26,6 +27,16 @@ from stream_schedules import Layer, Micro, Plan, Step, used_once
 Patch = AbstractContextManager[Any]
 
 # -- plans ---------------------------------------------------------------------------------------
+
+
+def _keeping(meddles: str | None) -> Plan:
+    """The last layers are frozen altogether: nothing is freed there that makes gathers wait."""
+    return Plan(
+        layers=(Layer(lora=True), Layer(frozen=True), Layer(frozen=True)),
+        keep_frozen=10**9,
+        steps=(Step(), Step((Micro(meddles=meddles),)), Step()),
+    )
+
 
 _PLANS: dict[str, Plan] = {
     "plain": Plan(),
@@ -57,6 +68,17 @@ _PLANS: dict[str, Plan] = {
     "lora": Plan(
         layers=(Layer(), Layer(unit=False, lora=True)), freezes_scale=True, direct_min_bytes=0
     ),
+    "keeps_frozen": _keeping(None),
+    "writes_what_is_kept": _keeping("writes"),
+    "keeps_no_more": _keeping("unkeeps"),
+    "keeps_an_embedding": Plan(
+        layers=(Layer(lora=True),),
+        tokens=True,
+        freezes_embedding=True,
+        keep_frozen=10**9,
+        own_pieces=True,
+        direct_min_bytes=0,
+    ),
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
@@ -69,7 +91,7 @@ PLANS = {name: dataclasses.replace(plan) for name, plan in _PLANS.items()}
 
 
 def replace(cls: Any, name: str, value: Any) -> Patch:
-    return mock.patch.object(cls, name, value)
+    return mock.patch.object(cls, name, value, create=isinstance(value, _Never))
 
 
 def nothing(cls: Any, name: str) -> Patch:
@@ -238,6 +260,42 @@ def _reset_lazily(self: Runtime) -> None:
     self.forward_root = None
 
 
+def _free_held_at_once(buckets: Any, streams: Any) -> None:
+    for bucket in buckets:
+        bucket.held = False
+        with streams.gathering():
+            bucket.free()
+
+
+def _free_held_while_gathering(buckets: Any, streams: Any) -> None:
+    for bucket in buckets:
+        bucket.held = False
+        with streams.gathering():
+            streams.before_free()
+            bucket.free()
+
+
+def _wait_for_nothing_kept(unit: Unit, *_: Any) -> None:
+    if any(bucket.kept for bucket in unit.buckets):
+        unit._waits_for_gather = False
+
+
+def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
+    for bucket in unit.buckets:
+        if bucket.held and unit.state is State.SHARDED:
+            streams.before_free()
+            bucket.free()
+
+
+class _Never:
+    """An attribute that is always False."""
+
+    def __get__(self, *_: Any) -> bool:
+        return False
+
+    def __set__(self, *_: Any) -> None: ...
+
+
 def _free_when_accumulated(hooks: UnitHooks, *_: Any) -> None:
     unit = hooks.unit
     if hooks._watching and hooks._num_accumulated >= len(hooks._watched):
@@ -332,6 +390,37 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "regrouped shards are copied on the gather's stream": Mutation(
         "regroups", READ, lambda: on_stream(RegroupedShards, "save", "gather")
+    ),
+    # frozen parameters that are kept gathered
+    "what is kept is gathered anew without a wait for compute": Mutation(
+        "writes_what_is_kept",
+        FREED,
+        lambda: inside(
+            Unit, "launch_gather", lambda: replace(unit_module, "free_held", _free_held_at_once)
+        ),
+    ),
+    "what is no longer kept is freed without a wait for compute": Mutation(
+        "keeps_no_more",
+        FREED,
+        lambda: inside(
+            Unit, "drop_kept", lambda: replace(unit_module, "free_held", _free_held_at_once)
+        ),
+    ),
+    "what is kept is freed inside of the gather's stream": Mutation(
+        "writes_what_is_kept",
+        FREED,
+        lambda: replace(unit_module, "free_held", _free_held_while_gathering),
+    ),
+    "compute does not wait for the gather of what is kept": Mutation(
+        "keeps_frozen", READ, lambda: before(Unit, "finish_gather", _wait_for_nothing_kept)
+    ),
+    "what is kept is freed with its unit": Mutation(
+        "keeps_frozen", GONE, lambda: after(Unit, "free", _free_what_is_held)
+    ),
+    "an embedding that is kept is given back early": Mutation(
+        "keeps_an_embedding",
+        GONE,
+        lambda: inside(Unit, "release_embeddings", lambda: replace(Bucket, "kept", _Never())),
     ),
     # prefetches that nobody uses
     "a mispredicted prefetch still reads when the optimizer writes": Mutation(

@@ -44,7 +44,7 @@ class Layer:
     unit: bool = True
     repeats: int = 1
     recomputed: bool = False
-    frozen: bool = False
+    frozen: bool = False  # with lora: apart from that
     lora: bool = False
     tied: bool = False  # `up` is that of the layer before
     inside: tuple[Layer, ...] = ()
@@ -63,6 +63,7 @@ class Micro:
     evaluates: bool = False  # forward only
     by_hand: str | None = None
     looks: bool = False  # at the parameters between forward and backward
+    meddles: str | None = None  # then too, with what is kept: "writes" or "unkeeps" it
     wastes: bool = False  # calls the first layer once more, for nothing
 
 
@@ -77,6 +78,8 @@ class Step:
     moves: bool = False  # model.float(): storages are made anew
     reloads: bool = False
     clips: bool = False
+    writes_frozen: bool = False  # their shards, beside the optimizer
+    thaws: bool = False  # or freezes again, and another choice of what is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Plan:
     head_is_tied: bool = False
     head_is_embedding: bool = False  # its weight, used once more
     freezes_scale: bool = False  # then only inner layers make the first activations need gradients
+    freezes_embedding: bool = False
     mesh: tuple[int, ...] = (2,)
     reshard: bool | int | None = None
     precision: str = "full"
@@ -102,6 +106,7 @@ class Plan:
     hook: str = ""  # on reductions: "inline", or on a "stream" of its own
     custom: bool = False  # collectives of the user's
     max_buffers: int | None = None
+    keep_frozen: int | None = None  # bytes
     host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
     steps: tuple[Step, ...] = (Step(), Step(), Step())
 
@@ -139,6 +144,7 @@ class Node(nn.Module):
             self.right = nn.Parameter(torch.randn(layer.width, 2))
         if layer.frozen or layer.lora:
             self.up.requires_grad_(False)
+            self.down.requires_grad_(not layer.frozen)
         self.inside = nn.ModuleList(make_nodes(layer.inside, control))
 
     def body(self, x: Tensor) -> Tensor:
@@ -179,6 +185,8 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(make_nodes(plan.layers, control))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         self.head_is_embedding = plan.tokens and plan.head_is_embedding
+        if self.embedding is not None:
+            self.embedding.requires_grad_(not plan.freezes_embedding)
         if plan.tokens and plan.head_is_tied:
             assert self.embedding is not None
             self.head.weight = self.embedding.weight
@@ -260,7 +268,10 @@ class Training:
         self.plan, self.recorder = plan, recorder
         self.control: dict[str, Any] = {"order": None, "fails": None, "wastes": False}
         self.model = sharded(plan, self.control)
+        if plan.keep_frozen is not None:
+            self.model.set_keep_frozen_gathered(plan.keep_frozen)
         params = [p for p in self.model.parameters() if p.requires_grad]
+        self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.optimizer = _OPTIMIZERS[plan.optimizer](params)
         self.kept: list[Tensor] = []
         self._choose()
@@ -284,6 +295,11 @@ class Training:
     def step(self, step: Step) -> None:
         if step.moves:
             self.model.float()
+        if step.thaws:
+            for param in self.frozen:
+                param.requires_grad_(not param.requires_grad)
+            if self.plan.keep_frozen:  # with less room
+                self.model.set_keep_frozen_gathered(self.plan.keep_frozen // 2)
         if step.reloads:
             state = {name: value.clone() for name, value in self.model.state_dict().items()}
             self.model.load_state_dict(state, assign=True)
@@ -299,12 +315,19 @@ class Training:
             self.kept += grads[:1]
             self.recorder.hold("kept by the user", [grads[0]._local_tensor])
         del grads
+        if step.writes_frozen:
+            self.write_frozen()
         self.optimizer.step()
         if step.event and not self.plan.host:
             event = self.recorder.device.Event()
             event.record()
             self.model.set_post_optim_event(event)
         self.model.zero_grad(set_to_none=step.set_to_none or bool(self.kept))
+
+    @torch.no_grad()
+    def write_frozen(self) -> None:
+        for param in self.frozen:
+            param._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
 
     def micro(self, micro: Micro) -> None:
         model = self.model
@@ -332,7 +355,13 @@ class Training:
             with torch.no_grad():
                 for param in model.parameters():
                     getattr(param, "_local_tensor", param).sum()
+        if micro.meddles == "writes":
+            self.write_frozen()
+        if micro.meddles == "unkeeps":
+            model.set_keep_frozen_gathered(0)
         loss.backward()
+        if micro.meddles == "unkeeps":
+            model.set_keep_frozen_gathered(self.plan.keep_frozen)
 
 
 class _Buffers:
@@ -401,12 +430,14 @@ def plan_of(seed: int) -> Plan:
     reshards: list[bool | int | None] = [None, None, True, False]
     if mesh[-1] == 4:
         reshards += [2, 2, 2]
+    head_is_tied, head_is_embedding = tokens and chance(0.4), tokens and chance(0.2)
     plan = Plan(
         layers=layers,
         tokens=tokens,
-        head_is_tied=tokens and chance(0.4),
-        head_is_embedding=tokens and chance(0.2),
+        head_is_tied=head_is_tied,
+        head_is_embedding=head_is_embedding,
         freezes_scale=chance(0.2),
+        freezes_embedding=chance(0.3) and not head_is_tied and not head_is_embedding,
         mesh=mesh,
         reshard=draw.choice(reshards),
         precision=draw.choice(["full", "full", "low", "mixed", "reduce"]),
@@ -421,21 +452,37 @@ def plan_of(seed: int) -> Plan:
         hook=draw.choice(["", "", "", "inline", "stream" if len(mesh) == 1 else "inline"]),
         custom=chance(0.15),
         max_buffers=draw.choice([None, None, None, 1, 3]),
+        keep_frozen=draw.choice([None, None, 10**9, 200]),
         steps=tuple(_step(draw, len(layers)) for _ in range(draw.randint(2, 4))),
     )
-    return used_once(plan) if plan.in_backward else plan
+    plan = used_once(plan) if plan.in_backward else plan
+    return meddling(plan, draw) if plan.keep_frozen == 10**9 else plan
+
+
+def meddling(plan: Plan, draw: random.Random) -> Plan:
+    """Change what is kept between forward and backward, which nobody may with other parameters,
+    nor on the host, which may still be copying offloaded shards."""
+    kinds = [None, None, "unkeeps" if plan.offload else "writes", "unkeeps"]
+
+    def meddle(micro: Micro) -> Micro:
+        return dataclasses.replace(micro, meddles=draw.choice(kinds))
+
+    steps = [
+        dataclasses.replace(s, thaws=False, micros=tuple(map(meddle, s.micros))) for s in plan.steps
+    ]
+    return dataclasses.replace(plan, steps=tuple(steps))
 
 
 def used_once(plan: Plan) -> Plan:
-    """Every unit runs once in a forward: an optimizer in backward would change the weights that
-    an earlier call of the unit still needs."""
+    """Every unit runs once in a forward, and every backward waits for its reductions: an optimizer
+    in backward would change weights that an earlier call, or the next backward, still needs."""
 
     def once(layer: Layer) -> Layer:
         return dataclasses.replace(layer, repeats=1, inside=tuple(map(once, layer.inside)))
 
     def distinct(micro: Micro) -> Micro:
         order = micro.order and tuple(dict.fromkeys(micro.order))
-        return dataclasses.replace(micro, order=order, wastes=False)
+        return dataclasses.replace(micro, order=order, wastes=False, last=True)
 
     steps = [dataclasses.replace(s, micros=tuple(map(distinct, s.micros))) for s in plan.steps]
     return dataclasses.replace(plan, layers=tuple(map(once, plan.layers)), steps=tuple(steps))
@@ -488,4 +535,6 @@ def _step(draw: random.Random, num_layers: int) -> Step:
         moves=chance(0.05),
         reloads=chance(0.05),
         clips=chance(0.2),
+        writes_frozen=chance(0.2),
+        thaws=chance(0.15),
     )

@@ -52,17 +52,19 @@ def test_every_measure_writes_a_complete_record(records: dict[str, dict[str, Any
         assert record["versions"]["torch"] == torch.__version__
         assert {"cpu", "cores", "memory_bytes", "load_average_before"} <= set(record["machine"])
         assert record["config"]["settings"]["lm"]["num_blocks"] == 2
-        compared = suite.HOOK_VARIANTS if name == "hooks" else VARIANTS
+        fewer = {"hooks": suite.HOOK_VARIANTS, "lm-2d": suite.TENSOR_PARALLEL_VARIANTS}
+        compared = fewer.get(name, VARIANTS)
+        assert record["num_ranks"] == (4 if name == "lm-2d" else 2)
         for run in record["runs"].values():
             assert set(run) == set(compared)
         for figure in record["figures"]:
             assert {BASELINE, OURS} <= set(figure["values"])
     targets = [f["target"] for r in records.values() for f in r["figures"] if f["target"]]
-    assert targets == [0.70, 0.70, 0.25, 0.60, 0.05]
+    assert targets == [0.70, 0.70, 0.85, 0.25, 0.60, 0.05]
 
 
 def test_timed_records_keep_every_round(records: dict[str, dict[str, Any]]) -> None:
-    for name in ("lm", "lm-bf16", "hooks"):
+    for name in ("lm", "lm-bf16", "lm-2d", "hooks"):
         for run in records[name]["runs"].values():
             for result in run.values():
                 assert [len(steps) for steps in result["rounds_s"]] == [1, 1]

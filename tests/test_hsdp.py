@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
-from harness import cached_mesh, distributed
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from harness import RUNS_ON_TORCH, cached_mesh, distributed
 from models import BY_NAME, MLP, TRANSFORMER
 from reference import (
     Training,
@@ -89,6 +92,23 @@ def test_accumulation_with_reduce_scatter_only(name: str) -> None:
                 each.step()
                 each.zero_grad()
         assert_same_parameters(model, plain)
+
+
+@distributed(4)
+def test_one_module_of_a_unit_is_reduced_before_the_other() -> None:
+    """What waits for the all-reduce of the other one is not lost; all parameters are packed."""
+    options: dict[str, Any] = {} if RUNS_ON_TORCH else {"direct_min_bytes": 1 << 30}
+    for mesh in hybrid_meshes():
+        torch.manual_seed(0)
+        plain = MLP.build().double()
+        model = copy.deepcopy(plain)
+        fully_shard([model[0], model[4]], mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+        assert isinstance(model, FSDPModule)
+        for step in range(3):
+            model.set_requires_all_reduce(step == 2)
+            run_both(MLP, model, plain, step, average=step == 2)
+        assert_same_gradients(model, plain)
 
 
 @distributed(4)

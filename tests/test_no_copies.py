@@ -17,7 +17,14 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
@@ -207,3 +214,27 @@ def test_biases_are_packed_and_cost_little() -> None:
     """Small parameters are copied; all together that is at most a twentieth of torch's bytes."""
     ours, theirs = of_the_peer(lambda: linear_stack(bias=True))
     assert 0 < ours <= 0.05 * theirs
+
+
+def tensor_parallel_stack(mesh: DeviceMesh) -> nn.Module:
+    """Matrices by columns and by rows in turn: what a rank has of each is 512 KiB."""
+    model = linear_stack()
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, ParallelStyle] = {"0": columns, "2": rows, "4": columns, "6": rows}
+    return parallelize_module(model, mesh, plan)
+
+
+@ours_only("no copies")
+@distributed(4)
+def test_tensor_parallel_shards_are_not_copied() -> None:
+    """A local tensor-parallel shard is gathered in place as any other parameter is."""
+    mesh = cached_mesh(2, 2, names=("data", "tensor"))
+    plain = tensor_parallel_stack(mesh["tensor"])
+    without = count_step(plain)
+    counter = count_step(shard(fsdp2, tensor_parallel_stack(mesh["tensor"]), mesh=mesh["data"]))
+    assert counter.outside == without.outside, (counter.outside, without.outside)
+    local_bytes = total_bytes(plain) // 2
+    assert 0 < sum(counter.inside.values()) <= 2 * local_bytes
+    peer = count_step(shard(torch_fsdp, tensor_parallel_stack(mesh["tensor"]), mesh=mesh["data"]))
+    copied = sum(peer.outside.values()) - sum(without.outside.values())
+    assert copied >= 2 * local_bytes  # so that nothing means something

@@ -14,7 +14,8 @@ import pytest
 
 from fsdp2.streams import DeviceStreams
 from fsdp2.testing import Checker
-from fsdp2.testing.order import Event, Launch, Mark
+from fsdp2.testing.device import SimulatedDevice
+from fsdp2.testing.order import Event, Launch, Mark, Record, Wait
 from harness import ours_only
 from stream_schedules import Layer, Micro, Plan, Step, traced
 
@@ -169,3 +170,19 @@ def test_a_runtime_without_overlap_is_seen_as_one() -> None:
         assert not run.overlap(gather, run.forward("layers.0"))
     with mock.patch.object(DeviceStreams, "before_root_forward", return_value=None):
         assert Run().checker.violations
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_backward_joins_every_stream_while_a_graph_is_captured(capturing: bool) -> None:
+    """Also those with nothing but waits on them, which CUDA would call unjoined."""
+    name = "is_current_stream_capturing"
+    with mock.patch.object(SimulatedDevice, name, return_value=capturing):
+        events = Run().events
+    last = {event.stream: i for i, event in enumerate(events) if isinstance(event, Wait)}
+    joined = set()
+    for stream in ("gather", "reduce", "all"):
+        after = events[last.get(stream, 0) :]
+        marks = {e.event for e in after if isinstance(e, Record) and e.stream == stream}
+        if any(isinstance(e, Wait) and e.stream == "compute" and e.event in marks for e in after):
+            joined.add(stream)
+    assert (joined == {"gather", "reduce", "all"}) == capturing

@@ -73,6 +73,7 @@ class SimulatedDevice:
 
     Attributes:
         compute: the stream that is current at first.
+        capturing: whether it says that a graph is being captured.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class SimulatedDevice:
         self._num_events = 0
         self.compute = SimulatedStream(self, "compute")
         self._current = self.compute
+        self.capturing = False
 
     def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
         """A new stream. Every runtime makes its own, in the same order.
@@ -108,6 +110,10 @@ class SimulatedDevice:
     def current_stream(self, device: Any = None) -> SimulatedStream:
         """The stream that work is put on."""
         return self._current
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.capturing
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:

@@ -1,0 +1,178 @@
+"""Commands on models: where the model comes from, and how it is to be sharded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .cli_ckpt import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .policy import MixedPrecisionPolicy
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
+
+
+class ModelError(Exception):
+    """A model that a command was told to use cannot be made."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_model` and `sharding_options` read."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="what returns the model when called without arguments: package.module:function or "
+        "path/to/file.py:function (or a class); it is called on the meta device",
+    )
+    parser.add_argument(
+        "--world-size", type=_number, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument(
+        "--node-size", type=_number, metavar="G", help="ranks per node, for the strategy hybrid"
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full")
+    parser.add_argument(
+        "--wrap",
+        default="auto",
+        metavar="POLICY",
+        help="auto (the default), root, class:Block,Embedding, size:32MiB, or names: "
+        "embedding,layers.*,norm+head",
+    )
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of computation and gathers")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradient reduction")
+    parser.add_argument(
+        "--replicate-below",
+        type=parse_bytes,
+        default=0,
+        metavar="SIZE",
+        help="parameters of fewer bytes stay whole on every rank: 64KiB, ...",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def load_model(target: str) -> nn.Module:
+    """Make the model that ``target`` names, on the meta device.
+
+    Raises:
+        ModelError: if there is no such thing, or it fails, or gives no model.
+    """
+    import torch
+    from torch import nn
+
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
+    build: Any = _import(where)
+    for part in name.split("."):
+        build = getattr(build, part, None)
+    if build is None:
+        raise ModelError(f"{where} has no '{name}'")
+    if isinstance(build, nn.Module):
+        return build
+    if not callable(build):
+        raise ModelError(f"{target} is a {type(build).__name__}, not a function")
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise ModelError(f"{target} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{target} returned a {type(model).__name__}, not a model")
+    return model
+
+
+def _import(where: str) -> Any:
+    try:
+        if not where.endswith(".py"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")  # as `python -m` does
+            return importlib.import_module(where)
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise ModelError(f"{where}: No such file")
+        sys.path.insert(0, str(path.parent))  # as `python file.py` does
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
+        spec.loader.exec_module(module)
+        return module
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot import {where}: {type(error).__name__}: {error}") from error
+
+
+def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `explain`, from those of the command line.
+
+    Raises:
+        ModelError: if they do not fit together.
+    """
+    shape: Any = args.world_size
+    if args.node_size is not None:
+        if args.world_size % args.node_size:
+            raise ModelError(
+                f"--world-size {args.world_size} is no multiple of --node-size {args.node_size}"
+            )
+        shape = (args.world_size // args.node_size, args.node_size)
+    if args.strategy == "hybrid" and args.node_size is None:
+        raise ModelError("--strategy hybrid needs --node-size")
+    return {
+        "mesh_shape": shape,
+        "strategy": args.strategy,
+        "wrap": parse_wrap(args.wrap),
+        "mp_policy": _policy(args),
+        "replicate_below": args.replicate_below,
+        "device_type": args.device,
+    }
+
+
+def _policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    import torch
+
+    from .policy import MixedPrecisionPolicy
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, DTYPES[name])
+
+    return MixedPrecisionPolicy(dtype(args.param_dtype), dtype(args.reduce_dtype))
+
+
+def parse_wrap(text: str) -> Any:
+    """The ``wrap`` argument that ``--wrap`` stands for.
+
+    Raises:
+        ModelError: if it is none.
+    """
+    from .wrap import by_class, by_name, by_size
+
+    kind, _, rest = text.partition(":")
+    if text in ("auto", "root"):
+        return text
+    if kind == "class" and rest:
+        return by_class(*rest.split(","))
+    if kind == "size" and rest:
+        try:
+            return by_size(min_bytes=parse_bytes(rest))
+        except argparse.ArgumentTypeError as error:
+            raise ModelError(f"--wrap: {error}") from error
+    names = text.split(",")
+    if rest or not all(all(name.split("+")) for name in names):
+        raise ModelError(f"--wrap {text!r} is none of auto, root, class:..., size:..., names")
+    return by_name(*(tuple(n.split("+")) if "+" in n else n for n in names))

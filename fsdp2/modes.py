@@ -1,0 +1,97 @@
+"""What may be active around a hook, and how hooks stay out of it.
+
+torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
+checkpointing remembers results of operations and hands them out again in backward. None of them
+must see what a hook does beside the user's computation: gathering, freeing, waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import checkpoint as _checkpoint
+
+# What selective checkpointing runs the forward and its recomputation under.
+_SELECTIVE = tuple(
+    getattr(_checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(_checkpoint, name)
+)
+
+
+def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, as a function that torch.compile calls and does not trace.
+
+    There are two ways to come here. Where the call of the module is compiled (`Module.compile`),
+    this is a frame of its own, which `_never_compile` keeps out, so that ``fullgraph=True`` holds
+    for the forward. Where a caller is traced (a whole model), the graph breaks here.
+    """
+
+    @functools.wraps(hook)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(hook)(*args)
+        return hook(*args)
+
+    _never_compile(call.__code__)  # type: ignore[attr-defined]
+    return call
+
+
+def _never_compile(code: CodeType) -> None:
+    """Let torch.compile run frames of ``code``, and what they call, as they are.
+
+    That is what `torch.compiler.disable` does at every call; done once, it costs hooks nothing.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+    except ImportError:
+        return  # a torch without a compiler
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` on plain tensors and unseen by selective checkpointing.
+
+    Were a gather cached, its recomputation would return what was cached and gather nothing.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+    if torch._C._len_torch_dispatch_stack():
+        with _without_selective_checkpoints():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def _without_selective_checkpoints() -> Iterator[None]:
+    """Other dispatch modes stay: those that count operations or collectives, say."""
+    stack = dispatch._get_current_dispatch_mode_stack()
+    others = [mode for mode in stack if not isinstance(mode, _SELECTIVE)]
+    if len(others) == len(stack):
+        yield
+        return
+    for _ in stack:
+        dispatch._pop_mode()
+    for mode in others:
+        dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            dispatch._pop_mode()
+        for mode in stack:
+            dispatch._push_mode(mode)

@@ -1,0 +1,471 @@
+"""Which modules of a model become units: policies by class, size, name, function and structure.
+
+A *unit* is what one call of `fully_shard` makes: the parameters of a module, or of a group of
+modules, that are gathered and reduced together. A policy looks at a model and names the modules;
+`units_of` turns that into units with their parameters, as `fully_shard` called bottom-up would
+distribute them. Nothing here changes a model or communicates; models on the meta device will do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+Group = tuple[str, ...]  # names of the modules of one unit
+WrapPolicy = Callable[[nn.Module], Iterable[str | Sequence[str]]]
+
+# `auto` makes no units smaller than this, nor smaller than this fraction of the model: a unit
+# costs messages and host time, however small it is.
+AUTO_MIN_BYTES = 1024 * 1024
+AUTO_MIN_FRACTION = 1 / 128
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit of a model that is not sharded yet.
+
+    Attributes:
+        modules: qualified names of its modules; ``("",)`` is the model itself.
+        params: qualified names of its parameters in the order of the model, each under the first
+            of its names.
+        is_root: whether it is the unit of the model itself, which takes what no other took.
+    """
+
+    modules: Group
+    params: tuple[str, ...]
+    is_root: bool
+
+    @property
+    def name(self) -> str:
+        """As messages and tables call the unit."""
+        return ", ".join(name or "(root)" for name in self.modules)
+
+
+def units_of(
+    model: nn.Module, wrap: Any = "auto", *, ignored_params: Collection[nn.Parameter] = ()
+) -> list[UnitDescription]:
+    """The units that ``wrap`` makes of ``model``; the model is not changed.
+
+    Args:
+        model: not sharded yet; may be on the meta device.
+        wrap: ``"auto"`` (see `auto`); ``"root"`` or None for one unit; a module class; a pattern
+            of names; a function of the model that gives names; or a list of such things, in which
+            a tuple of names is one unit of several modules.
+        ignored_params: parameters that belong to no unit.
+
+    Returns:
+        The units, each before those that enclose it, the root last: the order in which
+        `fully_shard` is to be called. A parameter that is tied across units is with the innermost
+        unit that contains all modules that hold it. Units without parameters are left out, apart
+        from the root.
+
+    Raises:
+        ValueError: if a name matches no module, a module would be in two units or cannot be one,
+            or the model is sharded already.
+        TypeError: for a ``wrap`` of another kind.
+
+    Example:
+        >>> for unit in units_of(model, [Block, "embedding", ("norm", "head")]):
+        ...     print(unit.name, len(unit.params))
+    """
+    for name, module in model.named_modules():
+        if "_fsdp2_unit" in vars(module):
+            raise ValueError(
+                f"Module '{name or '(root)'}' is sharded already: units_of looks at models before "
+                "that; explain() tells what their units are afterwards"
+            )
+    modules = dict(model.named_modules())
+    groups = _in_call_order(model, _checked_groups(modules, as_policy(wrap)(model)))
+    inside = [_modules_of(modules, group) for group in groups]
+    params: list[list[str]] = [[] for _ in groups]
+    ignored = {id(param) for param in ignored_params}
+    for name, param, owners in parameters_of(model):
+        if id(param) not in ignored:
+            unit = next(i for i, members in enumerate(inside) if owners <= members)
+            params[unit].append(name)
+    return [
+        UnitDescription(group, tuple(names), is_root=group == ("",))
+        for group, names in zip(groups, params, strict=True)
+        if names or group == ("",)
+    ]
+
+
+# -- policies ------------------------------------------------------------------------------------
+
+
+def as_policy(wrap: Any) -> WrapPolicy:
+    """The policy that a ``wrap`` argument stands for; see `units_of`."""
+    if wrap is None or wrap in ("root", "none"):
+        return lambda model: ()
+    if isinstance(wrap, str):
+        return auto() if wrap == "auto" else by_name(wrap)
+    if isinstance(wrap, type):
+        return by_class(wrap)
+    if callable(wrap):
+        return wrap
+    if isinstance(wrap, list | tuple):
+        return _union([_element(item) for item in wrap])
+    raise TypeError(
+        f"wrap must be 'auto', 'root', a module class, names, a function of the model or a list of "
+        f"such, got {wrap!r}"
+    )
+
+
+def _element(item: Any) -> WrapPolicy:
+    if isinstance(item, list | tuple) and item and all(isinstance(part, str) for part in item):
+        return by_name(tuple(item))
+    return as_policy(item)
+
+
+def _union(policies: Sequence[WrapPolicy]) -> WrapPolicy:
+    """The units of all of them; one that several give is one."""
+
+    def policy(model: nn.Module) -> list[Group]:
+        return list(dict.fromkeys(_group(g) for each in policies for g in each(model)))
+
+    return policy
+
+
+def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
+    """Every instance of these classes is a unit.
+
+    Args:
+        classes: classes, or their names.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: (the policy) if the model has no such module.
+
+    Example:
+        >>> shard_model(model, wrap=by_class(TransformerBlock, nn.Embedding))
+    """
+    for cls in classes:
+        if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"by_class expects subclasses of nn.Module or their names, got {cls!r}")
+
+    def is_a(module: nn.Module, cls: type[nn.Module] | str) -> bool:
+        if isinstance(cls, str):
+            return any(base.__name__ == cls for base in type(module).__mro__)
+        return isinstance(module, cls)
+
+    def policy(model: nn.Module) -> list[Group]:
+        inner = list(_inner_modules(model))
+        for cls in classes:
+            if not any(is_a(module, cls) for _, module in inner):
+                name = cls if isinstance(cls, str) else cls.__name__
+                raise ValueError(f"The model has no module of class {name}")
+        return [(name,) for name, module in inner if any(is_a(module, cls) for cls in classes)]
+
+    return policy
+
+
+def by_name(*patterns: str | tuple[str, ...]) -> WrapPolicy:
+    """The modules with these names are units.
+
+    Args:
+        patterns: qualified names, whose parts between dots may have the wildcards ``*``, ``?`` and
+            ``[...]``: ``"layers.*"`` is every layer, and nothing inside of them. A tuple of them
+            is one unit.
+
+    Raises:
+        ValueError: (the policy) if a pattern matches nothing.
+
+    Example:
+        >>> shard_model(model, wrap=by_name("embedding", "layers.*", ("norm", "head")))
+    """
+
+    def policy(model: nn.Module) -> list[Group]:
+        names = [name for name, _ in _inner_modules(model)]
+        groups: list[Group] = []
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                groups += [(name,) for name in _matching(pattern, names)]
+            else:
+                groups.append(tuple(name for each in pattern for name in _matching(each, names)))
+        return groups
+
+    return policy
+
+
+def by_function(chosen: Callable[[str, nn.Module], bool]) -> WrapPolicy:
+    """Every module for which ``chosen(name, module)`` is true is a unit.
+
+    Example:
+        >>> shard_model(model, wrap=by_function(lambda name, m: name.endswith(".mlp")))
+    """
+
+    def policy(model: nn.Module) -> list[Group]:
+        return [(name,) for name, module in _inner_modules(model) if chosen(name, module)]
+
+    return policy
+
+
+def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> WrapPolicy:
+    """Units of at least so many parameters, as small as that allows.
+
+    Greedy and bottom-up: a module becomes a unit when what its inner units left of it is large
+    enough; the rest goes to the unit around it. ``nn.MultiheadAttention``, which uses weights of
+    its inner modules without calling them, is not cut. This is the rule of
+    ``size_based_auto_wrap_policy`` of torch's first FSDP.
+
+    Args:
+        min_numel: number of elements; or
+        min_bytes: bytes of the parameters as they are stored.
+
+    Raises:
+        ValueError: unless one of the two is given, and positive.
+
+    Example:
+        >>> shard_model(model, wrap=by_size(min_bytes=32 * 2**20))
+    """
+    least = min_numel if min_bytes is None else min_bytes
+    if (min_numel is None) == (min_bytes is None) or least is None or least <= 0:
+        raise ValueError(
+            "by_size needs one of min_numel and min_bytes, a positive number; got "
+            f"min_numel={min_numel}, min_bytes={min_bytes}"
+        )
+
+    def policy(model: nn.Module) -> list[Group]:
+        seen: set[int] = set()
+        groups: list[Group] = []
+
+        def leave(name: str, module: nn.Module) -> int:
+            """Wrap inside of ``module``, perhaps itself; what is left for the unit around it."""
+            left = 0
+            for param in module._parameters.values():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    left += param.numel() if min_bytes is None else param.nbytes
+            start = len(groups)
+            for child_name, child in module.named_children():
+                left += leave(f"{name}.{child_name}" if name else child_name, child)
+            if isinstance(module, nn.MultiheadAttention):
+                left += sum(sizes.pop(group) for group in groups[start:])
+                del groups[start:]
+            if left >= least and not isinstance(module, _CONTAINERS):
+                groups.append((name,))
+                sizes[name,] = left
+                return 0
+            return left
+
+        sizes: dict[Group, int] = {}
+        leave("", model)
+        return [group for group in groups if group != ("",)]
+
+    return policy
+
+
+def auto(min_bytes: int | None = None) -> WrapPolicy:
+    """Units by repeated structure and bytes; what is done by hand for the usual models.
+
+    - The *blocks*: elements of a ModuleList, ModuleDict or Sequential that are alike in class.
+      Where their structure differs and they consist of blocks themselves (stages of a network),
+      these are taken instead; the experts inside of a layer are not. Layers without inner modules
+      count too if they are large enough.
+    - Every embedding outside of the blocks.
+    - What comes after the last block (norm and head) as one unit, as torchtitan has it.
+    - Other parts outside of the blocks that are larger than the largest block.
+
+    The rest is the root's, and so is what has fewer bytes than ``min_bytes``, and what is tied: the
+    root gives back an embedding or a head that backward does not need, and reduces its gradient
+    early.
+
+    Args:
+        min_bytes: of a unit's own parameters. None: 1 MiB, or 1/128 of a model that is small.
+
+    Example:
+        >>> shard_model(model, wrap="auto")
+    """
+
+    def policy(model: nn.Module) -> list[Group]:
+        owned = _OwnBytes(model)
+        least = min_bytes
+        if least is None:
+            least = int(min(AUTO_MIN_BYTES, owned([""]) * AUTO_MIN_FRACTION))
+        least = max(least, 1)
+        blocks = [name for name in _blocks(model) if owned([name]) >= least]
+        groups: list[Group] = [(name,) for name in blocks]
+        largest = max((owned([name]) for name in blocks), default=None)
+        before, after = _outside(model, set(blocks))
+        for name, module in before:
+            if largest is not None and owned([name]) > max(largest, least):
+                groups.append((name,))
+                continue
+            for inner, each in module.named_modules(prefix=name):
+                if isinstance(each, _EMBEDDINGS) and owned([inner]) >= least:
+                    groups.append((inner,))
+        if owned([name for name, _ in after]) >= least:
+            groups.append(tuple(name for name, _ in after))
+        return groups
+
+    return policy
+
+
+# -- structure -----------------------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks of ``model``, outermost first."""
+    found: dict[int, str] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        children = [
+            (f"{name}.{key}" if name else key, child) for key, child in module.named_children()
+        ]
+        alike = Counter(type(child) for _, child in children if _num_params(child))
+        for child_name, child in children:
+            is_stack = isinstance(module, (*_CONTAINERS, nn.Sequential))
+            if is_stack and alike[type(child)] > 1 and _is_block(child, module):
+                found.setdefault(id(child), child_name)
+            else:
+                visit(child_name, child)
+
+    visit("", model)
+    return list(found.values())
+
+
+def _is_block(child: nn.Module, stack: nn.Module) -> bool:
+    """Whether an element of ``stack`` is a block, rather than a stage made of blocks."""
+    if isinstance(child, _CONTAINERS):
+        return False
+    siblings = [other for other in stack.children() if type(other) is type(child)]
+    structures = Counter(map(_structure, siblings))
+    return max(structures.values()) > 1 or not any(_blocks(other) for other in siblings)
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules of the same classes and shapes."""
+    own = tuple((k, None if p is None else p.shape) for k, p in module._parameters.items())
+    inner = tuple((name, _structure(child)) for name, child in module.named_children())
+    return type(module), own, inner
+
+
+def _outside(
+    model: nn.Module, blocks: set[str]
+) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """The largest modules with parameters that neither contain blocks nor are in one: those
+    before the last block, and those after it."""
+    pieces: list[tuple[str, nn.Module]] = []
+    last = 0
+
+    def visit(name: str, module: nn.Module) -> None:
+        nonlocal last
+        if name in blocks:
+            last = len(pieces)
+            return
+        prefix = f"{name}." if name else ""
+        whole = name and not any(block.startswith(prefix) for block in blocks)
+        if whole and not isinstance(module, _CONTAINERS):
+            if _num_params(module):
+                pieces.append((name, module))
+            return
+        for key, child in module.named_children():
+            visit(prefix + key, child)
+
+    visit("", model)
+    return (pieces[:last], pieces[last:]) if blocks else (pieces, [])
+
+
+def _num_params(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())
+
+
+class _OwnBytes:
+    """Bytes of the parameters that no module outside of a group holds too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._params = [(param.nbytes, owners) for _, param, owners in parameters_of(model)]
+
+    def __call__(self, group: Sequence[str]) -> int:
+        members = _modules_of(self._modules, group)
+        return sum(nbytes for nbytes, owners in self._params if owners <= members)
+
+
+# -- units ---------------------------------------------------------------------------------------
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, set[nn.Module]]]:
+    """Each parameter once: its first name, itself, and all modules that hold it."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(id(param), set()).add(module)
+    for name, param in model.named_parameters():
+        yield name, param, owners[id(param)]
+
+
+def _inner_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if name)
+
+
+def _modules_of(modules: dict[str, nn.Module], group: Iterable[str]) -> set[nn.Module]:
+    return {inner for name in group for inner in modules[name].modules()}
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    parts = pattern.split(".")
+    found = []
+    for name in names:
+        own = name.split(".")
+        if len(own) == len(parts) and all(map(fnmatchcase, own, parts)):
+            found.append(name)
+    if not found:
+        some = ", ".join(f"'{name}'" for name in names[:5])
+        raise ValueError(f"No module is named '{pattern}'; the model has {some}, ...")
+    return found
+
+
+def _group(names: str | Sequence[str]) -> Group:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _checked_groups(
+    modules: dict[str, nn.Module], groups: Iterable[str | Sequence[str]]
+) -> list[Group]:
+    """The groups without repetitions, and with the model itself as the last."""
+    taken: dict[str, Group] = {}
+    checked: dict[Group, None] = {}
+    for names in groups:
+        group = _group(names)
+        if group in checked or group == ("",):
+            continue
+        for name in group:
+            if name not in modules or not name:
+                raise ValueError(f"A wrap policy named the module '{name}', which is not there")
+            module = modules[name]
+            if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+                raise ValueError(
+                    f"'{name}' is a {type(module).__name__}, which has no forward and so cannot be "
+                    f"a unit: name its elements ('{name}.*')"
+                )
+            if name in taken:
+                raise ValueError(f"Module '{name}' is in two units: {taken[name]} and {group}")
+            taken[name] = group
+        checked[group] = None
+    return [*checked, ("",)]
+
+
+def _in_call_order(model: nn.Module, groups: list[Group]) -> list[Group]:
+    """Each unit before those that enclose it: the order of the last of its modules to end."""
+    ends: dict[str, int] = {}
+    names = {module: name for name, module in model.named_modules()}
+
+    def visit(module: nn.Module) -> None:
+        if names[module] in ends:
+            return
+        for child in module.children():
+            visit(child)
+        ends[names[module]] = len(ends)
+
+    visit(model)
+    return sorted(groups, key=lambda group: max(ends[name] for name in group))
