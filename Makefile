@@ -20,10 +20,11 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt clean
+.PHONY: help setup train train-2d train-pipeline train-moe test test-all cuda lint format bench \
+	bench-gpu bench-ckpt bench-clip clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
 	@echo
 	@echo "  NPROC=4 sets the number of processes, STEPS=1000 the steps of the training, and"
 	@echo "  ARGS=\"--bf16 --ac\" its options (ARGS=--help lists them). PYTHON=... or an activated"
@@ -37,6 +38,12 @@ train: $(SETUP)  ## train a language model with sharded parameters
 
 train-2d: $(SETUP)  ## a small one, tensor parallel x sharded, on 2 x 2 processes
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_2d.py $(TRAIN_ARGS)
+
+train-pipeline: $(SETUP)  ## pipeline stages x sharded, 2 x 2; ARGS="--schedule ZBVZeroBubble"
+	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_pipeline.py $(TRAIN_ARGS)
+
+train-moe: $(SETUP)  ## experts on another mesh than the rest, on 4 processes
+	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_moe.py $(TRAIN_ARGS)
 
 test: $(SETUP)  ## run the tests
 	$(PY) -m pytest $(ARGS)
@@ -64,6 +71,9 @@ bench-gpu: $(SETUP)  ## on one GPU: step time, memory, a timeline (in small on t
 
 bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 	$(PY) -m benchmarks.checkpoint $(ARGS)
+
+bench-clip: $(SETUP)  ## compare gradient clipping with torch's
+	$(PY) -m benchmarks.clip $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
