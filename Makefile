@@ -20,7 +20,8 @@ endif
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d test test-all cuda lint format bench bench-gpu bench-ckpt bench-estimate clean
+.PHONY: help setup train train-2d train-pipeline train-moe test test-all cuda lint format bench \
+	bench-gpu bench-ckpt bench-clip bench-estimate clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +38,12 @@ train: $(SETUP)  ## train a language model with sharded parameters
 
 train-2d: $(SETUP)  ## a small one, tensor parallel x sharded, on 2 x 2 processes
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_2d.py $(TRAIN_ARGS)
+
+train-pipeline: $(SETUP)  ## pipeline stages x sharded, 2 x 2; ARGS="--schedule ZBVZeroBubble"
+	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_pipeline.py $(TRAIN_ARGS)
+
+train-moe: $(SETUP)  ## experts on another mesh than the rest, on 4 processes
+	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_moe.py $(TRAIN_ARGS)
 
 test: $(SETUP)  ## run the tests
 	$(PY) -m pytest $(ARGS)
@@ -68,6 +75,9 @@ bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 bench-estimate: $(SETUP)  ## compare estimates with runs, and plans with published tables
 	$(PY) -m benchmarks.estimate $(ARGS)
 	$(PY) -m benchmarks.published
+
+bench-clip: $(SETUP)  ## compare gradient clipping with torch's
+	$(PY) -m benchmarks.clip $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

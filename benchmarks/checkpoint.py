@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,12 @@ from .ranks import progress, run_ranks
 RAW, OURS, DCP = "raw", "fsdp2", "DCP"
 HF, CONSOLIDATED, FULL = "DCP Hugging Face", "DCP Hugging Face, consolidated", "full state dict"
 SHARED = "raw, from fsdp2's files"
+ONCE, META = "fsdp2, keep_on_error=False", "fsdp2, into a model on the meta device"
 WAYS = (RAW, OURS, DCP, HF, CONSOLIDATED, FULL)
+RAW_NEW = "raw, into new memory"
+OTHER_LOADS = {RAW: (RAW_NEW,), OURS: (ONCE, META, SHARED)}  # of what these saved
 PIECE_BYTES = 16 << 20
+MIB = 1 << 20
 BEGIN, END = "<!-- bench-ckpt:begin -->", "<!-- bench-ckpt:end -->"
 
 
@@ -119,6 +124,13 @@ def make_ways(model: nn.Module) -> dict[str, Way]:
         CONSOLIDATED: Way(lambda path: save_hf(path, True), None),
         FULL: Way(save_full, None),
     }
+
+
+def _load_raw_into_new(model: nn.Module, path: Path) -> None:
+    """As raw, into memory that is touched for the first time, as `load_model` does from meta."""
+    load = make_ways(model.to_empty(device="cpu"))[RAW].load
+    assert load is not None
+    load(path)
 
 
 def read_shared(model: nn.Module, path: Path) -> None:
@@ -267,14 +279,25 @@ def checksum(model: nn.Module) -> list[float]:
 def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str, Any]:
     """Every way, in turns, on this rank. Returns lists of seconds, MiB and counts."""
     torch.manual_seed(0)
-    model = Weights(num_matrices, width)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(Weights(num_matrices, width), mesh=mesh)
     ways = make_ways(model)
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return fully_shard(Weights(num_matrices, width), mesh=mesh)
+
+    other_ways: dict[str, Callable[[nn.Module, Path], object]] = {
+        RAW_NEW: _load_raw_into_new,
+        ONCE: partial(load_model, keep_on_error=False),
+        META: load_model,
+        SHARED: read_shared,
+    }
     expected = checksum(model)
     results: dict[str, Any] = {
         name: {"save_s": [], "save_mib": [], "load_s": [], "load_mib": []} for name in WAYS
     }
-    results[SHARED] = {"load_s": []}
+    results |= {name: {"load_s": [], "load_mib": []} for name in other_ways}
     dropped = True
     for number in range(rounds + 1):  # the first round warms up, and counts collectives
         order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
@@ -292,28 +315,14 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
                 results[name]["save_mib"].append(mib)
             dist.barrier()
             if way.load is not None:
-                with torch.no_grad():
-                    for local in _locals(model):
-                        local.zero_()
-                if dist.get_rank() == 0:
-                    dropped = drop_caches(path) and dropped
-                dist.barrier()
-                if number == 0:
-                    with counted_collectives(counts):
-                        way.load(path)
-                    results[name]["load_collectives"] = counts["collectives"]
-                else:
-                    seconds, mib = timed(lambda way=way, path=path: way.load(path))
-                    results[name]["load_s"].append(seconds)
-                    results[name]["load_mib"].append(mib)
-                if checksum(model) != expected:
-                    raise RuntimeError(f"{name}: what was loaded is not what was saved")
-                if name == OURS and number:
-                    if dist.get_rank() == 0:
-                        drop_caches(path)
-                    dist.barrier()
-                    seconds, _ = timed(lambda path=path: read_shared(model, path))
-                    results[SHARED]["load_s"].append(seconds)
+                args = path, expected, number
+                dropped &= _measure_load(results[name], way.load, model, *args)
+                others = OTHER_LOADS.get(name, ())
+                for i in range(len(others)):
+                    other = others[(i + number) % len(others)]
+                    into = on_meta() if other in (META, RAW_NEW) else model
+                    load = partial(other_ways[other], into)
+                    _measure_load(results[other], load, into, *args)
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
@@ -324,6 +333,38 @@ def measure(folder: str, num_matrices: int, width: int, rounds: int) -> dict[str
     results["caches_dropped"] = dropped
     results["bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
     return results
+
+
+def _measure_load(
+    result: dict[str, Any],
+    load: Callable[[Path], object],
+    model: nn.Module,
+    path: Path,
+    expected: list[float],
+    number: int,
+) -> bool:
+    """Load into ``model`` once, and compare; returns whether caches could be dropped."""
+    dropped = True
+    new_bytes = 0  # of the model itself, if it has no memory yet
+    with torch.no_grad():
+        for local in _locals(model):
+            local.zero_()
+            new_bytes += local.nbytes if local.is_meta else 0
+    if dist.get_rank() == 0:
+        dropped = drop_caches(path)
+    dist.barrier()
+    if number == 0:
+        counts: dict[str, float] = {}
+        with counted_collectives(counts):
+            load(path)
+        result["load_collectives"] = counts["collectives"]
+    else:
+        seconds, mib = timed(lambda: load(path))
+        result["load_s"].append(seconds)
+        result["load_mib"].append(mib - new_bytes / MIB)
+    if checksum(model) != expected:
+        raise RuntimeError(f"{path}: what was loaded is not what was saved")
+    return dropped
 
 
 def _quiet(path: Path) -> None:
@@ -379,17 +420,28 @@ def ratios(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(each), "range": [min(each), max(each)]}
 
 
+LOADS = {
+    META: "verified load into a model on the meta device",
+    ONCE: "verified load into a model with values, keep_on_error=False",
+    OURS: "verified load into a model with values",
+}
+
+
 def figures(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets: what is compared with what, and what came out."""
     ours = results[OURS]
     asynchronous = results["async"]
     found = [
         ("save / raw write", ratios(ours["save_s"], results[RAW]["save_s"]), 1.25),
-        ("load with verification / raw read", ratios(ours["load_s"], results[RAW]["load_s"]), 1.25),
-        (
-            "load with verification / raw read of the same files",
-            ratios(ours["load_s"], results[SHARED]["load_s"]),
-            None,
+        *(
+            (f"{title} / {of}", ratios(results[name]["load_s"], results[raw]["load_s"]), target)
+            for name, title in LOADS.items()
+            for raw, of, target in (
+                (RAW, "raw read", 1.25),
+                (SHARED, "raw read of the same files", None),
+                (RAW_NEW, "raw read into new memory", None),
+            )
+            if raw != RAW_NEW or name == META
         ),
         ("save / DCP", ratios(ours["save_s"], results[DCP]["save_s"]), None),
         ("load / DCP", ratios(ours["load_s"], results[DCP]["load_s"]), None),
@@ -401,8 +453,9 @@ def figures(results: dict[str, Any]) -> list[dict[str, Any]]:
         ("blocked / DCP async_save", ratios(asynchronous[OURS], asynchronous[DCP]), 0.5),
     ]
     rows = [{"title": title, **ratio, "target": target} for title, ratio, target in found]
-    for what in ("save", "load"):
-        peak = max(ours[f"{what}_mib"])
+    peaks = {"save": max(ours["save_mib"])}
+    peaks["load"] = max(max(results[name]["load_mib"]) for name in LOADS)
+    for what, peak in peaks.items():
         title = f"extra memory of a {what}, MiB per rank"
         rows.append({"title": title, "median": peak, "range": [peak, peak], "target": 64})
     return rows
@@ -421,11 +474,13 @@ def table(record: dict[str, Any]) -> str:
         "| | save, s | extra MiB | collectives | load, s | extra MiB | collectives |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in WAYS:
+    for name in (RAW, RAW_NEW, SHARED, OURS, ONCE, META, DCP, HF, CONSOLIDATED, FULL):
         way = results[name]
-        cells = [f"{statistics.median(way['save_s']):.2f}", f"{max(way['save_mib']):.0f}"]
-        # DTensor.full_tensor, which that uses, does not come by the functions that are counted.
-        cells.append("-" if name == FULL else str(int(way["save_collectives"])))
+        cells = ["-"] * 3
+        if name in WAYS:
+            cells = [f"{statistics.median(way['save_s']):.2f}", f"{max(way['save_mib']):.0f}"]
+            # DTensor.full_tensor, which that uses, does not come by what is counted.
+            cells.append("-" if name == FULL else str(int(way["save_collectives"])))
         if way["load_s"]:
             cells += [f"{statistics.median(way['load_s']):.2f}", f"{max(way['load_mib']):.0f}"]
             cells.append(str(int(way["load_collectives"])))

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2
+
 from .models import Stack, StackConfig
 from .ranks import progress
-from .variants import Variant, build, local_part
+from .variants import OURS, Variant, build, local_part
 
 WARM_UP_STEPS = 5
 
@@ -42,7 +44,8 @@ def measure(names: list[str], config: StackConfig, rounds: int, iters: int) -> d
 
     Returns:
         For each variant, a list per round: `rounds_s`, wall times of forward and backward,
-        `cpu_rounds_s`, CPU times of the same, and `optimizer_rounds_s`, of the AdamW step.
+        `cpu_rounds_s`, CPU times of the same, and `optimizer_rounds_s`, of the AdamW step; for
+        fsdp2 also `local_rounds_s`, of that step on local tensors.
     """
     torch.set_flush_denormal(True)  # what a fake reduce-scatter leaves behind may be denormal
     runs = []
@@ -64,6 +67,7 @@ def measure(names: list[str], config: StackConfig, rounds: int, iters: int) -> d
             "rounds_s": run.rounds_s,
             "cpu_rounds_s": run.cpu_rounds_s,
             "optimizer_rounds_s": run.optimizer_rounds_s,
+            **({"local_rounds_s": run.local_rounds_s} if run.local_optimizer else {}),
         }
         for run in runs
     }
@@ -75,17 +79,22 @@ class Run:
     def __init__(self, variant: Variant, config: StackConfig) -> None:
         self.variant = variant
         self.optimizer = torch.optim.AdamW(variant.model.parameters(), lr=1e-6)
+        self.local_optimizer: torch.optim.Optimizer | None = None
+        if variant.name == OURS:
+            other = torch.optim.AdamW(variant.model.parameters(), lr=1e-6)
+            self.local_optimizer = fsdp2.optim.local_step(other)
         self.x = torch.randn(1, 4, config.width)
         self.rounds_s: list[list[float]] = []
         self.cpu_rounds_s: list[list[float]] = []
         self.optimizer_rounds_s: list[list[float]] = []
+        self.local_rounds_s: list[list[float]] = []
 
     def forward_backward(self) -> None:
         """What is timed."""
         self.variant.model(self.x).sum().backward()
 
-    def step(self) -> tuple[float, float, float]:
-        """One training step; wall and CPU seconds of forward and backward, and of the optimizer."""
+    def step(self) -> tuple[float, float, float, float]:
+        """One step; wall and CPU seconds of forward and backward, and of both optimizers."""
         self.optimizer.zero_grad()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         self.forward_backward()
@@ -94,15 +103,20 @@ class Run:
             gradient.zero_()  # never written in a fake reduce-scatter: keep the weights finite
         start = time.perf_counter()
         self.optimizer.step()
-        return wall_s, cpu_s, time.perf_counter() - start
+        middle = time.perf_counter()
+        if self.local_optimizer is not None:
+            self.local_optimizer.step()
+        return wall_s, cpu_s, middle - start, time.perf_counter() - middle
 
     def one_round(self, iters: int) -> None:
         """Times some steps; checks that they left gradients."""
         gc.collect()
         steps = [self.step() for _ in range(iters)]
-        self.rounds_s.append([wall for wall, _, _ in steps])
-        self.cpu_rounds_s.append([cpu for _, cpu, _ in steps])
-        self.optimizer_rounds_s.append([optimizer for _, _, optimizer in steps])
+        walls, cpus, optimizers, local_optimizers = map(list, zip(*steps, strict=True))
+        self.rounds_s.append(walls)
+        self.cpu_rounds_s.append(cpus)
+        self.optimizer_rounds_s.append(optimizers)
+        self.local_rounds_s.append(local_optimizers)
         check_gradients(self.variant)
 
 

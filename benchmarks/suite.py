@@ -162,6 +162,14 @@ def run_hooks(settings: Settings) -> Answer:
         timed_figure("forward+backward of that stack", "ms", steps, 1e3),
         timed_figure("AdamW step of that stack", "ms", optimizer, 1e3),
     ]
+    if OURS in results:
+        # Ours on local tensors, beside the same steps of the others over whatever they have.
+        local = {**optimizer, OURS: round_medians(results[OURS]["local_rounds_s"])}
+        title = "the same, fsdp2.optim.local_step"
+        figures.append(timed_figure(title, "ms", local, 1e3))
+        figures[-1]["to_plain"] = statistics.median(
+            ours / plain for ours, plain in zip(local[OURS], local["plain"], strict=True)
+        )
     return {"fp32": results}, figures
 
 

@@ -34,7 +34,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+)
 from fsdp2.checkpoint import Checkpointer
 from lm_model import LanguageModel, ModelConfig, init_std
 from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report
@@ -231,7 +238,7 @@ def train(run: Run) -> int:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         loss = forward_backward(run)
-        grad_norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0))
+        grad_norm = float(clip_grad_norm_(model.parameters(), max_norm=1.0))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -279,11 +286,6 @@ def next_byte_loss(run: Run, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in nats per byte."""
     logits = run.model(inputs.to(run.device))
     return F.cross_entropy(logits.float().flatten(0, 1), targets.to(run.device).flatten())
-
-
-def whole(value: Tensor) -> float:
-    """The number in a tensor, added up first if it is spread over the ranks (a DTensor)."""
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def run_state(run: Run) -> dict[str, Any]:

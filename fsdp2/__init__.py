@@ -4,11 +4,14 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
-from . import wrap
+from . import optim, wrap
 from .estimation import Estimate, estimate
 from .explain import explain
+from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
+from .initialization import init_on_whole_tensors
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .optim import clip_grad_norm_, get_total_norm
 from .planner import Hardware, Plan, plan
 from .policy import (
     CPUOffloadPolicy,
@@ -34,9 +37,16 @@ __all__ = [
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
+    "clip_grad_norm_",
     "estimate",
     "explain",
+    "full_state_dict",
     "fully_shard",
+    "get_total_norm",
+    "init_on_whole_tensors",
+    "iter_full_tensors",
+    "load_full_state_dict",
+    "optim",
     "plan",
     "register_fsdp_forward_method",
     "replicate",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from .collectives import backend_name
-from .hooks import UnitHooks, hook_state_dict
+from .hooks import StateDictHooks, UnitHooks
 from .interop import is_replicated, show_state, state_of
 from .mesh import DataParallelMesh, device_of, replicated, resolve_mesh
 from .module import FSDPModule, make_sharded_class, move_to_device
@@ -210,8 +210,9 @@ def _make_unit(
     unit.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
     move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
-        hook_state_dict(unit, owner)
+        StateDictHooks(unit).install(owner)
     unit.hooks = UnitHooks(unit)
+    unit.hooks.install()
     for sharded in unit.modules:
         vars(sharded)["_fsdp2_unit"] = unit
         make_sharded_class(sharded)

@@ -28,7 +28,8 @@ class Reduction:
     """The gradients of one bucket on their way to the shards.
 
     Args:
-        grads: per parameter the local gradient or None; contiguous, one dtype.
+        grads: per parameter the local gradient or None; contiguous, one dtype. All None: nothing
+            new, only what earlier reductions over shards have left in ``bucket.partial``.
         links: the transports over the ranks that share the parameters (none with one shard) and
             over those that hold the same shard, if any.
         all_reduce: whether to reduce over replicas now; otherwise the result is added to
@@ -54,6 +55,7 @@ class Reduction:
         self.bucket = bucket
         self.plan = plan
         self.grads = grads
+        self.only_partial = all(grad is None for grad in grads)
         self.scatter = links.scatter
         self.replicate = links.replicate
         self.waits = self.replicate is not None and not all_reduce
@@ -93,7 +95,10 @@ class Reduction:
         self.bucket.in_flight |= self.covered
         self._choose_output(detached)
         with streams.reducing():
-            if self.scatter is None:
+            if self.only_partial:
+                self._allocate_output()
+                torch._foreach_zero_(self._ranges())
+            elif self.scatter is None:
                 self._copy_to_output()
             elif self.plan.spans:  # none: only parameters without elements
                 self._allocate_output()

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from .checkpoint.placement import own_part
 from .modes import apart, between_graphs, is_transformed
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
@@ -42,19 +44,34 @@ class UnitHooks:
         self._watched: list[Any] = []
         self._watched_generation = -1
         self._num_accumulated = 0
+        self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
         self._pre_forward = between_graphs(self.pre_forward)
         self._post_forward = between_graphs(self.post_forward)
-        for module in unit.modules:
+
+    def install(self) -> None:
+        """Register the hooks of forward."""
+        for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
 
+    def take_over(self, other: UnitHooks, module: nn.Module) -> None:
+        """Put these hooks of forward in the places of ``other``'s, which a copy of it holds."""
+        for hooks, old, new in (
+            (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
+            (module._forward_hooks, other._post_forward, self._post_forward),
+        ):
+            hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
     # -- forward ----------------------------------------------------------------------------
 
-    def wrap_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(
+        self, owner: nn.Module, name: str, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """``method`` as a forward of the unit: gathered for before it, freed after it.
 
         Calls of forward inside of it compute with what is gathered already.
         """
+        self.methods.append((owner, name, method))
 
         @functools.wraps(method)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -247,28 +264,60 @@ class _Entrance(torch.autograd.Function):
         return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
-def hook_state_dict(unit: Unit, module: nn.Module) -> None:
-    """Make ``state_dict`` and ``load_state_dict`` of ``module``, which owns parameters of
-    ``unit``, see the sharded parameters, at any time and whatever is computed with."""
-    entered: list[Any] = []
+def about_to_write(unit: Unit) -> None:
+    """Reshard ``unit``, whose sharded parameters are about to be loaded."""
+    if unit.runtime is not None:
+        unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        unit.runtime.optimizer_event = None  # loading writes after the optimizer
+    else:
+        unit.adopt_replaced(keep_objects=False)
+    unit.registration.show("sharded")
 
-    def before_save(*_: Any) -> None:
-        entered.append(unit.registration.showing_sharded())
-        entered[-1].__enter__()
 
-    def after_save(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+def _is_whole(value: Any, param: DTensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == param.shape
+    )
 
-    def before_load(*_: Any) -> None:
-        if unit.runtime is not None:
-            unit.runtime.reshard(unit)  # what was gathered is about to be out of date
-            unit.runtime.optimizer_event = None  # loading writes after the optimizer
-        unit.registration.show("sharded")
 
-    def after_load(*_: Any) -> None:
-        unit.adopt_replaced()
+class StateDictHooks:
+    """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
+    the sharded ones, at any time and whatever is computed with.
 
-    module.register_state_dict_pre_hook(before_save)
-    module.register_state_dict_post_hook(after_save)
-    module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(after_load)
+    Bound methods, since `copy.deepcopy` copies what they are bound to.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._entered: list[Any] = []
+
+    def install(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self.before_save)
+        # (an object that takes the attribute that this puts on it)
+        module.register_state_dict_post_hook(functools.partial(self.after_save))
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
+
+    def before_save(self, *_: Any) -> None:
+        if self.unit.runtime is None:
+            self.unit.adopt_replaced(keep_objects=False)
+        self._entered.append(self.unit.registration.showing_sharded())
+        self._entered[-1].__enter__()
+
+    def after_save(self, *_: Any) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+    def before_load(
+        self, module: nn.Module, states: dict[str, Any], prefix: str, metadata: dict, *_: Any
+    ) -> None:
+        about_to_write(self.unit)
+        if not metadata.get("assign_to_params_buffers"):
+            for name, param in module._parameters.items():
+                value = states.get(prefix + name)
+                if isinstance(param, DTensor) and _is_whole(value, param):
+                    states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
+
+    def after_load(self, *_: Any) -> None:
+        self.unit.adopt_replaced()

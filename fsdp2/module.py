@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from .collectives import backend_name
+from .copying import ToBeCopied, refuse_own_deepcopy
 from .custom import AllGather, ReduceScatter
 from .interop import PipelineState, TorchFSDPModule, state_of
 from .kept import KeepFrozen
@@ -80,10 +82,87 @@ class FSDPModule:
                 gradients without communication.
             recurse: whether to set it for sharded submodules too.
         """
-        for unit in self._units(recurse):
-            unit.reduce_grads = unit.all_reduce_grads = requires_gradient_sync
+        units = self._units(recurse)
+        for unit in units:
+            unit.sync_grads = unit.all_reduce_grads = requires_gradient_sync
+            unit.reduce_grads = requires_gradient_sync or unit.accumulate_sharded
             if unit.gathered_once:
                 unit.reshard_after_backward = requires_gradient_sync
+        if not requires_gradient_sync:
+            for unit in units:
+                if unit.runtime is not None:
+                    unit.runtime.take_weight_gradients(unit)
+
+    def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
+        """Whether backwards without gradient sync accumulate gradients sharded.
+
+        Without gradient sync (see `set_requires_gradient_sync`, which pipeline schedules call),
+        gradients accumulate unsharded by default: one reduce-scatter per step, and memory for all
+        gradients in whole, in the dtype of the reduction. With True every backward
+        reduce-scatters and adds to the sharded gradients: one reduce-scatter per micro-batch,
+        and memory for a unit or two. On a 2-D mesh the all-reduce still waits for the backward
+        with sync, so that there is one per step. Shards accumulate in the dtype of the
+        parameters (on a 2-D mesh: of the reduction).
+
+        Where a schedule computes the gradients of weights apart (zero bubble), they are reduced
+        when the next forward or backward of this module begins, or at the end of the step.
+
+        Args:
+            accumulate_sharded: the same on every rank.
+            recurse: whether to set it for sharded submodules too.
+
+        Example:
+            >>> stage.submod.set_accumulate_sharded(True)
+            >>> schedule.step(tokens)  # of torch.distributed.pipelining
+        """
+        for unit in self._units(recurse):
+            unit.accumulate_sharded = accumulate_sharded
+            unit.reduce_grads = unit.sync_grads or accumulate_sharded
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: for the backward of all but the last
+        micro-batch.
+
+        The same as `set_requires_gradient_sync` with False, and back to what it was at the end.
+        What counts is where backward runs; forward may run outside.
+
+        Raises:
+            RuntimeError: if this module lies inside of another sharded one that runs as the root:
+                the others' gradients would be reduced. (`set_requires_gradient_sync` does that.)
+
+        Warns:
+            UserWarning: if no backward ran inside, so that nothing was accumulated here.
+
+        Example:
+            >>> for micro_batch in batch[:-1]:
+            ...     with model.no_sync():
+            ...         loss_of(model, micro_batch).backward()
+            >>> loss_of(model, batch[-1]).backward()
+        """
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"no_sync() was called on '{unit.name}', which is a part of the sharded "
+                f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
+                "or use set_requires_gradient_sync(False) if that is what you want"
+            )
+        units = self._units(recurse=True)
+        names = ("sync_grads", "reduce_grads", "all_reduce_grads", "reshard_after_backward")
+        before = [(each, {name: getattr(each, name) for name in names}) for each in units]
+        num_backwards = runtime.num_backwards
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for each, values in before:
+                vars(each).update(values)
+        if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
+            warnings.warn(
+                "No backward ran inside no_sync(): gradients of a backward that runs after it are "
+                "reduced as always. Put loss.backward() inside",
+                stacklevel=3,
+            )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces gradients over replicas (2-D mesh).
@@ -119,10 +198,19 @@ class FSDPModule:
         """Whether to free parameters after backward.
 
         With False they stay gathered for the next micro-batch; set it back to True for the last
-        one before the optimizer step, which changes the shards only.
+        one before the optimizer step, which changes the shards only. After
+        ``set_is_last_backward(False)``, between a forward and its backward, False registers the
+        unsharded parameters and starts their gather at once: pipelines that compute the gradients
+        of inputs and weights apart (zero bubble) ask for ``parameters()`` after these calls and
+        look for them in the graph.
         """
-        for unit in self._units(recurse):
+        units = self._units(recurse)
+        for unit in units:
             unit.reshard_after_backward = reshard_after_backward
+        if not reshard_after_backward:
+            for unit in reversed(units):  # in the order in which backward will want them
+                if unit.runtime is not None:
+                    unit.runtime.gather_for_backward(unit)
 
     def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
         """Keep frozen parameters gathered, from one micro-batch and step to the next.
@@ -391,11 +479,11 @@ class FSDPModule:
         unit.dirty = True
         return result
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        raise NotImplementedError(
-            f"copy.deepcopy of a sharded {type(self).__mro__[2].__name__} is not supported: build "
-            "a second model, shard it and load this one's state_dict()"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `copy.deepcopy`. Not ``__deepcopy__``: wrappers that pass attributes on, as
+        ``torch.compile`` makes them, would be taken for the module inside."""
+        assert isinstance(self, nn.Module)
+        return ToBeCopied.result, (ToBeCopied(self),)
 
     def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
         if one_mesh:
@@ -480,7 +568,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    wrapped = _unit_of(module).hooks.wrap_method(method)
+    wrapped = _unit_of(module).hooks.wrap_method(module, method_name, method)
     setattr(module, method_name, MethodType(wrapped, module))
 
 
@@ -545,7 +633,7 @@ def make_sharded_class(module: nn.Module) -> None:
         _sharded_classes[cls] = type(
             f"FSDP{cls.__name__}",
             (FSDPModule, cls, TorchFSDPModule),
-            {"__module__": cls.__module__},
+            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
         )
     module.__class__ = _sharded_classes[cls]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,25 @@ from torch.distributed.tensor import DTensor
 
 from .param import ShardedParam
 from .released import ReleasedParameter
+
+_AFTER_SHARDING = (
+    "Parametrizations (weight_norm, spectral_norm, orthogonal) have to be registered before "
+    "fully_shard"
+)
+_REPLACED = (
+    "To change it, write into it (copy_, load_state_dict). torch.func.functional_call with "
+    "parameters that belong to a sharded module is not supported: use copy.deepcopy of the model "
+    "and load_state_dict, or an unsharded module"
+)
+
+
+def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> str:
+    what = "removed from" if gone else "replaced in"
+    return (
+        f"Parameter '{fqn}' of unit '{unit_name}' was {what} its {type(module).__name__} after "
+        f"fully_shard. {_AFTER_SHARDING if gone else _REPLACED}"
+    )
+
 
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
@@ -40,6 +60,9 @@ class Registration:
         self._released: list[tuple[ShardedParam, ReleasedParameter]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
+        self._expected: dict[
+            str, tuple[list[Any], list[Any], list[Any]]
+        ] = {}  # the same, by column
         self._slow: dict[str, list[Callable[[], None]]] = {}
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
@@ -61,6 +84,8 @@ class Registration:
                     fast.append((module._parameters, name, value))
                 else:  # recurrent layers keep a second list of their weights
                     slow.append(partial(setattr, module, name, value))
+            dicts, names, values = map(list, zip(*fast, strict=True)) if fast else ([], [], [])
+            self._expected[kind] = (dicts, names, values)
         self._switch_guards(False)
         guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
         self._guarded = [module._forward_pre_hooks for module in guarded]
@@ -83,6 +108,24 @@ class Registration:
         if self._released:
             self._released.clear()
 
+    def check(self) -> None:
+        """Before forward: the modules hold what they were last made to hold.
+
+        Else somebody put something else there, and `show` would take it away without a word.
+
+        Raises:
+            RuntimeError: if a parameter was replaced or removed.
+        """
+        dicts, names, values = self._expected[self.shown]
+        if self._released or all(map(is_, map(dict.get, dicts, names), values)):
+            return
+        for param in self._params:
+            for module, name in param.owners:
+                shown = getattr(param, self.shown)
+                if module._parameters.get(name) is not (param.sharded if shown is None else shown):
+                    gone = name not in module._parameters
+                    raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
+
     def _switch_guards(self, on: bool) -> None:
         self._guards_are_on = on
         if on:
@@ -104,10 +147,20 @@ class Registration:
         """Sharded parameters inside, whatever was shown before after it."""
         before, released = self.shown, list(self._released)
         self.show("sharded")
-        yield
-        self.show(before)
-        for item in released:
-            self.show_released(*item)
+        try:
+            yield
+        finally:
+            self.show(before)
+            for item in released:
+                self.show_released(*item)
+
+    def __deepcopy__(self, memo: dict) -> Registration:
+        unit_type = type(self.unit_modules[0]).__mro__[2].__name__
+        raise NotImplementedError(
+            "copy.deepcopy of a module whose parameters belong to the sharded unit "
+            f"'{self.unit_name}' ({unit_type}) around it: copy that module, or give this one a "
+            "fully_shard of its own"
+        )
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.shown == "unsharded" or any(isinstance(arg, DTensor) for arg in args):

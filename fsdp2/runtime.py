@@ -37,6 +37,8 @@ class Runtime:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
+        splits_backward: whether a backward went through a unit without gradients for it: a
+            pipeline computes those of weights apart, later, without any hook being called.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -48,6 +50,8 @@ class Runtime:
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
         self.is_last_backward = True
+        self.splits_backward = False
+        self._lacking: set[Unit] = set()
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -55,8 +59,10 @@ class Runtime:
         self.forward_order: list[Unit] = []
         self._this_forward: list[Unit] = []
         self._predicted = False
+        self._leads_to_backward = False
         # Backward: units in the order in which they ended forward; indices are kept per unit.
         self.in_backward = False
+        self.num_backwards = 0
         self.backward_order: list[Unit] = []
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
@@ -70,9 +76,12 @@ class Runtime:
             self.reset()
         if self.in_backward:  # recomputation of activations
             unit.unshard(self.streams)
+            if not unit.backward_began and not unit.forward_indices:
+                unit.recomputes_all = True
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
+        unit.registration.check()
         unit.unshard(self.streams)
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
@@ -89,6 +98,7 @@ class Runtime:
         if self.forward_root is not None:
             self.reset()
         self.forward_root = unit
+        self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
         self.optimizer_event = None
         self.forward_order = self._orders.get(unit, [])
@@ -99,13 +109,14 @@ class Runtime:
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
+            self.take_weight_gradients(other)
             other.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
         """Free ``unit``, as far as its policy says, and note when it ended."""
         if self.in_backward:
             return
-        if differentiable:
+        if differentiable or (unit.recomputes_all and self._leads_to_backward):
             unit.forward_indices.append(len(self.backward_order))
             self.backward_order.append(unit)
         outermost = self.forward_root is unit
@@ -121,7 +132,7 @@ class Runtime:
                 # Larger shards are for the gather in backward: of no use where there is none.
                 again = differentiable and unit.unshard_in_backward
                 unit.free(self.streams, regroup=type(policy) is int and again)
-        elif unit.encloses and differentiable and unit.reshard_after_backward:
+        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
         if outermost:
             self._end_forward()
@@ -193,6 +204,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.num_backwards += 1
         self.forward_root = None
         Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -203,6 +215,8 @@ class Runtime:
         runs_next = index > 0 and self.backward_order[index - 1] is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
+        if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
+            self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
         self.reduce(unit)
         if unit.reshard_after_backward and not runs_next:
             unit.free(self.streams)
@@ -214,6 +228,8 @@ class Runtime:
             return
         unit.reduced = True
         taken = unit.take_gradients(direct_only=direct_only)
+        if self._lacking and any(taken):
+            self._lacking.discard(unit)
         if unit.encloses and self.in_backward and unit.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
@@ -228,11 +244,14 @@ class Runtime:
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
-                for older in tuple(self._reductions)[:-1]:
-                    for reduction in older:
-                        reduction.advance()
+                self._advance(tuple(self._reductions)[:-1])
             if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
                 self._complete_all()
+
+    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
+        for reductions in in_flight:
+            for reduction in reductions:
+                reduction.advance()
 
     def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
         """Complete older reductions until one of ``nbytes`` more may be in flight."""
@@ -267,6 +286,12 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
+        if self._lacking:
+            self.splits_backward = any(unit.lacks_gradients() for unit in self._lacking)
+            self._lacking.clear()
+        if not self.streams.stream_ordered and self.is_last_backward:
+            # What waits for an all-reduce is known only when sums over shards are there.
+            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         for unit in reversed(self.units):
             if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
@@ -293,7 +318,9 @@ class Runtime:
     def _forget_backward_order(self) -> None:
         self.backward_order.clear()
         for unit in self.units:
-            unit.forward_indices.clear()
+            if unit.forward_indices:
+                unit.forward_indices.clear()
+                unit.recomputes_all = False
 
     def last_order(self, root: Unit) -> list[Unit]:
         """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
@@ -306,6 +333,28 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
+
+    def take_weight_gradients(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if self.splits_backward and unit.has_whole_gradients():
+            self.reduce(unit)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it, except where gradients of weights are computed apart: nothing is
+        called there, so it is waited for at once.
+        """
+        if self.is_last_backward or not self.backward_order or self.in_backward:
+            return
+        if self.splits_backward:
+            unit.unshard(self.streams)
+            return
+        if unit.released:
+            unit.free(self.streams)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+        unit.show_unsharded()
 
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)
@@ -338,6 +387,7 @@ class Runtime:
         if any(unit.offload for unit in self.units):
             self.streams.synchronize()
         self._forget_backward_order()
+        self._lacking.clear()
         self._kept = None
         self.in_backward = False
         self.forward_root = None

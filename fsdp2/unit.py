@@ -12,6 +12,7 @@ gathered storage while users see the sharded parameters (after forward, or in ``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from enum import Enum
@@ -88,7 +89,9 @@ class Unit:
         self.reshard_policy = reshard_after_forward  # None: False for the root, else True
         self.reshard_after_forward: bool | int = True
         self.reshard_after_backward = True
-        self.reduce_grads = True
+        self.sync_grads = True
+        self.accumulate_sharded = False
+        self.reduce_grads = True  # either of them
         self.all_reduce_grads = True
         self.divide_factor: float | None = None
         self.unshard_in_backward = True
@@ -117,6 +120,7 @@ class Unit:
         self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
         self.backward_index = -1
         self.backward_began = False
+        self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.shared_streams: Any = None  # with units of other trees
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
@@ -135,6 +139,10 @@ class Unit:
         self.late_sums = LateSums(self)
         self.keep_frozen: KeepFrozen | None = None
         self._waits_for_gather = False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """Of a module inside only; whole units are put into ``memo`` before, by `copying`."""
+        return copy.deepcopy(self.registration, memo)
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -291,10 +299,14 @@ class Unit:
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
                 module, name = param.owners[0]
                 new = module._parameters.get(name)
-                if new is None or new is param.sharded:
+                if new is param.sharded:
                     continue
+                if not isinstance(new, nn.Parameter):
+                    self.registration.check()  # (raises)
+                    continue
+                before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
-                self.dirty = self.dirty or new is param.sharded
+                self.dirty = self.dirty or param.sharded is not before
         self._plan_registration()
         self.registration.show("sharded")
 
@@ -378,6 +390,10 @@ class Unit:
             self.launch_gather(streams)
         if self.state is State.GATHERING:
             self.finish_gather(streams)
+        self.show_unsharded()
+
+    def show_unsharded(self) -> None:
+        """Register what computes."""
         if self.registration.shown != "unsharded":
             self.registration.show("unsharded", for_forward=not self.runtime.in_backward)
 
@@ -565,16 +581,19 @@ class Unit:
             tag += self._tags_per_bucket
             if fill_unused:
                 self._fill_unused(bucket, grads)
+            present: Collection[int] = grads.keys()
             if final and self.all_reduce_grads and bucket.partial_present:
-                for i in bucket.partial_present - grads.keys():
+                if not grads:
+                    present = bucket.partial_present  # nothing new: only the all-reduce is due
+                for i in bucket.partial_present - set(present):
                     shape = bucket.params[i].full_shape
                     grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=self.device)
-            if not grads:
+            if not present:
                 continue
             reductions.append(
                 self.reduction_type(
                     bucket,
-                    self._reduce_plan(index, bucket, grads),
+                    self._reduce_plan(index, bucket, present),
                     [grads.get(i) for i in range(len(bucket.params))],
                     links=self.links[index],
                     all_reduce=self.all_reduce_grads,
@@ -593,19 +612,32 @@ class Unit:
             if i not in grads and param.sharded.requires_grad:
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=self.device)
 
-    def _reduce_plan(self, index: int, bucket: Bucket, grads: dict[int, torch.Tensor]):
-        present = tuple(grads)
-        plan = self._reduce_plans.get((index, present))
+    def _reduce_plan(self, index: int, bucket: Bucket, present: Collection[int]) -> ReducePlan:
+        key = (index, tuple(present))
+        plan = self._reduce_plans.get(key)
         if plan is None:
             scatter = self.links[index].scatter
             stageable = () if scatter is None else scatter.stageable(bucket)
             plan = ReducePlan(bucket.layout, sorted(present), stageable)
-            self._reduce_plans[index, present] = plan
+            self._reduce_plans[key] = plan
         return plan
+
+    @property
+    def keeps_only_for_backward(self) -> bool:
+        """Whether what forward leaves gathered is there for its backward only."""
+        return self.reshard_policy is None and self.reshard_after_backward
+
+    def lacks_gradients(self) -> bool:
+        """Whether backward went through the unit and left no gradient."""
+        return any(self._requires_grad) and not self.has_whole_gradients()
+
+    def has_whole_gradients(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(map(_has_grad, self._unsharded_list)) or bool(self.accumulated)
 
     def has_gradients(self) -> bool:
         """Whether anything is left to reduce."""
-        if any(map(_has_grad, self._unsharded_list)) or self.accumulated:
+        if self.has_whole_gradients():
             return True
         return any(bucket.partial_present for bucket in self.buckets)
 

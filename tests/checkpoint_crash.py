@@ -23,9 +23,10 @@ from fsdp2.checkpoint.disk import Disk
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.job import Options, SaveJob
 from fsdp2.checkpoint.manifest import INDEX, marker_name, own_name, state_name
+from fsdp2.checkpoint.reading import Target, read_verified
 from fsdp2.checkpoint.saving import Part
 from fsdp2.checkpoint.source import open_source
-from fsdp2.checkpoint.tensors import Target, describe, read_into
+from fsdp2.checkpoint.tensors import describe
 
 NAME = "step-000001"
 Before = Callable[[str, str], None]
@@ -137,10 +138,9 @@ def committed(
         stored = {**source.tensors, **source.optimizer}
         assert stored.keys() == whole.keys()
         boxes = {name: Box.whole(s.info.shape) for name, s in stored.items()}
-        source.verify([(s, boxes[name]) for name, s in stored.items()], num_threads=1)
         read = {name: torch.empty_like(t) for name, t in whole.items()}
         targets = [Target(n, s, boxes[n], read[n]) for n, s in stored.items()]
-        read_into(source, targets, num_threads=1)
+        read_verified(source, targets, num_threads=1)
         for rank in range(num_ranks):
             values = json.loads(source.small_file(state_name(rank)))
             assert values == {"seed": seed, "rank": rank}

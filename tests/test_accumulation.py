@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPModule
-from harness import distributed
+from harness import distributed, ours_only
 from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
     assert_same_parameters,
     assert_sharded,
+    average_gradients,
     pair,
     run_both,
     whole,
@@ -54,6 +57,48 @@ def test_without_communication(name: str) -> None:
     train_without_communication(BY_NAME[name], num_steps=2, num_micro_batches=3)
 
 
+@pytest.mark.parametrize("forward_inside", [True, False])
+@ours_only("torch has no such context for it")
+@distributed(2)
+def test_a_context_without_communication(forward_inside: bool) -> None:
+    model, plain = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    with warnings.catch_warnings(action="error"):
+        for micro in range(3):
+            batch = MLP.batch(micro, dist.get_rank(), torch.float64)
+            MLP.loss(plain, *batch).backward()
+            loss = None if forward_inside else MLP.loss(model, *batch)
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                (MLP.loss(model, *batch) if loss is None else loss).backward()
+            if micro < 2:
+                assert all(p.grad is None for p in model.parameters())
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("torch has no such context for it")
+@distributed(2)
+def test_the_context_says_when_it_is_misused() -> None:
+    model, _ = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    batch = MLP.batch(0, dist.get_rank(), torch.float64)
+    with pytest.warns(UserWarning, match="No backward ran inside no_sync"), model.no_sync():
+        loss = MLP.loss(model, *batch)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with (
+        pytest.raises(RuntimeError, match=r"'0', which is a part of the sharded '\(root\)'"),
+        model[0].no_sync(),  # type: ignore[index]
+    ):
+        pass
+    model.set_requires_gradient_sync(False)
+    with contextlib.suppress(KeyError), model.no_sync():
+        raise KeyError
+    model.zero_grad()
+    MLP.loss(model, *batch).backward()  # what was chosen before is so again
+    assert all(p.grad is None for p in model.parameters())
+
+
 @distributed(2, 3)
 def test_no_sharded_gradient_appears_before_the_reduction() -> None:
     """And none changes: what is reduced early would be reduced again."""
@@ -71,6 +116,31 @@ def test_no_sharded_gradient_appears_before_the_reduction() -> None:
     after = [whole(p.grad) for p in model.parameters() if p.grad is not None]
     assert len(before) == len(after) == len(list(plain.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@ours_only("a choice of fsdp2")
+@some_models
+@distributed(2, 3)
+def test_accumulation_of_shards(name: str) -> None:
+    """Every micro-batch is reduced into the sharded gradients, also where sync is switched off."""
+    case = BY_NAME[name]
+    model, plain = pair(case)
+    assert isinstance(model, FSDPModule)
+    optimizer, plain_optimizer = sgd(model), sgd(plain)
+    model.set_accumulate_sharded(True)
+    for step in range(2):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            run_both(case, model, plain, 3 * step + micro)
+            assert_sharded(model)
+            assert_same_gradients(model, plain)
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    model.set_accumulate_sharded(False)
+    model.set_requires_gradient_sync(False)
+    run_both(case, model, plain, 7, average=False)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("mode", [False, 2])

@@ -28,6 +28,7 @@ from fsdp2.checkpoint import (
     Checkpointer,
     CheckpointNotFound,
     CorruptCheckpoint,
+    fill,
     load_model,
 )
 from fsdp2.checkpoint.header import ALIGN_BYTES
@@ -74,7 +75,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
     found: dict[str, Any] = {"random": torch.get_rng_state().tolist()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found[name] = tensor.is_meta or (id(tensor), local(tensor))
+        found[name] = id(tensor), tensor.is_meta or local(tensor)
     if optimizer is not None:
         for number, (param, state) in enumerate(optimizer.state.items()):
             for key, value in state.items():
@@ -84,23 +85,37 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return found
 
 
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return build("1d", seed=1) if dist.is_initialized() else Tied()
+
+
 def attempts(root: str, weights: bool) -> list[str]:
-    """Load the damaged step in both ways; returns what was said, "" where nothing was."""
+    """Load the damaged step in all ways; returns what was said, "" where nothing was."""
     model: Any = build("1d", seed=1) if dist.is_initialized() else Tied()
     optimizer = adamw(model)
     train(model, optimizer, range(1))
     model.eval()  # forward in training changes buffers
-    before, said = snapshot(model, optimizer), []
-    for load in (
-        lambda: Checkpointer(root).load(1, model=model, optimizer=optimizer),
-        lambda: load_model(model, Path(root, STEP)),
-    )[: 1 + weights]:
-        try:
-            load()
-            said.append("")
-        except CorruptCheckpoint as error:
-            said.append(str(error))
-            assert snapshot(model, optimizer) == before, "a load that failed has changed something"
+    meta, step = on_meta(), Path(root, STEP)
+    before, meta_before, said = snapshot(model, optimizer), snapshot(meta), []
+    for staged_bytes, load in (
+        (fill.STAGED_BYTES, lambda: Checkpointer(root).load(1, model=model, optimizer=optimizer)),
+        (0, lambda: Checkpointer(root).load(1, model=model, optimizer=optimizer)),
+        (0, lambda: Checkpointer(root).load(1, model=meta)),
+        (fill.STAGED_BYTES, lambda: load_model(model, step)),
+        (0, lambda: load_model(model, step)),
+        (0, lambda: load_model(meta, step)),
+    )[: 6 if weights else 3]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fill, "STAGED_BYTES", staged_bytes)
+            try:
+                load()
+                said.append("")
+            except CorruptCheckpoint as error:
+                said.append("\n".join([str(error), *getattr(error, "__notes__", [])]))
+                after = snapshot(model, optimizer)
+                assert after == before, "a load that failed has changed something"
+                assert snapshot(meta) == meta_before, "a load that failed has made tensors real"
     return said
 
 
@@ -249,6 +264,7 @@ def test_damage(originals: Any, tmp_path: Path, case: str, num_ranks: int) -> No
     for said in answers:
         for message in said:
             assert message, f"rank {answers.index(said)} noticed nothing"
+            assert "holds part of the checkpoint" not in message
             assert all(fact in message for fact in facts), (message, facts)
 
 
@@ -313,11 +329,15 @@ def find_flipped_bits(root: str, only: str, every: int) -> tuple[list[str], int]
             _flip(path, place, bit)
             num += 1
             found = torch.zeros(1)
-            try:
-                checkpoints.load(1, model=model, optimizer=optimizer, random_state=False)
-            except CorruptCheckpoint:
-                found += 1
-                assert snapshot(model, optimizer) == before
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fill, "STAGED_BYTES", fill.STAGED_BYTES * (num % 2))
+                try:
+                    checkpoints.load(1, model=model, optimizer=optimizer, random_state=False)
+                except CorruptCheckpoint:
+                    found += 1
+                    assert snapshot(model, optimizer) == before
+            if path.name.startswith("model"):
+                finds_too(checkpoints, bool(found))
             dist.all_reduce(found)
             if not found:
                 missed.append(f"{path.name} byte {place} bit {bit}")
@@ -325,6 +345,19 @@ def find_flipped_bits(root: str, only: str, every: int) -> tuple[list[str], int]
             if found != 2:  # a rank that does not need these bytes has loaded the rest
                 before = snapshot(model, optimizer)
     return missed, num
+
+
+def finds_too(checkpoints: Checkpointer, found: bool) -> None:
+    """A model on the meta device reads the same bytes, and stays there if they are damaged."""
+    model = on_meta()
+    before = snapshot(model)
+    try:
+        checkpoints.load(1, model=model, random_state=False)
+    except CorruptCheckpoint:
+        assert found
+        assert snapshot(model) == before
+    else:
+        assert not found
 
 
 def _flip(path: Path, place: int, bit: int) -> None:

@@ -324,3 +324,31 @@ def test_tensor_parallel_example_learns(tmp_path: Path) -> None:
     printed = (tmp_path / "printed.txt").read_text()
     assert "blocks.0.attention.wo.weight" in printed
     assert "step 10/10: loss" in printed
+
+
+def loss_at(printed: str, step: int, steps: int) -> float:
+    line = next(each for each in printed.splitlines() if each.startswith(f"step {step}/{steps}:"))
+    return float(line.split("loss ")[1].split(",")[0])
+
+
+def test_pipelines(tmp_path: Path) -> None:
+    """A schedule that splits backward, with gradients reduced in each micro-batch, and another."""
+    losses = []
+    for i, options in enumerate(
+        (["--schedule", "ZBVZeroBubble", "--accumulate-sharded"], ["--schedule", "1F1B"])
+    ):
+        printed = tmp_path / f"printed{i}.txt"
+        run_forked(4, "train_pipeline.py", ["--steps", "4", *options], printed)
+        losses.append(loss_at(printed.read_text(), 4, 4))
+    # The model and its data are the same, however it is cut.
+    assert abs(losses[0] - losses[1]) <= 0.002
+
+
+def test_experts(tmp_path: Path) -> None:
+    printed = tmp_path / "printed.txt"
+    run_forked(4, "train_moe.py", ["--steps", "4"], printed)
+    text = printed.read_text()
+    line = next(each for each in text.splitlines() if each.startswith("feed_forward.experts.up"))
+    assert "('efsdp', 'ep')" in line
+    assert "here (2, 128, 192)" in line
+    assert loss_at(text, 4, 4) < loss_at(text, 1, 4)

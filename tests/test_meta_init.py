@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import fully_shard
-from harness import cached_mesh, distributed
+from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
@@ -85,6 +85,15 @@ def test_load_by_assignment_without_to_empty(name: str) -> None:
         network.zero_grad()
     model.requires_grad_(True)
     train_both(case, model, plain)
+
+
+@ours_only("whole tensors in place of sharded ones")
+@distributed(2)
+def test_load_whole_tensors_by_assignment_without_to_empty() -> None:
+    model, plain = build_on_meta(MLP), reference_of(MLP)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    model.requires_grad_(True)
+    train_both(MLP, model, plain)
 
 
 @distributed(1, 2, 3)

@@ -111,6 +111,33 @@ def run_offsets(box: Box, container: tuple[int, ...], run: int) -> Iterator[int]
         yield base + sum(i * s for i, s in zip(index, steps[:outer], strict=True))
 
 
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Row-major elements ``start`` to ``stop`` of a tensor as boxes, in order.
+
+    There are fewer than twice as many as dims. The range must be within the tensor.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    head = min(-start % row, stop - start)  # of a row that begins before
+    tail = (stop - start - head) % row  # of a row that ends behind
+    middle = range(start + head, stop - tail)
+    yield from _boxes_of_row(shape, row, start, middle.start)
+    if middle:
+        inner = shape[1:]
+        yield Box((middle.start // row, *(0 for _ in inner)), (len(middle) // row, *inner))
+    yield from _boxes_of_row(shape, row, middle.stop, stop)
+
+
+def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    index = start // row
+    for box in boxes_of_range(shape[1:], start - index * row, stop - index * row):
+        yield Box((index, *box.start), (1, *box.shape))
+
+
 def split_evenly(size: int, num: int, index: int) -> tuple[int, int]:
     """Start and length of part ``index`` as `torch.chunk` cuts ``size`` entries in ``num``."""
     chunk = -(-size // num)

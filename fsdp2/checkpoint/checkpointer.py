@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import check_shared, next_nonce, run_nonce, said_by_first
-from .capture import Captured, ModelTensors, RankLocal, capture, tensors_of
+from .capture import Captured, RankLocal, capture, tensors_of
 from .disk import Disk
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .fill import Wanted, check_meta, fill
 from .job import Options, SaveHandle, SaveJob
 from .manifest import FOLDER, own_name
 from .placement import all_ranks, this_rank
@@ -24,16 +25,11 @@ from .random_state import random_states, set_random_states
 from .restore import (
     LoadReport,
     OptimizerLoad,
-    Wanted,
     check_fit,
-    check_meta,
     match_model,
     match_optimizers,
-    prepare,
-    read_wanted,
     set_extra_state,
     values_of_rank,
-    verify,
 )
 from .source import Source, open_source
 from .staging import Staging
@@ -273,23 +269,26 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         verify_checksums: bool = True,
+        keep_on_error: bool = True,
         random_state: bool = True,
         device: torch.device | str | None = None,
     ) -> Loaded:
         """Load a step, saved by any number of ranks on any mesh.
 
-        Everything is checked before anything is changed.
+        Everything is checked before anything is changed (see ``keep_on_error``).
 
         Args:
             step: its number, or "latest": the first rank looks, and all load the same.
             model, optimizer, scheduler: what to load into; like what was saved. None: leave out.
                 The optimizer needs no state yet.
             strict, cast, verify_checksums, device: as for `load_model`.
+            keep_on_error: as for `load_model`, and of an optimizer: state that it has is kept.
+                State that it does not have yet is read once in any case.
             random_state: restore random number generators, if as many ranks load as saved.
 
         Raises:
             CheckpointNotFound: if there is no such step.
-            CorruptCheckpoint, CheckpointMismatch: as for `load_model`; nothing was changed.
+            CorruptCheckpoint, CheckpointMismatch: as for `load_model`.
         """
         self._finish_last()
         number = self._resolve(step)
@@ -298,7 +297,7 @@ class Checkpointer:
                 raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
             return self._load_from(
                 source, Loaded(step=number), model, _as_list(optimizer), _as_list(scheduler),
-                strict, cast, verify_checksums, random_state, device,
+                strict, cast, verify_checksums, keep_on_error, random_state, device,
             )  # fmt: skip
 
     def _resolve(self, step: int | str) -> int:
@@ -320,6 +319,7 @@ class Checkpointer:
         strict: bool,
         cast: bool,
         verify_checksums: bool,
+        keep_on_error: bool,
         random_state: bool,
         device: torch.device | str | None,
     ) -> Loaded:
@@ -355,8 +355,11 @@ class Checkpointer:
             )  # fmt: skip
             check_fit(source, load_optimizers.wanted, cast=cast)
             wanted = [*wanted, *load_optimizers.wanted]
-        loaded.verified = verify(source, wanted, asked=verify_checksums)
-        self._change(source, wanted, found, model, load_optimizers, own, values[mine], device)
+        loaded.verified = fill(
+            source, wanted, model, found, verify_checksums=verify_checksums,
+            keep_on_error=keep_on_error, device=device,
+        )  # fmt: skip
+        self._put_in(model, load_optimizers, own, values[mine])
         for scheduler, state in zip(schedulers, states, strict=False):
             scheduler.load_state_dict(decode(state))
         if random_state and loaded.same_ranks and "random" in values[mine]:
@@ -364,24 +367,18 @@ class Checkpointer:
         loaded.bytes_read = source.bytes_read
         return loaded
 
-    def _change(
+    def _put_in(
         self,
-        source: Source,
-        wanted: list[Wanted],
-        found: ModelTensors | None,
         model: nn.Module | None,
         load_optimizers: OptimizerLoad | None,
         own: dict[str, Tensor],
         values: dict[str, Any],
-        device: torch.device | str | None,
     ) -> None:
-        """From here on things are changed."""
-        if model is not None and found is not None:
-            found = prepare(model, found, wanted, device)
-        read_wanted(source, wanted)
+        """What was not read from the checkpoint's files just now."""
         if load_optimizers is not None:
             load_optimizers.apply()
-        if model is not None and found is not None:
+        if model is not None:
+            found = tensors_of(model)
             with torch.no_grad():
                 for name in found.buffers & own.keys():
                     found.tensors[name].copy_(own[name])

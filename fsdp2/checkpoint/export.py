@@ -22,6 +22,7 @@ from .disk import Disk
 from .errors import CheckpointError, CheckpointExists
 from .header import FilePlan, TensorInfo, frame, plan_file, plan_files
 from .manifest import INDEX
+from .reading import verify_boxes
 from .saving import MAX_FILE_BYTES
 from .source import Source, Stored
 from .tensors import DTYPES, memory_of
@@ -206,7 +207,7 @@ class _Export:
         try:
             for group in _groups(plan.tensors):
                 if self.result.verified:
-                    self.source.verify((table[t.name], Box.whole(t.shape)) for t in group)
+                    verify_boxes(self.source, ((table[t.name], Box.whole(t.shape)) for t in group))
                 for info in group:
                     self._write_tensor(fd, file, table[info.name], info, plan.offsets[info.name])
             self.disk.sync(fd, file)

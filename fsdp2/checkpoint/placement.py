@@ -133,6 +133,19 @@ def box_of(
     return Box(tuple(start), tuple(size))
 
 
+def own_part(whole: Tensor, like: DTensor) -> DTensor:
+    """A DTensor laid out as ``like`` over a view of this rank's part of ``whole``."""
+    mesh, placements = like.device_mesh, tuple(like.placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    box = box_of(tuple(whole.shape), tuple(mesh.shape), placements, tuple(coordinate))
+    part = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(
+        part.detach(), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def _order(
     dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], name: str
 ) -> list[int]:

@@ -1,31 +1,27 @@
-"""Loading: first everything is checked, then bytes are read straight into the shards.
+"""What of a checkpoint goes where: models and optimizers matched with it, by name.
 
-Nothing of the model is touched before every name, shape, dtype and checksum that it needs has
-been found right.
+Nothing of the model is touched here; `fill` does that, when all names, shapes and dtypes fit.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .boxes import Box
-from .capture import ModelTensors, fsdp_modules, optimizer_names, tensors_of
-from .errors import CheckpointError, CheckpointMismatch, some
+from .capture import ModelTensors, optimizer_names
+from .errors import CheckpointMismatch, some
+from .fill import Wanted
 from .manifest import state_name
 from .placement import holding
 from .source import Source, Stored
-from .tensors import DTYPES, NAMES, Target, local_of, read_into
+from .tensors import DTYPES, NAMES
 from .values import decode
 
-logger = logging.getLogger("fsdp2.checkpoint")
 # Options that schedulers add to param groups.
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 NameMap = Mapping[str, str] | Callable[[str], str] | None
@@ -46,16 +42,6 @@ class LoadReport:
     unexpected: list[str] = field(default_factory=list)
     verified: bool = False
     bytes_read: int = 0
-
-
-@dataclass
-class Wanted:
-    """A tensor of this process that is to be filled from ``stored``."""
-
-    name: str
-    tensor: Tensor
-    stored: Stored
-    box: Box
 
 
 def match_model(
@@ -131,95 +117,6 @@ def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
             f"{source.path}: dtypes differ: {'; '.join(dtypes[:8])}. Pass cast=True to convert "
             "while loading"
         )
-
-
-def verify(source: Source, wanted: Sequence[Wanted], *, asked: bool) -> bool:
-    """Compare the checksums of all that will be read; returns whether there were any."""
-    if not asked:
-        return False
-    if not source.verifiable:
-        logger.info("%s was written without checksums: it cannot be verified", source.path)
-        return False
-    source.verify((w.stored, w.box) for w in wanted)
-    return True
-
-
-def read_wanted(source: Source, wanted: Sequence[Wanted]) -> None:
-    """Read all bytes into place."""
-    read_into(source, [Target(w.name, w.stored, w.box, local_of(w.tensor)) for w in wanted])
-
-
-def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) -> bool:
-    """Whether there are tensors on the meta device, all of which will be filled.
-
-    Raises:
-        CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
-    """
-    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
-    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
-    # While a sharded model computes, other parameters are registered under the same names.
-    any_meta = any(t.is_meta for t in found.tensors.values())
-    if left:
-        raise CheckpointError(
-            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Make "
-            "these on a real device first (buffers that are not saved have to be computed)"
-        )
-    return any_meta
-
-
-def materialize(model: nn.Module, found: ModelTensors, device: torch.device | None) -> None:
-    """Give tensors on the meta device memory, without values."""
-
-    def real(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        return torch.empty_like(tensor, device=device or device_for(tensor))
-
-    model._apply(real)
-    for alias, first in found.aliases.items():  # which plain modules lose on the way
-        _set_tensor(model, alias, _get_tensor(model, first))
-
-
-def _get_tensor(model: nn.Module, name: str) -> Tensor:
-    path, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(path), last)
-
-
-def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
-    if table.get(last) is not tensor:
-        setattr(module, last, tensor)
-
-
-def device_for(tensor: Tensor) -> torch.device:
-    """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
-    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
-        kind = tensor.device_mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-    return torch.device("cpu")
-
-
-def prepare(
-    model: nn.Module,
-    found: ModelTensors,
-    wanted: Sequence[Wanted],
-    device: torch.device | str | None,
-) -> ModelTensors:
-    """Make the model ready to be read into: the first thing that changes anything.
-
-    Tensors on the meta device get memory, and gathered parameters, which are about to be out of
-    date, are freed. Returns the tensors of the model as they are now.
-    """
-    if any(w.tensor.is_meta for w in wanted):
-        materialize(model, found, torch.device(device) if device is not None else None)
-        found = tensors_of(model)
-        for w in wanted:
-            w.tensor = found.tensors.get(w.name, w.tensor)
-    for module in fsdp_modules(model):
-        module.reshard()
-    return found
 
 
 # -- optimizers ---------------------------------------------------------------------------------
@@ -368,11 +265,10 @@ def _state_value(
             "was saved per rank, and can be loaded only by the same ranks in the same places"
         )
     old = optimizer.state.get(param, {}).get(key)
-    tensor = _like_before(old, stored)
-    if tensor is None:
-        tensor = _make_state(stored, param, group)
+    before = _like_before(old, stored)
+    tensor = _make_state(stored, param, group) if before is None else before
     held = holding(tensor, full_name, (rank,), rank)
-    load.wanted.append(Wanted(full_name, tensor, stored, held.box))
+    load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=before is None))
     return tensor
 
 

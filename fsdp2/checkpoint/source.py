@@ -10,18 +10,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from .attempt import check_agreement
-from .boxes import Box, run_numel, run_offsets
-from .checksum import crc32
+from .boxes import Box
 from .disk import read_exactly
 from .errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
 from .header import Header, TensorInfo, frame, header_length, parse_header, parse_json
@@ -36,9 +29,6 @@ from .manifest import (
     marker_name,
     parse_marker_name,
 )
-
-PIECE_BLOCKS = 4  # verified by one task: as many bytes as stay in a processor's cache
-MAX_PENDING = 64  # such tasks at a time: memory does not grow with the checkpoint
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,6 @@ class Source:
     metadata: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     _folder: int = -1
-    _buffers: threading.local = field(default_factory=threading.local)
     _fds: dict[str, int] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
 
@@ -156,129 +145,24 @@ class Source:
 
     # -- reading ----------------------------------------------------------------------------
 
-    def read(self, file: str, out: memoryview, offset: int) -> None:
-        """Fill ``out`` from byte ``offset`` of ``file``."""
-        num = read_exactly(self._fds[file], out, offset)
+    def reopen(self, name: str) -> int:
+        """Another descriptor of an open data file, for the caller to close."""
+        fd = self._fds[name]
+        try:
+            # The file that was checked, whatever has its name by now.
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc here
+            return os.dup(fd)
+
+    def read(self, file: str, out: memoryview, offset: int, fd: int | None = None) -> None:
+        """Fill ``out`` from byte ``offset`` of ``file``, by another descriptor of it if given."""
+        num = read_exactly(self._fds[file] if fd is None else fd, out, offset)
         self.bytes_read += num
         if num < len(out):
             raise CorruptCheckpoint(
                 f"{self.path}/{file}: ended at byte {offset + num}, expected {offset + len(out)}: "
                 "it was cut while it was read"
             )
-
-    def verify(
-        self,
-        wanted: Iterable[tuple[Stored, Box]],
-        num_threads: int = 2,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> int:
-        """Compare checksums of every block that these boxes touch; returns the bytes read.
-
-        Args:
-            on_bytes: called in this thread with how many more bytes were found right.
-
-        Raises:
-            CorruptCheckpoint: naming the tensor and the block that differs.
-        """
-        total = 0
-        tasks = (task for stored, box in wanted for task in _blocks_to_verify(stored, box))
-        pending: deque[Future[int]] = deque()
-        with ThreadPoolExecutor(max_workers=num_threads) as pool:
-            try:
-                while True:
-                    for task in islice(tasks, MAX_PENDING - len(pending)):
-                        pending.append(pool.submit(self._verify_blocks, *task))
-                    if not pending:
-                        return total
-                    num = pending.popleft().result()
-                    total += num
-                    if on_bytes is not None:
-                        on_bytes(num)
-            except BaseException:
-                for future in pending:
-                    future.cancel()
-                raise
-
-    def _verify_blocks(
-        self, chunk: Chunk, blocks: range, offset: int, run: int, offsets: list[int] | None
-    ) -> int:
-        """Read blocks of a chunk and compare: in one piece from ``offset``, or run by run."""
-        total = 0
-        for block in blocks:
-            start = block * BLOCK_BYTES
-            data = self._block_buffer()[: min(BLOCK_BYTES, chunk.nbytes - start)]
-            if offsets is None:
-                self.read(chunk.file, data, offset + start)
-            else:
-                done = 0
-                while done < len(data):
-                    index, inside = divmod(start + done, run)
-                    num = min(run - inside, len(data) - done)
-                    self.read(chunk.file, data[done : done + num], offsets[index] + inside)
-                    done += num
-            total += len(data)
-            if crc32(data) != chunk.checksums[block]:
-                raise CorruptCheckpoint(
-                    f"{self.path}/{chunk.file}: the checksum of tensor '{chunk.tensor.name}' is "
-                    f"wrong in block {block} of {len(chunk.checksums)} (of 1 MiB, counted in the "
-                    f"box at {list(chunk.box.start)} of shape {list(chunk.box.shape)})"
-                )
-        return total
-
-    def _block_buffer(self) -> memoryview:
-        """Memory for one block, of this thread: it stays in the processor's cache."""
-        if not hasattr(self._buffers, "block"):
-            self._buffers.block = memoryview(bytearray(BLOCK_BYTES))
-        return self._buffers.block
-
-
-def _blocks_to_verify(stored: Stored, box: Box) -> Iterator[tuple[Any, ...]]:
-    """Tasks for `Source._verify_blocks`: every block of every chunk that ``box`` touches."""
-    for chunk in stored.chunks:
-        common = box.intersect(chunk.box)
-        if common is None:
-            continue
-        size = chunk.tensor.itemsize
-        extent = next(e for e in stored.extents if e.file == chunk.file and _holds(e, chunk))
-        container = extent.box.shape
-        run = run_numel(chunk.box, container)
-        base = extent.offset
-        within = chunk.box.relative_to(extent.box)
-        offsets = [base + o * size for o in run_offsets(within, container, run)]
-        inside = common.relative_to(chunk.box)
-        own_run = run_numel(inside, chunk.box.shape)
-        blocks: set[int] = set()
-        for start in run_offsets(inside, chunk.box.shape, own_run):
-            blocks.update(
-                range(
-                    start * size // BLOCK_BYTES,
-                    -(-(start + own_run) * size // BLOCK_BYTES),
-                )
-            )
-        single = offsets[0] if len(offsets) == 1 else 0
-        for span in _spans(blocks):
-            for first in range(span.start, span.stop, PIECE_BLOCKS):
-                part = range(first, min(first + PIECE_BLOCKS, span.stop))
-                yield chunk, part, single, run * size, offsets if len(offsets) > 1 else None
-
-
-def _holds(extent: Extent, chunk: Chunk) -> bool:
-    common = extent.box.intersect(chunk.box)
-    return common == chunk.box
-
-
-def _spans(numbers: set[int]) -> Iterator[range]:
-    """Consecutive numbers as ranges."""
-    start = previous = None
-    for number in sorted(numbers):
-        if previous is not None and number != previous + 1:
-            yield range(start, previous + 1)  # type: ignore[arg-type]
-            start = None
-        if start is None:
-            start = number
-        previous = number
-    if previous is not None:
-        yield range(start, previous + 1)  # type: ignore[arg-type]
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:

@@ -1,22 +1,17 @@
-"""Between torch's tensors and bytes: names of dtypes, memory of tensors, reading into them."""
+"""Between torch's tensors and bytes: names of dtypes, memory of tensors."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .boxes import Box, offset, run_numel, run_offsets, span, strides
 from .errors import CheckpointError
 from .header import TensorInfo, header_length, parse_header
 from .saving import Part
-from .source import Extent, Source, Stored
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -27,8 +22,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-STAGE_BYTES = 4 << 20  # read at once where bytes cannot go straight into the tensor
-DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
 
 
 def describe(name: str, tensor: Tensor) -> TensorInfo:
@@ -88,84 +81,6 @@ class LocalBytes:
         tensor = self._tensors[key]
         size = tensor.element_size()
         return memory_of(tensor.view(-1)[start // size : stop // size].cpu())
-
-
-@dataclass(frozen=True)
-class Target:
-    """A tensor to fill: ``local`` is the ``box`` of the checkpoint's tensor ``stored``."""
-
-    name: str
-    stored: Stored
-    box: Box
-    local: Tensor
-
-
-def read_into(source: Source, targets: Sequence[Target], num_threads: int = 2) -> None:
-    """Fill all targets. Dtypes may differ; shapes have been checked."""
-    jobs = [
-        job
-        for target in targets
-        for extent in target.stored.extents
-        for job in _jobs(source, target, extent)
-    ]
-    if len(jobs) == 1:  # a piece of a stream: not worth threads
-        job, *args = jobs[0]
-        job(*args)
-    else:
-        with ThreadPoolExecutor(max_workers=num_threads) as pool:
-            for future in [pool.submit(job, *args) for job, *args in jobs]:
-                future.result()
-    for target in targets:
-        if target.local.numel():
-            # Bytes that were written behind autograd's back: what was gathered is out of date.
-            torch.autograd.graph.increment_version(target.local)
-
-
-def _jobs(source: Source, target: Target, extent: Extent):
-    """What to do to fill the part of ``target`` that lies in ``extent``."""
-    common = target.box.intersect(extent.box)
-    if common is None:
-        return
-    size = target.stored.info.itemsize
-    inside, dest = common.relative_to(extent.box), common.relative_to(target.box)
-    local = target.local
-    run = min(
-        run_numel(inside, extent.box.shape),
-        run_numel(dest, target.box.shape),
-    )
-    straight = (
-        local.device.type == "cpu"
-        and local.is_contiguous()
-        and not (local.is_conj() or local.is_neg())
-        and local.dtype == DTYPES[target.stored.info.dtype]
-    )
-    if straight and (run * size >= DIRECT_RUN_BYTES or run == common.numel):
-        froms = run_offsets(inside, extent.box.shape, run)
-        tos = run_offsets(dest, target.box.shape, run)
-        memory = memory_of(local)
-        for a, b in zip(froms, tos, strict=True):
-            for first in range(0, run * size, STAGE_BYTES):
-                num = min(STAGE_BYTES, run * size - first)
-                out = memory[b * size + first : b * size + first + num]
-                yield source.read, extent.file, out, extent.offset + a * size + first
-        return
-    for piece in inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
-        yield _read_staged, source, target, extent, piece
-
-
-def _read_staged(source: Source, target: Target, extent: Extent, piece: Box) -> None:
-    """Read all from the first to the last element of ``piece``, and copy what belongs to it."""
-    container = extent.box.shape
-    size = target.stored.info.itemsize
-    data = bytearray(span(piece, container) * size)
-    source.read(extent.file, memoryview(data), extent.offset + offset(piece, container) * size)
-    flat = torch.frombuffer(data, dtype=DTYPES[target.stored.info.dtype])
-    values = flat.as_strided(piece.shape, strides(container))
-    view = target.local
-    for dim, (start, num) in enumerate(zip(piece.start, piece.shape, strict=True)):
-        view = view.narrow(dim, extent.box.start[dim] + start - target.box.start[dim], num)
-    with torch.no_grad():
-        view.copy_(values)
 
 
 def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from .checkpointer import STEP, steps_in
 from .errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from .header import Header, TensorInfo
 from .manifest import FOLDER, INDEX
+from .reading import Target, read_into, verify_boxes
 from .source import Extent, Source, Stored, open_source
-from .tensors import DTYPES, Target, read_into
+from .tensors import DTYPES
 
 PIECE_BYTES = 4 << 20  # of a tensor in memory at a time
 OnBytes = Callable[[int], None] | None
@@ -259,7 +260,7 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
         return Verified(False, num_tensors, 0, len(source.files), 0, time.monotonic() - start)
     small = {name for m in source.manifests.values() for name in m.small_files}
     num_bytes = sum(len(source.small_file(name)) for name in sorted(small))
-    num_bytes += source.verify(_every_chunk(source), on_bytes=on_bytes)
+    num_bytes += verify_boxes(source, _every_chunk(source), on_bytes=on_bytes)
     return Verified(
         checksums=True,
         num_tensors=num_tensors,

@@ -14,18 +14,15 @@ from .agreement import check_shared, next_nonce
 from .capture import RankLocal, capture, tensors_of
 from .disk import Disk
 from .errors import CheckpointError
+from .fill import check_meta, fill
 from .job import Options, SaveHandle, SaveJob
 from .placement import all_ranks, this_rank
 from .restore import (
     LoadReport,
     NameMap,
-    check_meta,
     match_model,
-    prepare,
-    read_wanted,
     set_extra_state,
     values_of_rank,
-    verify,
 )
 from .source import Source, open_source
 
@@ -119,6 +116,7 @@ def load_model(
     strict: bool = True,
     cast: bool = False,
     verify_checksums: bool = True,
+    keep_on_error: bool = True,
     names: NameMap = None,
     device: torch.device | str | None = None,
 ) -> LoadReport:
@@ -131,8 +129,14 @@ def load_model(
             any safetensors checkpoint of the Hugging Face kind.
         strict: names that only one of the two has are an error.
         cast: convert where dtypes differ, instead of refusing.
-        verify_checksums: compare every block read with the checksum it was written with, before
-            anything is changed. Checkpoints of other libraries have none.
+        verify_checksums: compare every block read with the checksum it was written with.
+            Checkpoints of other libraries have none.
+        keep_on_error: if a block turns out to be damaged, the model is as it was. For that, the
+            bytes of a model that holds values are read twice, once to compare them and once into
+            place, unless they are few (32 MiB). With False they are read once, and after an
+            error the model holds part of the checkpoint: right where its values are worth
+            nothing, as after ``to_empty()``. A model on the meta device needs neither: its
+            bytes are read once, and it is as it was after an error.
         names: translates the model's names into the checkpoint's: a dict (other names stay) or a
             function.
         device: for tensors on the meta device; by default that of their mesh, or the CPU.
@@ -142,7 +146,7 @@ def load_model(
 
     Raises:
         CheckpointNotFound: if there is nothing at ``path``.
-        CorruptCheckpoint: if a file is damaged; the model is as it was.
+        CorruptCheckpoint: if a file is damaged; the model is as it was (see ``keep_on_error``).
         CheckpointMismatch: if names, shapes or dtypes do not fit; the model is as it was.
 
     Example::
@@ -158,9 +162,10 @@ def load_model(
         wanted, report = match_model(source, found, rank, strict=strict, cast=cast, names=names)
         check_meta(found, model, {w.name for w in wanted})
         extra_state = _extra_state_in(source, rank)
-        report.verified = verify(source, wanted, asked=verify_checksums)
-        prepare(model, found, wanted, device)
-        read_wanted(source, wanted)
+        report.verified = fill(
+            source, wanted, model, found, verify_checksums=verify_checksums,
+            keep_on_error=keep_on_error, device=device,
+        )  # fmt: skip
         set_extra_state(model, extra_state)
         report.bytes_read = source.bytes_read
     return report

@@ -485,7 +485,9 @@ class CountedUnit(Unit):
         super().__init__((_OTHER,) * num_modules, mesh, device, **kw)
         self.world = world
         self.name = name
-        self.registration: Any = SimpleNamespace(shown="sharded", show=self._show)
+        self.registration: Any = SimpleNamespace(
+            shown="sharded", show=self._show, check=lambda: None
+        )
         self.late_sums = _NothingLate(self)
         self.watching = False
         self.num_accumulated = 0
@@ -502,7 +504,8 @@ class CountedUnit(Unit):
             assert isinstance(bucket, CountedBucket)
             bucket.world, bucket.unit_name = self.world, self.name
         self._unsharded_list = [p.unsharded for p in self.params]
-        self._sharded_list, self._versioned, self._requires_grad = [], [], ()
+        self._sharded_list, self._versioned = [p.sharded for p in self.params], []
+        self._requires_grad = tuple(info.requires_grad for info in params)
         self.num_trained = sum(info.requires_grad for info in params)
 
     def _make_links(self) -> None:

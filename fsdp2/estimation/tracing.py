@@ -86,7 +86,7 @@ def trace_step(
             stack.enter_context(checkpointed(by_name[name], activation_checkpointing))
         for unit in units:
             unit.runtime = recorder
-            _RecordingHooks(cast(Any, unit))
+            _RecordingHooks(cast(Any, unit)).install()
         stack.enter_context(meter)
         try:
             _run(model, args, kwargs, loss_fn or _default_loss, recorder)

@@ -1,0 +1,159 @@
+"""A pipeline of fully sharded stages, on 2 x 2 processes: a tutorial that runs.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py --schedule ZBVZeroBubble
+
+Four ranks form a mesh of two dims. Along "pipeline" the layers of a language model are cut into
+stages; `torch.distributed.pipelining` sends activations forward and gradients backward, one
+micro-batch after the other. Along "shard", `fully_shard` shards the parameters of each stage, and
+the two ranks work on different batches:
+
+                     pipeline 0       pipeline 1
+        shard 0      rank 0           rank 2          batch 0
+        shard 1      rank 1           rank 3          batch 1
+                     first layers     last layers
+
+Schedules with two stages per rank cut the model into four.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from fsdp2 import fully_shard
+from lm_model import LanguageModel, ModelConfig
+from lm_report import Numbers
+from options import OneLineParser, fail, positive
+from text_data import Batches, read_text
+
+# Which stages a rank of a pipeline of two has, and how many there are.
+ONE_EACH = ([[0], [1]], 2)
+LOOPED = ([[0, 2], [1, 3]], 4)
+V_SHAPED = ([[0, 3], [1, 2]], 4)
+SCHEDULES = {
+    "GPipe": ONE_EACH,
+    "1F1B": ONE_EACH,
+    "Interleaved1F1B": LOOPED,
+    "LoopedBFS": LOOPED,
+    "InterleavedZeroBubble": LOOPED,
+    "ZBVZeroBubble": V_SHAPED,
+    "DualPipeV": V_SHAPED,
+}
+NUM_MICRO_BATCHES = 4
+
+
+class Stage(nn.Module):
+    """A part of the model: some blocks; the first has the embedding too, the last the head."""
+
+    def __init__(self, model: LanguageModel, index: int, num_stages: int) -> None:
+        super().__init__()
+        per_stage = len(model.blocks) // num_stages
+        self.embedding = model.embedding if index == 0 else nn.Identity()
+        # Names as in the whole model, so that a checkpoint of all stages is one of the model.
+        first = index * per_stage
+        own = {str(i): model.blocks[i] for i in range(first, first + per_stage)}
+        self.blocks = nn.ModuleDict(own)
+        is_last = index == num_stages - 1
+        self.norm = model.norm if is_last else nn.Identity()
+        self.head = model.head if is_last else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, default=30, help="optimizer steps")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B")
+    parser.add_argument(
+        "--accumulate-sharded",
+        action="store_true",
+        help="reduce gradients in every micro-batch, for less memory",
+    )
+    options = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "4":
+        fail("start it with torchrun --standalone --nproc-per-node 4")
+
+    # The mesh. Neighbouring ranks share parameters, which communicates more than the pipeline.
+    device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("pipeline", "shard"))
+    pipeline, shard = mesh["pipeline"], mesh["shard"]
+
+    # The model, the same on every rank, and this rank's stages of it. A stage runs several
+    # micro-batches before its first backward: gathered again for each, its parameters would cost
+    # much communication, so they stay gathered until the step is over.
+    placed, num_stages = SCHEDULES[options.schedule]
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(dim=128, num_layers=4, num_heads=4, hidden=384))
+    stages = {i: Stage(model, i, num_stages) for i in placed[pipeline.get_local_rank()]}
+    del model
+    for stage in stages.values():
+        stage.to(device)
+        for block in stage.blocks.values():
+            fully_shard(block, mesh=shard, reshard_after_forward=False)
+        fully_shard(stage, mesh=shard, reshard_after_forward=False)
+        # By default gradients accumulate in whole and are reduced once per step.
+        stage.set_accumulate_sharded(options.accumulate_sharded)  # type: ignore[operator]
+    parameters = [p for stage in stages.values() for p in stage.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+
+    # The schedule. It drives the stages: gathers, frees and reduces them where it says so.
+    staged = [
+        PipelineStage(stage, index, num_stages, device, group=pipeline.get_group())
+        for index, stage in stages.items()
+    ]
+    make = get_schedule_class(options.schedule)
+    one_each = placed is ONE_EACH[0]
+    schedule = make(staged[0] if one_each else staged, NUM_MICRO_BATCHES, loss_fn=loss_of)
+
+    # Ranks of one pipeline must see the same batch: it is the shard coordinate that picks it.
+    text = read_text(None)
+    shard_rank = shard.get_local_rank()
+    batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)
+    numbers, losses = Numbers(), []
+    for step in range(1, options.steps + 1):
+        inputs, targets = (ids.to(device) for ids in batches.next())
+        of_micro_batches: list[Tensor] = []
+        if 0 in stages and num_stages - 1 in stages:
+            schedule.step(inputs, target=targets, losses=of_micro_batches)
+        elif 0 in stages:
+            schedule.step(inputs)
+        elif num_stages - 1 in stages:
+            schedule.step(target=targets, losses=of_micro_batches)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The last stage knows the losses; the others count as not a number.
+        own = torch.stack(of_micro_batches).mean() if of_micro_batches else torch.tensor(torch.nan)
+        losses.append(float(numbers.of_all_ranks(own.item()).nanmean()))
+        if dist.get_rank() == 0 and (step in (1, options.steps) or step % 10 == 0):
+            print(f"step {step}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
+
+    dist.destroy_process_group()
+    # All ranks have the same losses, so all come to the same end.
+    if losses[-1] >= losses[0]:
+        raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Filling tensors from a checkpoint, so that a damaged block leaves everything as it was.
+
+What is overwritten decides how often its bytes are read:
+
+| what | how |
+|---|---|
+| nothing: meta tensors, new state of an optimizer | once; its memory is the model's in the end |
+| up to `STAGED_BYTES` | once, beside; copied in the end |
+| more | compared first; in the end read in place, and compared again |
+| more, and it need not be kept | once, in place |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .boxes import Box
+from .capture import ModelTensors, fsdp_modules
+from .errors import CheckpointError, some
+from .reading import Target, read_into, read_verified, verify_boxes
+from .source import Source, Stored
+from .tensors import DTYPES, local_of
+
+logger = logging.getLogger("fsdp2.checkpoint")
+STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
+
+
+@dataclass
+class Wanted:
+    """A tensor of this process that is to be filled from ``stored``.
+
+    Attributes:
+        new: nothing knows the tensor yet, so nothing is lost with what it holds.
+    """
+
+    name: str
+    tensor: Tensor
+    stored: Stored
+    box: Box
+    new: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """In the checkpoint."""
+        return self.box.numel * self.stored.info.itemsize
+
+    def target(self, tensor: Tensor | None = None) -> Target:
+        """To fill it, or ``tensor`` in its place."""
+        local = local_of(self.tensor if tensor is None else tensor)
+        return Target(self.name, self.stored, self.box, local)
+
+
+def fill(
+    source: Source,
+    wanted: Sequence[Wanted],
+    model: nn.Module | None,
+    found: ModelTensors | None,
+    *,
+    verify_checksums: bool,
+    keep_on_error: bool,
+    device: torch.device | str | None,
+) -> bool:
+    """Fill all that is wanted; tensors of the model on the meta device get memory first.
+
+    Args:
+        model, found: whose tensors are wanted, and what `tensors_of` says of it, if any.
+        verify_checksums, keep_on_error, device: as for `load_model`.
+
+    Returns:
+        Whether checksums were compared.
+
+    Raises:
+        CorruptCheckpoint: if a block is damaged. Unless it has a note that says otherwise,
+            nothing was changed.
+    """
+    verified = verify_checksums and source.verifiable
+    if verify_checksums and not verified:
+        logger.info("%s was written without checksums: it cannot be verified", source.path)
+    read = read_verified if verified else read_into
+    made = _make_real(model, wanted, device)
+    new = [w.target(made.get(id(w.tensor))) for w in wanted if w.new or w.tensor.is_meta]
+    held = [w for w in wanted if not (w.new or w.tensor.is_meta)]
+    staged: list[Target] = []
+    if verified and keep_on_error:
+        if sum(w.nbytes for w in held) <= STAGED_BYTES:
+            staged = [w.target(_staging_for(w)) for w in held]
+        else:
+            verify_boxes(source, ((w.stored, w.box) for w in held))
+    read(source, [*new, *staged])
+    # From here on things are changed.
+    for module in fsdp_modules(model) if model is not None else ():
+        module.reshard()  # what is gathered is about to be out of date
+    if staged:
+        with torch.no_grad():
+            for w, target in zip(held, staged, strict=True):
+                local_of(w.tensor).copy_(target.local)
+    elif held:
+        _read_in_place(source, held, read)
+    if model is not None and found is not None and made:
+        _install(model, found, made, device)
+    return verified
+
+
+def _staging_for(wanted: Wanted) -> Tensor:
+    return torch.empty(wanted.box.shape, dtype=DTYPES[wanted.stored.info.dtype])
+
+
+def _read_in_place(source: Source, held: Sequence[Wanted], read: Any) -> None:
+    try:
+        read(source, [w.target() for w in held])
+    except BaseException as error:
+        error.add_note(
+            "What was loaded into holds part of the checkpoint now: do not use it before another "
+            "load succeeds"
+        )
+        raise
+
+
+# -- the meta device ----------------------------------------------------------------------------
+
+
+def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) -> bool:
+    """Whether there are tensors on the meta device, all of which will be filled.
+
+    Raises:
+        CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
+    """
+    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
+    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
+    # While a sharded model computes, other parameters are registered under the same names.
+    any_meta = any(t.is_meta for t in found.tensors.values())
+    if left:
+        raise CheckpointError(
+            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Make "
+            "these on a real device first (buffers that are not saved have to be computed)"
+        )
+    return any_meta
+
+
+def _make_real(
+    model: nn.Module | None, wanted: Sequence[Wanted], device: torch.device | str | None
+) -> dict[int, Tensor]:
+    """For each tensor on the meta device, by its id, one with memory, which the model gets later.
+
+    Raises:
+        CheckpointError: for tensors that ``state_dict`` has and the model has not.
+    """
+    meta = [w for w in wanted if w.tensor.is_meta]
+    if not meta or model is None:
+        return {}
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    derived = [w.name for w in meta if id(w.tensor) not in registered]
+    if derived:
+        raise CheckpointError(
+            f"state_dict() makes tensors on the meta device that are no parameters or buffers of "
+            f"the model: {some(derived)}. Call model.to_empty(device=...) before loading"
+        )
+    with torch.no_grad():
+        return {id(w.tensor): _real(w.tensor, device) for w in meta}
+
+
+def _real(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    return torch.empty_like(tensor, device=device or device_for(tensor))
+
+
+def device_for(tensor: Tensor) -> torch.device:
+    """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+def _install(
+    model: nn.Module,
+    found: ModelTensors,
+    made: dict[int, Tensor],
+    device: torch.device | str | None,
+) -> None:
+    """Put tensors with memory in the place of those on the meta device."""
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        value = made.get(id(tensor))
+        return _real(tensor, device) if value is None else value  # gradients
+
+    model._apply(real)
+    for alias, first in found.aliases.items():  # which plain modules lose on the way
+        _set_tensor(model, alias, _get_tensor(model, first))
+
+
+def _get_tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+    if table.get(last) is not tensor:
+        setattr(module, last, tensor)

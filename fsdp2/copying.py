@@ -1,0 +1,202 @@
+"""`copy.deepcopy` of sharded modules: shards are copied, nothing is gathered.
+
+The copy is a sharded model of its own: own storages, units, hooks and, from its first forward on,
+an own runtime, over the same mesh with the same choices. `copy.deepcopy` walks through modules as
+always; all that is done here is to put the copies of units and of their sharded parameters into
+its memo before, and to wire units and modules together after.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .hooks import UnitHooks
+from .interop import show_state
+from .param import ORIGINS, ShardedParam
+from .policy import CPUOffloadPolicy, OffloadPolicy
+from .runtime import units_in
+from .unit import Unit
+
+# What users chose for a unit after `fully_shard`, or it got from them otherwise. What is not here
+# is made anew.
+CHOICES = (
+    "name",
+    "reshard_policy",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "sync_grads",
+    "reduce_grads",
+    "accumulate_sharded",
+    "gathered_once",
+    "strategy",
+    "all_reduce_grads",
+    "divide_factor",
+    "unshard_in_backward",
+    "reduce_unused",
+    "max_input_buffers",
+    "all_reduce_hook",
+    "all_reduce_stream",
+    "link_options",
+    "shared_streams",
+    "keep_frozen",
+)
+
+
+class ToBeCopied:
+    """Stands for a sharded module in what its ``__reduce_ex__`` returns.
+
+    `copy.deepcopy` copies it, which makes the copy of the module; nothing else can be done with it.
+    """
+
+    def __init__(self, module: nn.Module, copied: nn.Module | None = None) -> None:
+        self._module = module
+        self._copied = copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToBeCopied:
+        return ToBeCopied(self._module, deepcopy_module(self._module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.result()
+        raise NotImplementedError
+
+    def result(self) -> nn.Module:
+        if self._copied is not None:
+            return self._copied
+        original = type(self._module).__mro__[2].__name__
+        raise pickle.PicklingError(
+            f"A sharded {original} cannot be pickled (torch.save of a model, copy.copy): save "
+            "model.state_dict(), full_state_dict(model) or a checkpoint of fsdp2.checkpoint, and "
+            "load that into a model made by the same code. copy.deepcopy works"
+        )
+
+
+def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
+    """What to put into the class of sharded modules of class ``cls``."""
+
+    def refuse(self: nn.Module, memo: dict[int, Any]) -> None:
+        raise NotImplementedError(
+            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of sharding: "
+            "build a second model, shard it and load this one's state_dict()"
+        )
+
+    return {"__deepcopy__": refuse} if hasattr(cls, "__deepcopy__") else {}
+
+
+def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The copy of a sharded module.
+
+    At any time, also between forward and backward or with parameters gathered: what is copied is
+    the shards, and the copy is as a model is between steps. As for plain modules, gradients are
+    not copied.
+    """
+    units = [unit for unit in _units_reached(module) if id(unit) not in memo]
+    if not units:  # inside of a tree that is being copied
+        return _copy_object(module, memo)
+    with ExitStack() as stack:
+        for unit in units:
+            if unit.runtime is None:
+                unit.adopt_replaced(keep_objects=False)
+            stack.enter_context(unit.registration.showing_sharded())
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                _copy_unit(unit, memo)
+        result = _copy_object(module, memo)
+        for unit in units:
+            _wire(unit, memo[id(unit)], memo)
+    return result
+
+
+def _units_reached(module: nn.Module) -> list[Unit]:
+    """The units under ``module``, and those under other modules of units of several modules."""
+    found: dict[Unit, None] = {}
+    waiting = [module]
+    while waiting:
+        for unit in units_in(waiting.pop()):
+            if unit not in found:
+                found[unit] = None
+                waiting += unit.modules
+    return list(found)
+
+
+def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As `copy.deepcopy` copies a module of the original class."""
+    new: Any = object.__new__(type(module))
+    memo[id(module)] = new
+    state = copy.deepcopy(module.__getstate__(), memo)
+    if isinstance(state, tuple):  # classes with __slots__
+        state, slots = state
+        for name, value in slots.items():
+            object.__setattr__(new, name, value)
+    new.__setstate__(state or {})
+    return new
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
+    """A unit with storages and parameters of its own, still on the modules of ``unit``."""
+    policy = CPUOffloadPolicy(unit.pin_memory) if unit.offload else OffloadPolicy()
+    new = Unit(
+        unit.modules,
+        unit.mesh,
+        unit.device,
+        mp_policy=unit.mp_policy,
+        offload_policy=policy,
+        reshard_after_forward=unit.reshard_policy,
+        direct_min_bytes=unit.direct_min_bytes,
+    )
+    for name in CHOICES:
+        setattr(new, name, getattr(unit, name))
+    if new.shared_streams is None and unit.runtime is not None:
+        # What the copy frees can be used by the original at once, and the other way round.
+        new.shared_streams = unit.runtime.streams
+    memo[id(unit)] = new
+    memo[id(unit.registration)] = new.registration
+    new.params = [_copy_param(param, memo) for param in unit.params]
+    locals_ = {id(q): p.local for p, q in zip(unit.params, new.params, strict=True)}
+    new._make_buckets()
+    for bucket in new.buckets:
+        # An extension keeps what it is given; the others copy it into their storage.
+        sources = [locals_[id(q)].clone() if q.extension else locals_[id(q)] for q in bucket.params]
+        bucket.shard_from(sources, whole=False)
+    for param, copied in zip(unit.params, new.params, strict=True):
+        memo[id(param.sharded)] = copied.sharded
+    for original, (owner, param) in list(ORIGINS.items()):
+        if owner is unit:  # a tie to another unit that nobody has resolved yet is one in the copy
+            ORIGINS[copy.deepcopy(original, memo)] = (new, memo[id(param)])
+
+
+def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
+    """The same parameter, to be sharded anew: `attach` makes its Parameter."""
+    new = copy.copy(param)
+    new.is_sharded = False
+    new.unsharded = new.regrouped = None
+    new.dtype = param.local.dtype
+    new.attributes = copy.deepcopy(vars(param.sharded), memo)
+    memo[id(param)] = new
+    return new
+
+
+def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
+    """Let the copied unit know its modules, and these their hooks."""
+    new.modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
+    new.registration.unit_modules = new.modules
+    for param, copied in zip(unit.params, new.params, strict=True):
+        # A submodule may be copied without all the modules that its parameters are tied to.
+        copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
+    new._plan_registration()
+    new.registration.show("sharded")
+    new.hooks = UnitHooks(new)
+    for module in new.modules:
+        new.hooks.take_over(unit.hooks, module)
+    for module, name, method in unit.hooks.methods:
+        wrapped = new.hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
+        setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
+    for kind in ("forward_prefetch", "backward_prefetch"):
+        setattr(new, kind, [memo[id(u)] for u in getattr(unit, kind) if id(u) in memo])
+    show_state(new)

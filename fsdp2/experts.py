@@ -1,0 +1,290 @@
+"""Mixtures of experts: expert parameters on another mesh than the rest, and the tokens' way there.
+
+The ranks of data parallelism are seen as a mesh with a dim for experts, "ep" here: along it every
+rank keeps some of the experts and sends tokens to the others by all-to-all; along the other dims
+the parameters of these experts are sharded (and replicated), as `fully_shard` does it. For eight
+ranks and eight experts, two to a rank::
+
+    mesh (2, 4): "efsdp", "ep"      ep 0        ep 1        ep 2        ep 3
+                       efsdp 0      rank 0      rank 1      rank 2      rank 3
+                       efsdp 1      rank 4      rank 5      rank 6      rank 7
+                       experts      0, 1        2, 3        4, 5        6, 7
+
+`shard_experts` shards the parameters; `TokenExchange` moves the tokens of one batch. Both sides
+of the model use them alone: nothing else of this package knows of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .fully_shard import fully_shard
+from .tree import tensors_in
+
+__all__ = ["TokenExchange", "local_experts", "shard_experts"]
+
+
+# -- parameters ----------------------------------------------------------------------------------
+
+
+def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **options: Any) -> Any:
+    """Keep this rank's experts of ``module``, and shard them over the other ranks that have them.
+
+    Dim 0 of every parameter counts experts, say (num_experts, in, out). Along ``expert_dim`` of
+    ``mesh`` it is dealt out as ``torch.chunk`` does it, without communication; then `fully_shard`
+    is called with the other dims. Call it before `fully_shard` of the block around.
+
+    Gradients are summed over all ranks that have an expert and divided by ``mesh.size()``: as
+    tokens of a whole row of the mesh come together in each expert, that is the mean over all data
+    ranks, as for other parameters. Experts without a token have gradients of zero, and backward
+    runs through them all the same: all ranks gather and reduce alike. Forward must be called on
+    every rank, with no rows if there are none.
+
+    Args:
+        module: the experts; ``forward`` sees parameters that are DTensors over ``expert_dim``,
+            and computes with `local_experts` of them.
+        mesh: all data-parallel ranks, one dim of it named ``expert_dim``. One more dim: shard
+            over it; two more: replicate over the first, shard over the second. A data-parallel
+            mesh for the rest of the model need not be a slice of it.
+        expert_dim: name of the dim over which experts are dealt out.
+        options: passed on to `fully_shard`. Without ``shard_placement_fn``, parameters are
+            sharded on dim 0 if there are as many local experts as shards, else on dim 1.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: for a mesh without that dim or with too few or too many others, or parameters
+            that do not have one dim 0 in common.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
+        >>> data = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+        >>> for block in model.blocks:
+        ...     shard_experts(block.experts, mesh=mesh)
+        ...     fully_shard(block, mesh=data)
+    """
+    names = mesh.mesh_dim_names or ()
+    others = tuple(name for name in names if name != expert_dim)
+    if expert_dim not in names or len(others) not in (1, 2):
+        raise ValueError(
+            f"shard_experts needs a mesh with a dim '{expert_dim}' and one or two more, to shard "
+            f"or to replicate and shard over; got dims {names} (a dim may have size 1)"
+        )
+    num_experts = _num_experts(module)
+    expert_mesh = mesh[expert_dim]
+    _deal_out(module, expert_mesh)
+    num_shards = mesh.size(names.index(others[-1]))
+    num_local = -(-num_experts // expert_mesh.size())
+
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(1 if num_local < num_shards and param.ndim > 1 else 0)
+
+    options.setdefault("shard_placement_fn", place)
+    module.register_forward_hook(_connect_output, with_kwargs=True)  # before those of the unit
+    fully_shard(module, mesh=mesh[others], **options)
+    module.set_gradient_divide_factor(float(mesh.size()))
+    module.set_reduce_scatter_unused_params(True)
+    return module
+
+
+def _num_experts(module: nn.Module) -> int:
+    sizes = {name: p.shape[0] if p.ndim else 0 for name, p in module.named_parameters()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ValueError(
+            "Dim 0 of all parameters of shard_experts must be the number of experts, got "
+            f"{sizes}: give other parameters (a router, shared experts) to another module"
+        )
+    return next(iter(sizes.values()))
+
+
+def _deal_out(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace parameters by DTensors of this rank's experts, sharded on dim 0 over ``mesh``."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    for owner in module.modules():
+        for name, param in list(owner._parameters.items()):
+            if param is None or isinstance(param, DTensor):
+                continue
+            if param not in made:
+                chunk = -(-param.shape[0] // num_ranks)
+                start = min(rank * chunk, param.shape[0])
+                own = param.detach()[start : start + chunk].clone()
+                shape, stride = param.shape, param.stride()
+                whole = DTensor.from_local(
+                    own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+                made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
+            setattr(owner, name, made[param])
+
+
+def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Backward runs through the experts on every rank, also where no token came: those that
+    share their parameters gather them for it, and reduce gradients, together."""
+    if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+        return output
+    anchors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    if not anchors:
+        anchors += [p for p in module.parameters() if p.requires_grad][:1]
+    return _Connected.apply(output, *anchors) if anchors else output
+
+
+def local_experts(parameter: Tensor) -> Tensor:
+    """The experts of this rank: (num_local, ...) of a parameter (num_experts, ...), in autograd.
+
+    All of them where `shard_experts` was not called.
+
+    Example:
+        >>> def forward(self, rows, counts):
+        ...     pairs = zip(rows.split(counts), local_experts(self.weight), strict=True)
+        ...     return torch.cat([part @ weight for part, weight in pairs])
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+class TokenExchange:
+    """Where the tokens of one batch go: to the ranks of their experts, and back.
+
+    Made on all ranks of ``mesh`` together, with a small all-to-all of counts; `dispatch` and
+    `combine` are one all-to-all each, and one more in backward. They run on every rank whatever
+    its tokens chose: ranks that send or get nothing take part with nothing. Nothing is dropped
+    and nothing padded: a rank's memory grows with the tokens that its experts get.
+
+    The sizes of messages must be known on the host: with a GPU that is one synchronization.
+
+    Attributes:
+        counts: per expert of this rank, the number of rows that it gets.
+    """
+
+    def __init__(
+        self, expert_ids: Tensor, num_experts: int, mesh: DeviceMesh | None = None
+    ) -> None:
+        """
+        Args:
+            expert_ids: (num_tokens, choices per token) integers, 0 to ``num_experts`` - 1.
+            num_experts: of all ranks together; dealt out over ``mesh`` as by `shard_experts`.
+            mesh: 1-D, the ranks among which experts are dealt out. None: all are here.
+
+        Raises:
+            ValueError: for a ``mesh`` of several dims, or ``expert_ids`` of another shape.
+        """
+        if expert_ids.ndim != 2:
+            shape = tuple(expert_ids.shape)
+            raise ValueError(f"expert_ids must be (tokens, choices), got shape {shape}")
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"TokenExchange needs a mesh of one dim, as mesh['ep'], got {mesh}")
+        self.num_tokens, self.num_choices = expert_ids.shape
+        self._group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
+        num_ranks = 1 if mesh is None else mesh.size()
+        rank = 0 if mesh is None else mesh.get_local_rank()
+        chunk = -(-num_experts // num_ranks)
+        num_local = max(0, min(chunk, num_experts - rank * chunk))
+        ids = expert_ids.flatten()
+        # Row i of what is sent is choice `order[i]`: sorted by expert, and so by rank too.
+        self._order = torch.argsort(ids, stable=True)
+        sent = torch.bincount(ids, minlength=num_ranks * chunk).view(num_ranks, chunk)
+        received = sent
+        if self._group is not None:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self._group)
+        both = torch.stack([sent, received]).cpu()
+        self._sends: list[int] = both[0].sum(1).tolist()
+        self._receives: list[int] = both[1].sum(1).tolist()
+        self.counts: list[int] = both[1].sum(0).tolist()[:num_local]
+        # What arrives is in the order of ranks, and of experts within a rank.
+        experts = torch.arange(chunk, device=ids.device).repeat(num_ranks)
+        arrived = experts.repeat_interleave(received.flatten(), output_size=sum(self._receives))
+        self._grouping = torch.argsort(arrived, stable=True)
+        self._rows: Tensor | None = None
+
+    def dispatch(self, tokens: Tensor) -> Tensor:
+        """Send tokens to their experts.
+
+        Args:
+            tokens: (num_tokens, dim), any dtype of the backend.
+
+        Returns:
+            (sum of ``counts``, dim): the rows for this rank's experts, grouped by expert.
+        """
+        rows = tokens[self._order // self.num_choices]
+        rows = self._exchange(rows, self._sends, self._receives)
+        self._rows = rows
+        return rows[self._grouping]
+
+    def combine(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Send what the experts made of `dispatch`'s rows back to the ranks of the tokens.
+
+        Args:
+            rows: (sum of ``counts``, any dim), in the order of `dispatch`.
+            weights: (num_tokens, choices per token); None: ones.
+
+        Returns:
+            (num_tokens, dim): per token the weighted sum over its choices.
+        """
+        if self._rows is not None and torch.is_grad_enabled():
+            # So that the backward of `dispatch` runs on every rank.
+            rows, self._rows = _Connected.apply(rows, self._rows), None
+        back = torch.empty_like(rows).index_copy(0, self._grouping, rows)
+        back = self._exchange(back, self._receives, self._sends)
+        choices = torch.empty_like(back).index_copy(0, self._order, back)
+        choices = choices.view(self.num_tokens, self.num_choices, back.shape[-1])
+        if weights is not None:
+            choices = choices * weights.unsqueeze(-1)
+        return choices.sum(1)
+
+    def _exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        if self._group is None:
+            return rows
+        return _AllToAll.apply(rows, sends, receives, self._group)
+
+
+class _Connected(torch.autograd.Function):
+    """Identity on ``output`` with edges to ``anchors``, whose backward runs then, if without a
+    gradient, wherever ``output`` came from."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.num_anchors = len(anchors)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.num_anchors
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks; backward sends the gradients of the rows back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sends: list[int],
+        receives: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        return _all_to_all(rows, sends, receives, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.receives, ctx.sends, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    out = rows.new_empty((sum(receives), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receives, sends, group=group)
+    return out

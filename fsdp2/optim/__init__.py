@@ -1,0 +1,24 @@
+"""Gradient norms and optimizer steps for parameters that are spread over ranks.
+
+Built on DTensors alone, so it serves `fsdp2.fully_shard`, torch's own, and any other sharding.
+"""
+
+from .exchange import Layout
+from .local import local_step
+from .muon import Muon, orthogonalize
+from .norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from .whole import WholeTask, run_whole
+from .whole_step import whole_step
+
+__all__ = [
+    "Layout",
+    "Muon",
+    "WholeTask",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "local_step",
+    "orthogonalize",
+    "run_whole",
+    "whole_step",
+]

@@ -1,0 +1,273 @@
+"""Optimizer steps on the local tensors of DTensors.
+
+Every operation on a DTensor passes through its dispatch, which for the small operations of an
+optimizer takes several times as long as the operation, and torch's multi-tensor kernels are not
+chosen for DTensors by default. An elementwise optimizer does not need any of it. So while its step
+runs, the optimizer sees plain tensors in place of its DTensors: in its parameter groups, their
+gradients, and its state. They share memory, so nothing is copied. Before and after, also in hooks
+and closures, everything is a DTensor as ever.
+
+What is swapped in is kept from step to step. It is found to be out of date, and made anew, where
+an object that it was made from is not the same any more: parameters that were moved, state that
+was loaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .parts import laid_out_like, local_part, placed_like
+from .stepping import raw_step, replace_step
+
+# Optimizers of torch whose update of an element depends on nothing but that element's history.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+# State of one number for a whole parameter; it stays plain, as with DTensors in torch.
+SCALARS = {"step", "eta", "mu", "mu_product"}
+
+T = TypeVar("T", bound=Optimizer)
+
+
+def local_step(optimizer: T, *, elementwise: bool = False) -> T:
+    """Make ``optimizer.step()`` run on the local tensors of its DTensors.
+
+    For optimizers that treat every element on its own: of torch's SGD, Adam, AdamW, NAdam, RAdam,
+    Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD, in any implementation (for-loop, foreach,
+    fused, capturable). The results are the same; on an accelerator torch's default becomes
+    foreach, as it is for plain parameters.
+
+    Outside of the step nothing changes: parameters, gradients and state are DTensors for
+    ``state_dict``, checkpoints, schedulers, gradient scalers, step hooks and closures.
+
+    Args:
+        optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
+            subclass of what it was.
+        elementwise: says that an optimizer that is not in the list is elementwise too.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: it is not known to be elementwise.
+        ValueError: it is differentiable, which needs the graph of the DTensors; or its ``step``
+            was replaced by something else than a learning rate scheduler.
+        RuntimeError: in a step, of state that is not laid out as the parameter: then the optimizer
+            is not elementwise.
+
+    Example:
+        >>> optimizer = fsdp2.optim.local_step(torch.optim.AdamW(model.parameters(), fused=True))
+        >>> optimizer.step()
+    """
+    kind = type(optimizer)
+    if getattr(kind, "_runner", None) is _run:
+        return optimizer
+    if not elementwise and raw_step(kind) not in {raw_step(k) for k in ELEMENTWISE}:
+        raise TypeError(
+            f"{kind.__name__} is not known to be elementwise, and would see only this rank's part "
+            "of each parameter. fsdp2.optim.whole_step runs an optimizer on whole parameters; if "
+            "this one treats every element on its own, pass elementwise=True"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            "A differentiable optimizer cannot step on local tensors: its graph would not lead to "
+            "the DTensors. Leave out differentiable=True or local_step"
+        )
+    replace_step(optimizer, "Local", _run)
+    return optimizer
+
+
+def _run(
+    optimizer: Any,
+    raw: Callable[..., Any],
+    closure: Callable[[], Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Do the step within a `LocalView`, and the closure outside of it."""
+    view = vars(optimizer).get("_local_view")
+    if view is None:
+        view = vars(optimizer)["_local_view"] = LocalView(optimizer)
+    if closure is not None:
+        with_dtensors = closure
+
+        def closure() -> Any:
+            view.leave()
+            try:
+                return with_dtensors()
+            finally:
+                view.enter()
+
+    if closure is not None or args:
+        args = (closure, *args)
+    view.enter()
+    try:
+        return raw(optimizer, *args, **kwargs)
+    finally:
+        view.leave()
+
+
+class Stand:
+    """What stands in for one DTensor parameter during a step.
+
+    Attributes:
+        param: the parameter.
+        source: its local tensor, which ``plain`` was made of.
+        plain: what the optimizer sees.
+        outer: the parameter's state, if there is any.
+        pairs: for each key of the state, the value there and the one that the optimizer sees.
+    """
+
+    __slots__ = ("outer", "pairs", "param", "plain", "source")
+
+    def __init__(self, param: DTensor) -> None:
+        self.param = param
+        self.source = param._local_tensor
+        self.plain = nn.Parameter(self.source, requires_grad=param.requires_grad)
+        vars(self.plain).update(vars(param))
+        self.outer: dict[Any, Any] | None = None
+        self.pairs: dict[Any, tuple[Any, Any]] = {}
+
+    def is_current(self, outer: dict[Any, Any] | None) -> bool:
+        """Whether the state is what it was after the last step."""
+        if outer is not self.outer:
+            return False
+        pairs = self.pairs
+        if outer is None:
+            return True
+        if len(outer) != len(pairs):
+            return False
+        for key, value in outer.items():
+            pair = pairs.get(key)
+            if pair is None or pair[0] is not value:
+                return False
+        return True
+
+    def read(self, outer: dict[Any, Any] | None) -> dict[Any, Any]:
+        """What the optimizer shall see of a state."""
+        self.outer = outer
+        self.pairs = {}
+        for key, value in (outer or {}).items():
+            seen = value
+            if isinstance(value, DTensor):
+                outer[key] = value = placed_like(value, self.param)  # type: ignore[index]
+                seen = local_part(value)
+            self.pairs[key] = (value, seen)
+        return {key: seen for key, (_, seen) in self.pairs.items()}
+
+    def write(self, inner: dict[Any, Any], state: dict[Tensor, dict[Any, Any]], who: str) -> None:
+        """Bring what the optimizer has made new in its state into the state outside."""
+        pairs = self.pairs
+        for key, value in inner.items():
+            pair = pairs.get(key)
+            if pair is None or pair[1] is not value:
+                outer = state[self.param]
+                outer[key] = new = self._outside(key, value, who)
+                pairs[key] = (new, value)
+                self.outer = outer
+        if len(pairs) > len(inner):
+            for key in pairs.keys() - inner.keys():
+                del pairs[key], state[self.param][key]
+
+    def _outside(self, key: Any, value: Any, who: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 0 and (self.source.ndim > 0 or key in SCALARS):
+            return value
+        if value.shape != self.source.shape:
+            raise RuntimeError(
+                f"{who} keeps '{key}' of shape {tuple(value.shape)} for a parameter of local shape "
+                f"{tuple(self.source.shape)}: it is not elementwise, so it cannot step on local "
+                "tensors; fsdp2.optim.whole_step runs it on whole parameters"
+            )
+        return laid_out_like(value, self.param)
+
+
+class LocalView:
+    """Shows an optimizer plain tensors between `enter` and `leave`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._stands: dict[int, Stand] = {}  # by the parameter's id
+        self._plain: set[int] = set()  # ids of what they show
+        self._state: defaultdict[Any, Any] = defaultdict(dict)  # what the optimizer sees
+        self._outside: tuple[Any, list[list[Tensor]]] | None = None
+
+    def enter(self) -> None:
+        """Put plain tensors in place of DTensors."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        assert self._outside is None
+        state = optimizer.state
+        groups = [group["params"] for group in optimizer.param_groups]
+        shown = [[self._show(param, state) for param in params] for params in groups]
+        for key, value in state.items():
+            if not isinstance(key, DTensor):
+                self._state[key] = value
+        for group, params in zip(optimizer.param_groups, shown, strict=True):
+            group["params"] = params
+        optimizer.state = self._state
+        self._outside = (state, groups)
+
+    def _show(self, param: Tensor, state: dict[Tensor, Any]) -> Tensor:
+        if not isinstance(param, DTensor):
+            return param
+        stand = self._stands.get(id(param))
+        if stand is None or stand.source is not param._local_tensor:
+            if stand is not None:
+                self._state.pop(stand.plain, None)
+                self._plain.remove(id(stand.plain))
+            stand = self._stands[id(param)] = Stand(param)
+            self._plain.add(id(stand.plain))
+        plain = stand.plain
+        outer = state.get(param)
+        if not stand.is_current(outer):
+            self._state[plain] = stand.read(outer)
+            if outer is None:
+                del self._state[plain]
+        grad = param.grad
+        if grad is not None:
+            plain.grad = local_part(placed_like(grad, param))
+        return plain
+
+    def leave(self) -> None:
+        """Put the DTensors back, and take over what is new in the state."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        assert self._outside is not None
+        state, groups = self._outside
+        self._outside = None
+        optimizer.state = state
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+        who = type(optimizer).__name__.removeprefix("Local")
+        inner = self._state
+        for params in groups:
+            for param in params:
+                stand = self._stands.get(id(param))
+                if stand is None:
+                    continue
+                stand.plain.grad = None  # whoever reuses its memory counts references
+                seen = inner.get(stand.plain)
+                if seen:
+                    stand.write(seen, state, who)
+        for key in [key for key in inner if id(key) not in self._plain]:
+            state[key] = inner.pop(key)

@@ -1,0 +1,174 @@
+"""Work on whole tensors that are sharded, spread over the ranks that share them.
+
+For optimizers that need whole matrices (Muon, Shampoo, Adafactor, ...): each matrix is put
+together on one rank, its owner, which computes with it; the result is dealt out again. Each matrix
+is computed once instead of on every rank, and the ranks compute different ones at the same time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .exchange import Coordinate, Exchange, Item, Layout
+
+# Of whole tensors that a rank puts together at a time.
+BATCH_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class WholeTask:
+    """A function of whole tensors, for `run_whole`.
+
+    Attributes:
+        inputs: layouts of the tensors that it needs, all on one mesh.
+        outputs: layouts of its results, on that mesh.
+        read: gives this rank's parts of the inputs; called just before they travel.
+        compute: from the whole inputs to the whole outputs; called on one rank, and anywhere
+            where nothing is sharded. It may change its arguments.
+        write: takes this rank's parts of the outputs; called on every rank.
+        cost: how long ``compute`` takes, in any unit; None: as a product of matrices does.
+    """
+
+    inputs: Sequence[Layout]
+    outputs: Sequence[Layout]
+    read: Callable[[], Sequence[Tensor]]
+    compute: Callable[..., Sequence[Tensor]]
+    write: Callable[..., object]
+    cost: float | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return self.inputs[0].mesh
+
+    @property
+    def work(self) -> float:
+        return matrix_cost(self.inputs[0].shape) if self.cost is None else self.cost
+
+    @property
+    def nbytes(self) -> int:
+        """Of its whole inputs and outputs."""
+        return sum(prod(t.shape) * t.dtype.itemsize for t in (*self.inputs, *self.outputs))
+
+
+def matrix_cost(shape: Sequence[int]) -> float:
+    """What products of an m x n matrix with its transpose take: m * n * min(m, n)."""
+    if len(shape) < 2:
+        return float(prod(shape))
+    return float(prod(shape)) * min(shape[-2:])
+
+
+@torch.no_grad()
+def run_whole(tasks: Iterable[WholeTask], *, batch_bytes: int = BATCH_BYTES) -> None:
+    """Run tasks on whole tensors, each on one of the ranks that share its tensors; a collective.
+
+    The work is spread by cost, the longest tasks first, over all ranks of a mesh, replicas and
+    tensor-parallel ranks too. Tasks run in batches: per batch one all-to-all each way per mesh
+    dim that shards something, and dtype.
+
+    All ranks of a mesh must pass the same tasks in the same order.
+
+    Args:
+        tasks: what to compute.
+        batch_bytes: bytes of whole inputs and outputs that a rank handles at a time; a task that
+            has more runs alone. About three times as much memory is used.
+
+    Example:
+        >>> layout = Layout.of(weight)
+        >>> task = WholeTask(
+        ...     inputs=[layout], outputs=[layout], read=lambda: [weight.grad.to_local()],
+        ...     compute=lambda gradient: [orthogonalize(gradient)],
+        ...     write=lambda update: weight.to_local().sub_(update, alpha=0.02))
+        >>> run_whole([task])
+    """
+    by_mesh: dict[DeviceMesh | None, list[WholeTask]] = {}
+    for task in tasks:
+        by_mesh.setdefault(task.mesh, []).append(task)
+    for task in by_mesh.pop(None, []):
+        task.write(*task.compute(*task.read()))
+    for mesh, several in by_mesh.items():
+        exchange = Exchange(mesh)  # type: ignore[arg-type]
+        for batch in spread(several, mesh, batch_bytes):  # type: ignore[arg-type]
+            _run_batch(exchange, batch)
+
+
+def _run_batch(exchange: Exchange, batch: Sequence[tuple[WholeTask, Coordinate]]) -> None:
+    """Gather, compute what this rank owns, deal out the results."""
+    items = [Item(layout, owner) for task, owner in batch for layout in task.inputs]
+    parts = [part for task, _ in batch for part in task.read()]
+    devices = {part.device for part in parts}
+    whole = iter(exchange.gather(items, parts))
+    del parts
+    results: list[Tensor | None] = []
+    for task, owner in batch:
+        inputs = [next(whole) for _ in task.inputs]
+        if owner == exchange.coordinate:
+            results += task.compute(*inputs)
+        else:
+            results += [None] * len(task.outputs)
+    items = [Item(layout, owner) for task, owner in batch for layout in task.outputs]
+    dealt = iter(exchange.scatter(items, results))
+    # Offloaded parameters: what was read on the CPU goes back there.
+    device = devices.pop() if len(devices) == 1 else exchange.device
+    for task, _ in batch:
+        task.write(*[next(dealt).to(device) for _ in task.outputs])
+
+
+def spread(
+    tasks: Sequence[WholeTask], mesh: DeviceMesh, batch_bytes: int
+) -> Iterator[list[tuple[WholeTask, Coordinate]]]:
+    """Tasks with their owners, in batches."""
+    owners = assign([task.work for task in tasks], mesh.size())
+    for batch in batches(tasks, owners, batch_bytes):
+        yield [(tasks[i], unravel(owners[i], tuple(mesh.shape))) for i in batch]
+
+
+def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Which rank gets what: the most expensive first, always to whoever has the least so far.
+
+    Longest processing time first (Graham, 1969): at most 4/3 of the best possible.
+    """
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(heap)
+        owners[i] = rank
+        heapq.heappush(heap, (load + costs[i], rank))
+    return owners
+
+
+def batches(
+    tasks: Sequence[WholeTask], owners: Sequence[int], batch_bytes: int
+) -> Iterator[list[int]]:
+    """Indices of tasks that run together: at most ``batch_bytes`` of each owner, but one at least.
+
+    Each rank's longest tasks come first, so that those of a batch take about as long.
+    """
+    queues: dict[int, list[int]] = {}
+    for i in sorted(range(len(tasks)), key=lambda i: (tasks[i].work, -i)):
+        queues.setdefault(owners[i], []).append(i)  # the next one is the last
+    while any(queues.values()):
+        batch: list[int] = []
+        for queue in queues.values():
+            left = batch_bytes
+            first = True
+            while queue and (first or tasks[queue[-1]].nbytes <= left):
+                left -= tasks[queue[-1]].nbytes
+                batch.append(queue.pop())
+                first = False
+        yield batch
+
+
+def unravel(index: int, shape: tuple[int, ...]) -> Coordinate:
+    """The coordinate of the rank with this number, row-major."""
+    coordinate: list[int] = []
+    for size in reversed(shape):
+        coordinate.insert(0, index % size)
+        index //= size
+    return tuple(coordinate)

@@ -1,0 +1,232 @@
+"""`torch.distributed.checkpoint.state_dict`: get and set states of model and optimizer, with every
+option, at awkward times and places. The rest of state dicts is in `test_state_dict.py`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fsdp2 import CPUOffloadPolicy, fully_shard
+from harness import cached_mesh, distributed, ours_only
+from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
+from reference import (
+    assert_same_gradients,
+    assert_same_parameters,
+    pair,
+    run_both,
+    shard_case,
+    whole,
+)
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def other_weights(case: Case) -> nn.Module:
+    torch.manual_seed(99)
+    return case.build().double()
+
+
+def train(case: Case, model: nn.Module, plain: nn.Module, optimizers: Any, steps: range) -> None:
+    for step in steps:
+        run_both(case, model, plain, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, plain)
+
+
+def momentum(network: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["transformer", "lora"])
+@distributed(2, long=(3,))
+def test_whole_states_of_model_and_optimizer(name: str) -> None:
+    """On rank 0 only, on the CPU; then broadcast into another model and optimizer, which go on
+    exactly; ties, frozen parameters."""
+    case = BY_NAME[name]
+    model, plain = pair(case)
+    optimizers = [momentum(model), momentum(plain)]
+    train(case, model, plain, optimizers, range(2))
+    model_state, optimizer_state = get_state_dict(model, optimizers[0], options=FULL)
+    if dist.get_rank() == 0:
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(model_state[key], value, rtol=1e-10, atol=1e-12)
+        assert len(optimizer_state["state"]) == sum(p.requires_grad for p in plain.parameters())
+    else:
+        assert not model_state
+        assert not optimizer_state
+    fresh = shard_case(case, other_weights(case))
+    optimizer = momentum(fresh)
+    # (set_state_dict hangs: it takes no model state on a rank for "optimizer only".)
+    set_model_state_dict(fresh, model_state, options=FROM_RANK_0)
+    set_optimizer_state_dict(fresh, optimizer, optimizer_state, options=FROM_RANK_0)
+    train(case, fresh, plain, [optimizer, optimizers[1]], range(2, 4))
+
+
+@distributed(2)
+def test_without_frozen_parameters() -> None:
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    model, plain = pair(LORA)
+    states = get_model_state_dict(model, options=options)
+    trained = [name for name, p in plain.named_parameters() if p.requires_grad]
+    assert list(states) == trained
+    other = shard_case(LORA, other_weights(LORA))
+    set_model_state_dict(other, states, options=options)
+    frozen = other_weights(LORA)
+    for name, parameter in other.named_parameters():
+        expected = plain if name in trained else frozen
+        assert torch.equal(whole(parameter), expected.get_parameter(name)), name
+
+
+@distributed(2)
+def test_missing_and_unexpected_names() -> None:
+    model, plain = pair(MLP)
+    states = dict(get_model_state_dict(model))
+    states["more"] = states.pop("2.weight")
+    with pytest.raises(RuntimeError, match="more"):
+        set_model_state_dict(model, states)
+    result = set_model_state_dict(model, states, options=StateDictOptions(strict=False))
+    assert (result.missing_keys, result.unexpected_keys) == (["2.weight"], ["more"])
+    run_both(MLP, model, plain, 0)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("mode", [None, True, False])
+@distributed(2)
+def test_between_forward_and_backward_and_gathered_by_hand(mode: bool | None) -> None:
+    """Getting disturbs nothing; what was set is what the next forward computes with."""
+    model, plain = pair(TRANSFORMER, reshard_after_forward=mode)
+    optimizers = [momentum(model), momentum(plain)]
+    train(TRANSFORMER, model, plain, optimizers, range(1))
+    batch = TRANSFORMER.batch(1, dist.get_rank(), torch.float64)
+    loss = TRANSFORMER.loss(model, *batch)
+    states = get_model_state_dict(model)
+    assert all(isinstance(value, DTensor) for value in states.values())
+    full = get_model_state_dict(model, options=FULL)
+    assert (len(full) == 0) == (dist.get_rank() == 1)
+    loss.backward()
+    model.zero_grad()
+    train(TRANSFORMER, model, plain, optimizers, range(1, 2))
+    other = other_weights(TRANSFORMER)
+    model.blocks[0].unshard()
+    model.unshard()
+    given = other.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, given, options=FROM_RANK_0)
+    run_both(TRANSFORMER, model, other, 2)
+    assert_same_gradients(model, other)
+
+
+@ours_only("offload without an accelerator")
+@distributed(2)
+def test_offloaded_states() -> None:
+    model, plain = pair(MLP, offload_policy=CPUOffloadPolicy())
+    optimizers = [momentum(model), momentum(plain)]
+    train(MLP, model, plain, optimizers, range(2))
+    states = get_state_dict(model, optimizers[0])
+    fresh = shard_case(MLP, other_weights(MLP), offload_policy=CPUOffloadPolicy())
+    optimizer = momentum(fresh)
+    set_state_dict(fresh, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    train(MLP, fresh, plain, [optimizer, optimizers[1]], range(2, 4))
+
+
+@distributed(2)
+def test_whole_states_into_a_model_on_the_meta_device() -> None:
+    """Which `set_model_state_dict` materializes, by assignment."""
+    with torch.device("meta"):
+        model = shard_case(MLP, MLP.build().double())
+    model.to_empty(device="cpu")
+    plain = other_weights(MLP)
+    given = plain.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(model, given, options=FROM_RANK_0)
+    run_both(MLP, model, plain, 0)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_one_unit_and_its_optimizer() -> None:
+    """Of a submodule alone."""
+    model, plain = pair(TRANSFORMER)
+    optimizers = [momentum(network.blocks[1]) for network in (model, plain)]
+    train(TRANSFORMER, model, plain, optimizers, range(1))
+    states = get_optimizer_state_dict(model.blocks[1], optimizers[0], options=FULL)
+    if dist.get_rank() == 0:
+        assert {name.split(".")[0] for name in states["state"]} == {
+            "norm1", "norm2", "qkv", "out", "mlp",
+        }  # fmt: skip
+    restored = momentum(model.blocks[1])
+    set_optimizer_state_dict(model.blocks[1], restored, states, options=FROM_RANK_0)
+    train(TRANSFORMER, model, plain, [restored, optimizers[1]], range(1, 3))
+
+
+@distributed(4)
+def test_replicas_and_tensor_parallelism() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2).add_(1)
+    replicated, parallel = copy.deepcopy(plain), copy.deepcopy(plain)
+    fully_shard(replicated, mesh=cached_mesh(2, 2, names=("states_replicate", "states_shard")))
+    mesh = cached_mesh(2, 2, names=("states_dp", "states_tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(parallel, mesh["states_tp"], plan)
+    fully_shard(parallel, mesh=mesh["states_dp"])
+    for model in (replicated, parallel):
+        full = get_model_state_dict(model, options=FULL)
+        if dist.get_rank() == 0:
+            for name, value in plain.state_dict().items():
+                assert torch.equal(full[name], value), name
+        given = other.state_dict() if dist.get_rank() == 0 else {}
+        set_model_state_dict(model, given, options=FROM_RANK_0)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter), other.get_parameter(name)), name
+
+
+@ours_only("load_state_dict takes whole tensors")
+@distributed(4)
+def test_load_state_dict_takes_whole_tensors() -> None:
+    """Without ``assign``: uneven, strided, replicated, of another dtype, between two forwards."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    parallel, replicated, uneven = (copy.deepcopy(plain) for _ in range(3))
+    mesh = cached_mesh(2, 2, names=("whole_dp", "whole_tp"))
+    parallelize_module(parallel, mesh["whole_tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(parallel, mesh=mesh["whole_dp"])
+    fully_shard(replicated, mesh=cached_mesh(2, 2, names=("whole_replicate", "whole_shard")))
+    fully_shard(uneven)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_((2 * parameter + 1).float())
+    states = {name: value.float() for name, value in plain.state_dict().items()}
+    for model in (parallel, replicated, uneven):
+        model(torch.ones(2, 6, dtype=torch.float64))
+        model.load_state_dict(states)
+        assert not any(isinstance(value, DTensor) for value in states.values())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter), plain.get_parameter(name)), name
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({**states, "0.weight": torch.ones(3, 3)})
