@@ -129,7 +129,7 @@ class Unit:
         self.registration = Registration(modules)
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self.released = False  # the memory of some parameters was given back early
-        self._regrouped_generation = -1  # for which the parameters to show were made
+        self._regrouped_for: Any = None  # what the parameters to show were made for
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -486,14 +486,16 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if self._regrouped_generation == self.generation:
+        saved = [b.regrouped is not None and b.regrouped.saved for b in self.buckets]
+        if self._regrouped_for == (self.generation, saved):
             return
-        self._regrouped_generation = self.generation
+        self._regrouped_for = (self.generation, saved)
         for bucket, links in zip(self.buckets, self.links, strict=True):
             regrouped, mesh = bucket.regrouped, links.regroup_mesh
-            if regrouped is None or mesh is None:
-                continue
             for i, param in enumerate(bucket.params):
+                param.regrouped = None  # show the sharded one
+                if regrouped is None or mesh is None or not regrouped.saved:
+                    continue
                 param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
         self._plan_registration()
 
