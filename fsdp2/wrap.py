@@ -84,6 +84,7 @@ def units_of(
             )
     modules = dict(model.named_modules())
     groups = _in_call_order(model, _checked_groups(modules, as_policy(wrap)(model)))
+    _check_shared(modules, groups)
     inside = [_modules_of(modules, group) for group in groups]
     params: list[list[str]] = [[] for _ in groups]
     ignored = {id(param) for param in ignored_params}
@@ -453,6 +454,29 @@ def _checked_groups(
             taken[name] = group
         checked[group] = None
     return [*checked, ("",)]
+
+
+def _check_shared(modules: dict[str, nn.Module], groups: list[Group]) -> None:
+    """A module that is called in two units could not tell whose its parameters are."""
+    tops = {modules[name] for group in groups for name in group}
+    names = {module: name for name, module in modules.items()}
+    taken: dict[nn.Module, Group] = {}
+
+    def visit(module: nn.Module, group: Group) -> None:
+        other = taken.setdefault(module, group)
+        if other != group and any(p is not None for p in module._parameters.values()):
+            both = " and ".join(", ".join(n or "(root)" for n in each) for each in (other, group))
+            raise ValueError(
+                f"Module '{names[module]}' is part of two units, {both}: make it a unit by "
+                "itself, with its name in the list for wrap"
+            )
+        for child in module.children():
+            if child not in tops:
+                visit(child, group)
+
+    for group in groups:
+        for name in group:
+            visit(modules[name], group)
 
 
 def _in_call_order(model: nn.Module, groups: list[Group]) -> list[Group]:

@@ -187,6 +187,13 @@ def test_rich_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
         assert words == [["unit", "bytes"], ["a", "1", "B"], ["[b]", "22", "B"]]
 
 
+def test_strategies_are_those_of_shard_model() -> None:
+    """The command knows their names before it imports torch."""
+    from fsdp2 import cli_model, strategies
+
+    assert tuple(strategies.STRATEGIES) == cli_model.STRATEGIES
+
+
 def test_modules_may_be_models(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "torch.nn:Identity", "--world-size", 2)
     assert found["totals"]["numel"] == sum(p.numel() for p in nn.Identity().parameters())

@@ -189,6 +189,22 @@ def test_what_is_frozen() -> None:
     assert found.totals.trained_numel == found.totals.numel // 2
 
 
+@distributed(2)
+def test_frozen_parameters_that_are_kept() -> None:
+    """They are gathered once for all steps, so a step sends what is trained."""
+    case = BY_NAME["lora"]
+    mesh, _ = mesh_for("full")
+    model = shard_model(case.build(), mesh, wrap=wrap_of(case), direct_min_bytes=0)
+    before = explain(model).totals.sent_by_gathers
+    model.set_keep_frozen_gathered()
+    train(case, model, 2)
+    with counting() as traffic:
+        train(case, model, 1)
+    found = explain(model).totals.sent_by_gathers
+    assert found == traffic.gathered
+    assert 0 < found < before
+
+
 # -- what was set ----------------------------------------------------------------------------------
 
 

@@ -240,6 +240,7 @@ def test_memory_is_that_of_zero(dtype: torch.dtype | None) -> None:
 
 
 @distributed(2)
+@mock.patch("fsdp2.storage.OWN_PIECE_MIN_BYTES", 1024)
 def test_parameters_are_gathered_once_a_step_by_the_optimizer_strategy() -> None:
     """Also those of the root, some of which would be given back early otherwise."""
     for wrap in ("root", Block):
@@ -256,6 +257,18 @@ def test_parameters_are_gathered_once_a_step_by_the_optimizer_strategy() -> None
                 assert peak.whole_grads <= sizes["all"] * 4
             optimizer.step()
             optimizer.zero_grad()
+
+
+@distributed(2)
+@mock.patch("fsdp2.storage.OWN_PIECE_MIN_BYTES", 1024)
+def test_what_stays_gathered_on_request_is_whole() -> None:
+    model, sizes = sharded_even("grad", wrap=Block)
+    model.set_reshard_after_backward(False)
+    for i in range(3):
+        with counting() as traffic:
+            step(model)
+        assert traffic.gathered == (sizes["all"] * 4 // 2 if i == 0 else 0)
+        assert traffic.reduced == sizes["all"] * 4 // 2
 
 
 @distributed(2)

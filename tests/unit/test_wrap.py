@@ -122,6 +122,18 @@ def test_tied_parameters_are_with_the_innermost_unit_that_has_all_their_modules(
     assert "0.a.x.weight" in found["(root)"]
 
 
+def test_a_module_that_two_units_use_has_to_be_a_unit_itself() -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Tanh(), shared))
+    with pytest.raises(
+        ValueError, match=r"Module '0\.0' is part of two units, 0 and 1: make it a unit by"
+    ):
+        units_of(model, ["0", "1"])
+    with pytest.raises(ValueError, match=r"two units, 0 and \(root\)"):
+        units_of(model, "0")
+    assert names(model, ["0", "1", "0.0"]) == ["0.0", "(root)"]
+
+
 def test_ignored_parameters_are_in_no_unit() -> None:
     model = Language()
     units = units_of(model, "root", ignored_params={model.head.weight})
