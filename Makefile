@@ -21,7 +21,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe test test-all cuda lint format bench \
-	bench-gpu bench-ckpt bench-clip clean
+	bench-gpu bench-ckpt bench-clip bench-estimate clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -74,6 +74,10 @@ bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
 
 bench-clip: $(SETUP)  ## compare gradient clipping with torch's
 	$(PY) -m benchmarks.clip $(ARGS)
+
+bench-estimate: $(SETUP)  ## compare estimates with runs, and plans with published tables
+	$(PY) -m benchmarks.estimate $(ARGS)
+	$(PY) -m benchmarks.published
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

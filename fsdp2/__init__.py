@@ -5,12 +5,14 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import optim, wrap
+from .estimation import Estimate, estimate
 from .explain import explain
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
 from .initialization import init_on_whole_tensors
 from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from .optim import clip_grad_norm_, get_total_norm
+from .planner import Hardware, Plan, plan
 from .policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -25,14 +27,18 @@ from .wrap import UnitDescription, units_of
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "Estimate",
     "Explanation",
     "FSDPModule",
+    "Hardware",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
     "clip_grad_norm_",
+    "estimate",
     "explain",
     "full_state_dict",
     "fully_shard",
@@ -41,6 +47,7 @@ __all__ = [
     "iter_full_tensors",
     "load_full_state_dict",
     "optim",
+    "plan",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",

@@ -1,8 +1,8 @@
 """The command ``fsdp2``.
 
-Each group of commands has a module (`cli_ckpt`, `cli_explain`) with a function that adds its
-parsers. A command is one function, which gets the parsed arguments and returns the exit code;
-what it needs is imported when it runs.
+Each group of commands has a module (`cli_ckpt`, `cli_explain`, `cli_plan`) with a function that
+adds its parsers. A command is one function, which gets the parsed arguments and returns the exit
+code; what it needs is imported when it runs.
 
 Exit codes: 0; 1 for a negative answer (corrupt, different); 2 for wrong usage or input that
 cannot be read; 130 after Ctrl-C. Errors are one line on stderr.
@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from .cli_ckpt import add_ckpt
 from .cli_explain import add_explain
+from .cli_plan import add_estimate, add_plan
 from .terminal import BROKEN_PIPE, INTERRUPTED, fail
 
 
@@ -66,4 +67,6 @@ def _make_parser() -> argparse.ArgumentParser:
     groups = parser.add_subparsers(metavar="COMMAND", required=True)
     add_ckpt(groups)
     add_explain(groups)
+    add_estimate(groups)
+    add_plan(groups)
     return parser

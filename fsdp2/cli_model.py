@@ -33,10 +33,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "path/to/file.py:function (or a class); it is called on the meta device",
     )
     parser.add_argument(
-        "--world-size", type=_number, required=True, metavar="N", help="number of ranks"
+        "--world-size", type=parse_number, required=True, metavar="N", help="number of ranks"
     )
     parser.add_argument(
-        "--node-size", type=_number, metavar="G", help="ranks per node, for the strategy hybrid"
+        "--node-size",
+        type=parse_number,
+        metavar="G",
+        help="ranks per node, for the strategy hybrid",
     )
     parser.add_argument("--strategy", choices=STRATEGIES, default="full")
     parser.add_argument(
@@ -58,7 +61,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
 
 
-def _number(text: str) -> int:
+def parse_number(text: str) -> int:
+    """A positive number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
@@ -73,14 +77,7 @@ def load_model(target: str) -> nn.Module:
     import torch
     from torch import nn
 
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
-    build: Any = _import(where)
-    for part in name.split("."):
-        build = getattr(build, part, None)
-    if build is None:
-        raise ModelError(f"{where} has no '{name}'")
+    build = find_object(target)
     if isinstance(build, nn.Module):
         return build
     if not callable(build):
@@ -93,6 +90,23 @@ def load_model(target: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{target} returned a {type(model).__name__}, not a model")
     return model
+
+
+def find_object(target: str) -> Any:
+    """What ``target`` names: ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ModelError: if there is no such thing.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
+    found: Any = _import(where)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ModelError(f"{where} has no '{name}'")
+    return found
 
 
 def _import(where: str) -> Any:
@@ -137,13 +151,14 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
         "mesh_shape": shape,
         "strategy": args.strategy,
         "wrap": parse_wrap(args.wrap),
-        "mp_policy": _policy(args),
+        "mp_policy": precision_of(args),
         "replicate_below": args.replicate_below,
         "device_type": args.device,
     }
 
 
-def _policy(args: argparse.Namespace) -> MixedPrecisionPolicy:
+def precision_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    """The policy of ``--param-dtype`` and ``--reduce-dtype``."""
     import torch
 
     from .policy import MixedPrecisionPolicy

@@ -129,7 +129,9 @@ class Runtime:
                 self._kept = unit
                 unit.show_sharded()
             else:
-                unit.free(self.streams, regroup=type(policy) is int and differentiable)
+                # Larger shards are for the gather in backward: of no use where there is none.
+                again = differentiable and unit.unshard_in_backward
+                unit.free(self.streams, regroup=type(policy) is int and again)
         elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
         if outermost:

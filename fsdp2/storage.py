@@ -362,16 +362,8 @@ class Bucket:
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 
     def _materialize_gathered(self, regroup_to: int | None, split: bool) -> None:
-        end = self.layout.gathered_numel
-        regrouped = None
-        if regroup_to is not None:
-            regrouped = regroup(self.layout, regroup_to, itemsizes=self.itemsizes)
-            end = max(end, regrouped.gathered_numel)
-        bounds = {0, end}
-        for slot in self.layout.slots:
-            if split and slot.direct and slot.full_numel * self.itemsizes[0] >= OWN_PIECE_MIN_BYTES:
-                bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
-        self.gathered = Segments(sorted(bounds), self.gather_dtype, self.device)
+        regrouped, bounds = self._plan_gathered(regroup_to, split)
+        self.gathered = Segments(bounds, self.gather_dtype, self.device)
         source = self.shards
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
             self.staged = source = torch.empty_like(self.shards, device=self.device)
@@ -388,6 +380,22 @@ class Bucket:
             self.regrouped = RegroupedShards(regrouped, rank, self.gathered)
         self.free_staged()
         self.free()  # views could be made only while there was memory
+
+    def _plan_gathered(
+        self, regroup_to: int | None, split: bool
+    ) -> tuple[BucketLayout | None, list[int]]:
+        """The layout after forward, if that is another one, and between which elements of the
+        gathered storage its pieces lie."""
+        end = self.layout.gathered_numel
+        regrouped = None
+        if regroup_to is not None:
+            regrouped = regroup(self.layout, regroup_to, itemsizes=self.itemsizes)
+            end = max(end, regrouped.gathered_numel)
+        bounds = {0, end}
+        for slot in self.layout.slots:
+            if split and slot.direct and slot.full_numel * self.itemsizes[0] >= OWN_PIECE_MIN_BYTES:
+                bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
+        return regrouped, sorted(bounds)
 
     # -- memory -----------------------------------------------------------------------------
 

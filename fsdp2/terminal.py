@@ -138,6 +138,24 @@ def progress(args: argparse.Namespace, title: str, total: int) -> Iterator[Calla
             yield bar.update
 
 
+@contextmanager
+def status(args: argparse.Namespace) -> Iterator[Callable[[str, int, int], None]]:
+    """Something to call with (what is done now, how many are done, how many there are); shown on a
+    terminal only, on one line."""
+    if not sys.stderr.isatty() or args.quiet or args.json:
+        yield lambda what, done, total: None
+        return
+
+    def show(what: str, done: int, total: int) -> None:
+        text = shown(f"{done + 1} of {total}  {what}")[:100]
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 class _Line:
     """Progress as one line that is written over."""
 

@@ -58,6 +58,10 @@ class State(Enum):
 class Unit:
     """The parameters of one call of `fully_shard`, their storages, and their state."""
 
+    # What it is made of; `fsdp2.estimation` has the same without memory.
+    bucket_type: type[Bucket] = Bucket
+    reduction_type: type[Reduction] = Reduction
+
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
@@ -125,7 +129,7 @@ class Unit:
         self.registration = Registration(modules)
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self.released = False  # the memory of some parameters was given back early
-        self._regrouped_generation = -1  # for which the parameters to show were made
+        self._regrouped_for: Any = None  # what the parameters to show were made for
         self.regrouped = False  # the data to gather next lies in the regrouped shards
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -198,7 +202,7 @@ class Unit:
             groups.setdefault(key, []).append(param)
         shard_device = torch.device("cpu") if self.offload else self.device
         self.buckets = [
-            (ExtensionBucket if alone else Bucket)(
+            (ExtensionBucket if alone else self.bucket_type)(
                 params,
                 mesh,
                 mp_policy=self.mp_policy,
@@ -482,14 +486,16 @@ class Unit:
         self.regrouped = False
 
     def _make_regrouped_params(self) -> None:
-        if self._regrouped_generation == self.generation:
+        saved = [b.regrouped is not None and b.regrouped.saved for b in self.buckets]
+        if self._regrouped_for == (self.generation, saved):
             return
-        self._regrouped_generation = self.generation
+        self._regrouped_for = (self.generation, saved)
         for bucket, links in zip(self.buckets, self.links, strict=True):
             regrouped, mesh = bucket.regrouped, links.regroup_mesh
-            if regrouped is None or mesh is None:
-                continue
             for i, param in enumerate(bucket.params):
+                param.regrouped = None  # show the sharded one
+                if regrouped is None or mesh is None or not regrouped.saved:
+                    continue
                 param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
         self._plan_registration()
 
@@ -587,7 +593,7 @@ class Unit:
             if not present:
                 continue
             reductions.append(
-                Reduction(
+                self.reduction_type(
                     bucket,
                     self._reduce_plan(index, bucket, present),
                     [grads.get(i) for i in range(len(bucket.params))],

@@ -359,9 +359,11 @@ class Training:
             self.write_frozen()
         if micro.meddles == "unkeeps":
             model.set_keep_frozen_gathered(0)
-        loss.backward()
-        if micro.meddles == "unkeeps":
-            model.set_keep_frozen_gathered(self.plan.keep_frozen)
+        try:
+            loss.backward()
+        finally:
+            if micro.meddles == "unkeeps":
+                model.set_keep_frozen_gathered(self.plan.keep_frozen)
 
 
 class _Buffers:

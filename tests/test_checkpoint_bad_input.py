@@ -349,7 +349,8 @@ def find_flipped_bits(root: str, only: str, every: int) -> tuple[list[str], int]
 
 def finds_too(checkpoints: Checkpointer, found: bool) -> None:
     """A model on the meta device reads the same bytes, and stays there if they are damaged."""
-    model = on_meta()
+    with torch.random.fork_rng():
+        model = on_meta()
     before = snapshot(model)
     try:
         checkpoints.load(1, model=model, random_state=False)

@@ -421,6 +421,22 @@ def test_extra_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     assert repr(checkpoints.load().extra) == repr(extra)
 
 
+def make_two(root: str) -> list[str]:
+    if dist.get_rank():
+        dist.barrier()
+    for _ in range(2):
+        Checkpointer(root)
+    if not dist.get_rank():
+        dist.barrier()
+    dist.barrier()
+    return [path.name for path in Path(root).iterdir()]
+
+
+def test_the_first_rank_may_be_ahead_when_folders_are_looked_at(tmp_path: Path) -> None:
+    """It has made its second `Checkpointer` when others make their first; nothing is left over."""
+    assert run_on(2, make_two, str(tmp_path)) == [[], []]
+
+
 def test_keep(tmp_path: Path) -> None:
     """The newest; a failed save counts for nothing."""
     model = linear(2, 2)

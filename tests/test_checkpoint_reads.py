@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,6 +200,24 @@ def test_rows_that_no_checksum_covers_are_an_error(tmp_path: Path, small_blocks:
         del stored.chunks[1]
         with pytest.raises(CorruptCheckpoint, match="'weight' are of 16 elements, of the 24"):
             read_verified(found, [Target("weight", stored, Box.whole((6, 4)), torch.zeros(6, 4))])
+
+
+def test_no_thread_goes_on_after_an_error_of_another() -> None:
+    failed, ran = threading.Event(), []
+
+    def fail(stream: reading.Stream) -> None:
+        failed.set()
+        raise CorruptCheckpoint("wrong")
+
+    def go_on(stream: reading.Stream) -> None:
+        assert failed.wait(60)
+        time.sleep(0.01)
+        ran.append(stream)
+
+    tasks = [reading.Task(1000, fail), *(reading.Task(1, go_on) for _ in range(1000))]
+    with pytest.raises(CorruptCheckpoint, match="wrong"):
+        list(reading.in_threads(Source(Path()), tasks, 2))
+    assert len(ran) < 1000
 
 
 def test_reading_stops_after_an_error(tmp_path: Path, small_blocks: None) -> None:

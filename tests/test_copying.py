@@ -474,7 +474,7 @@ def test_every_choice_of_a_unit_is_copied_or_made_anew() -> None:
         "runtime", "hooks", "encloses", "enclosing", "registration",
         # an iteration
         "forward_indices", "backward_index", "backward_began", "reduced", "state", "_recalled",
-        "released", "_regrouped_generation", "regrouped", "_gather_finish", "_gather_event",
+        "released", "_regrouped_for", "regrouped", "_gather_finish", "_gather_event",
         "_versions", "dirty", "accumulated", "holds_earlier_gradients",
         "_waits_for_gather", "late_sums", "recomputes_all",
         # mapped to units of the copy

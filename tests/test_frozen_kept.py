@@ -21,6 +21,7 @@ from reference import (
     Training,
     assert_same_gradients,
     assert_same_parameters,
+    average_gradients,
     check_training,
     feed_gradients,
     pair,
@@ -248,6 +249,44 @@ def test_meshes(kind: str) -> None:
         train(model, plain, range(2, 4))
     assert not set(FROZEN) & (set(gathers.forward) | set(gathers.backward))
     assert gathers.forward["0.up"] == 2
+
+
+@distributed(4)
+def test_parameters_between_forward_and_backward() -> None:
+    """Where larger shards are kept of the others, of what is kept whole the sharded ones show."""
+    model, plain = kept(None, reshard_after_forward=2)
+    train(model, plain, range(1))
+    for budget in (None, 0, None):
+        model.set_keep_frozen_gathered(budget)
+        for _ in range(2):
+            loss = ADAPTERS.loss(model, *ADAPTERS.batch(0, dist.get_rank(), torch.float64))
+            placements = set()
+            for name, parameter in model[:5].named_parameters():
+                assert torch.equal(parameter.full_tensor(), plain.get_parameter(name)), name
+                if name in FROZEN:
+                    placements.add(parameter.placements)
+            num_dims = 2 if budget == 0 else 1
+            assert {len(each) for each in placements} == {num_dims}
+            loss.backward()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("mode", [True, False, 2])
+@distributed(4)
+def test_another_choice_between_forward_and_backward(mode: bool | int) -> None:
+    model, plain = kept(None, reshard_after_forward=mode)
+    train(model, plain, range(2))
+    for budget in (0, None, 0):
+        batch = ADAPTERS.batch(3, dist.get_rank(), torch.float64)
+        ADAPTERS.loss(plain, *batch).backward()
+        loss = ADAPTERS.loss(model, *batch)
+        model.set_keep_frozen_gathered(budget)
+        loss.backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    assert bytes_held(model) == 0
 
 
 @distributed(2)

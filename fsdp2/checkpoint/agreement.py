@@ -7,6 +7,7 @@ collective is involved, and with one process nothing is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections import Counter
@@ -21,6 +22,7 @@ from .placement import all_ranks, this_rank
 _run: dict[int, str] = {}  # id of the store -> nonce of the run
 _attempts: Counter[str] = Counter()
 _questions: Counter[str] = Counter()
+_looks = itertools.count()
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -81,7 +83,8 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
     """
     if len(ranks) == 1:
         return
-    token = f".fsdp2-seen-{run_nonce()}"
+    # A name of its own for every call: the first rank may be ahead of the others.
+    token = f".fsdp2-seen-{run_nonce()}-{next(_looks)}"
     if this_rank() == ranks[0]:
         try:
             (folder / token).touch()
@@ -98,5 +101,5 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
             "checkpoint needs a folder that all nodes share"
         )
     store = _store()
-    if store is not None and store.add(f"fsdp2/seen/{token}/{folder}", 1) % len(ranks) == 0:
+    if store is not None and store.add(f"fsdp2/seen/{name}/{folder}", 1) == len(ranks):
         (folder / name).unlink(missing_ok=True)

@@ -100,7 +100,8 @@ def fill(
     if staged:
         with torch.no_grad():
             for w, target in zip(held, staged, strict=True):
-                local_of(w.tensor).copy_(target.local)
+                if w.nbytes:  # empty shards may be empty in another shape
+                    local_of(w.tensor).copy_(target.local)
     elif held:
         _read_in_place(source, held, read)
     if model is not None and found is not None and made:

@@ -1,0 +1,356 @@
+"""Prediction beside measurement: what `fsdp2.estimate` says and what a run does.
+
+Every case trains a model on ranks over gloo under a `Ledger`, which counts the bytes of all live
+tensors after every operation, and counts the bytes of the messages that are sent. The estimate sees
+only the model on the meta device. Writes benchmarks/results/estimate.json and prints a table.
+
+    python -m benchmarks.estimate [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.collectives import Exchange
+from fsdp2.estimation import estimate
+from fsdp2.estimation.checkpointing import apply_checkpointing
+from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.strategies import shard_model
+from fsdp2.wrap import units_of
+
+from . import machine
+from .families import FAMILIES, Family
+from .ledger import Ledger
+from .ranks import progress, run_ranks
+from .report import row, write_readme
+from .transport import around_waits
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        mesh: shape of the mesh.
+        reshard: ``reshard_after_forward`` of all units but the root.
+        checkpointing: "none", "full" or "selective".
+    """
+
+    family: str
+    mesh: tuple[int, ...] = (2,)
+    wrap: str = "auto"
+    bf16: bool = False
+    reshard: bool | int | None = None
+    checkpointing: str = "none"
+    micro_batches: int = 1
+    optimizer: str = "adamw"
+    strategy: str = "full"
+    replicate_below: int = 0
+    prefetch: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return torch.Size(self.mesh).numel()
+
+    @property
+    def name(self) -> str:
+        parts = [self.family, f"{' x '.join(map(str, self.mesh))} ranks"]
+        parts += ["bf16"] * self.bf16
+        if self.reshard is not None:
+            parts.append(f"reshard {self.reshard}")
+        if self.wrap != "auto":
+            parts.append(f"wrap {self.wrap}")
+        if self.checkpointing != "none":
+            parts.append(f"{self.checkpointing} checkpointing")
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-batches")
+        if self.strategy != "full":
+            parts.append(f"strategy {self.strategy}")
+        if self.replicate_below:
+            parts.append(f"small ones replicated (under {self.replicate_below} bytes)")
+        if self.prefetch > 1:
+            parts.append(f"prefetch {self.prefetch}")
+        if self.optimizer != "adamw":
+            parts.append(self.optimizer)
+        return ", ".join(parts)
+
+
+MAIN = [Case(family, mesh) for family in FAMILIES for mesh in ((2,), (4,))]
+MORE = [
+    # (Batch norm on the CPU takes no bf16 parameters beside statistics in fp32.)
+    *(Case(family, bf16=True) for family in FAMILIES if family != "convolutional"),
+    Case("transformer", (2, 2), strategy="hybrid"),
+    Case("transformer", strategy="grad"),
+    Case("transformer", strategy="none"),
+    Case("convolutional", strategy="optimizer", micro_batches=2),
+    Case("convolutional", replicate_below=2**20),
+    Case("transformer", prefetch=2),
+    Case("transformer", (4,), reshard=2),
+    Case("transformer", wrap="root"),
+    Case("transformer", checkpointing="full"),
+    Case("transformer", checkpointing="selective", bf16=True),
+    Case("transformer", micro_batches=2),
+    Case("transformer", micro_batches=3, bf16=True),
+    Case("recommender", optimizer="momentum"),
+    Case("experts", checkpointing="full"),
+]
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Runs a case and estimates it; rank 0 of each."""
+    measured = run_ranks(measure, case.num_ranks, {"case": asdict(case)})
+    predicted = predict(case)
+    errors = {key: predicted[key] / measured[key] - 1 for key in measured if measured[key]}
+    return {
+        "case": asdict(case),
+        "name": case.name,
+        "measured": measured,
+        "predicted": predicted,
+        "errors": errors,
+    }
+
+
+# -- prediction ----------------------------------------------------------------------------------
+
+
+def predict(case: Case) -> dict[str, int]:
+    """What the estimate says, from the model on the meta device."""
+    family = FAMILIES[case.family]
+    with torch.device("meta"):
+        model = family.model()
+    made = estimate(
+        model,
+        case.mesh,
+        tuple(t.to("meta") for t in family.batch()),
+        loss_fn=family.loss,
+        strategy=case.strategy,
+        wrap=case.wrap,
+        mp_policy=_policy(case),
+        reshard_after_forward=case.reshard,
+        replicate_below=case.replicate_below,
+        prefetch=case.prefetch,
+        activation_checkpointing=case.checkpointing,
+        micro_batches=case.micro_batches,
+        optimizer=case.optimizer,
+        device_type="cpu",
+    )
+    rank = made.ranks[0]
+    state = rank.parameters + rank.optimizer + rank.buffers
+    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+    for traffic in made.traffic:
+        sent[traffic.kind] += traffic.sent
+    return {
+        "state": state,
+        "gradients": rank.gradients,
+        "forward": rank.forward.total,
+        "backward": rank.backward.total,
+        "step": rank.step.total,
+        "peak": rank.peak.total,
+        **sent,
+    }
+
+
+def _policy(case: Case) -> MixedPrecisionPolicy:
+    if not case.bf16:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+# -- measurement ---------------------------------------------------------------------------------
+
+
+def measure(case: dict[str, Any]) -> dict[str, int]:
+    """Trains on this rank and counts the last step."""
+    made = Case(**{**case, "mesh": tuple(case["mesh"])})
+    family = FAMILIES[made.family]
+    progress(f"measuring: {made.name}")
+    names = ("replicate", "shard") if len(made.mesh) == 2 else None
+    mesh = init_device_mesh("cpu", made.mesh, mesh_dim_names=names)
+    torch.manual_seed(dist.get_rank())
+    with Ledger(every_operation=False) as ledger, around_waits(ledger.paused), sending() as sent:
+        model = family.model()
+        _shard(model, made, mesh)
+        optimizer = _optimizer(model, made)
+        batch = family.batch()
+        for _ in range(WARM_UP_STEPS):
+            _train(model, family, batch, made)
+            optimizer.step()
+            optimizer.zero_grad()
+        ledger.every_operation = True
+        for key in sent:
+            sent[key] = 0
+        moments = _train(model, family, batch, made, ledger)
+        ledger.sample("step begins")
+        moments["step"] = [(len(ledger.live_bytes) - 1, 0)]
+        optimizer.step()
+        ledger.sample("step ends")
+        moments["step"] = [(moments["step"][0][0], len(ledger.live_bytes))]
+        gradients = _nbytes(p.grad for p in model.parameters())
+        counted = dict(sent)
+    peaks = {
+        phase: max(max(ledger.live_bytes[a:b]) for a, b in spans)
+        for phase, spans in moments.items()
+    }
+    states = (v for s in optimizer.state.values() for v in s.values())
+    state = _nbytes(model.parameters()) + _nbytes(states) + _nbytes(model.buffers())
+    return {
+        "state": state,
+        "gradients": gradients,
+        **peaks,
+        "peak": max(peaks.values()),
+        **counted,
+    }
+
+
+def _shard(model: nn.Module, case: Case, mesh: Any) -> None:
+    if case.checkpointing != "none":
+        for name in default_checkpoint_modules(model, units_of(model, case.wrap)):
+            block: Any = model.get_submodule(name)
+            block.forward = apply_checkpointing(block.forward, case.checkpointing)
+    shard_model(
+        model,
+        mesh,
+        strategy=case.strategy,
+        wrap=case.wrap,
+        mp_policy=_policy(case),
+        reshard_after_forward=case.reshard,
+        replicate_below=case.replicate_below,
+        prefetch=case.prefetch,
+    )
+
+
+def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _train(
+    model: Any, family: Family, batch: tuple[Tensor, ...], case: Case, ledger: Ledger | None = None
+) -> dict[str, list[tuple[int, int]]]:
+    """All micro-batches of a step; returns from which to which moment each phase went."""
+    moments: dict[str, list[tuple[int, int]]] = {"forward": [], "backward": []}
+
+    def now() -> int:
+        if ledger is None:
+            return 0
+        ledger.sample("between phases")
+        return len(ledger.live_bytes) - 1
+
+    for i in range(case.micro_batches):
+        model.set_requires_gradient_sync(i == case.micro_batches - 1)
+        start = now()
+        loss = family.loss(model(*batch))
+        middle = now()
+        loss.backward()
+        del loss
+        end = now()
+        moments["forward"].append((start, middle + 1))
+        moments["backward"].append((middle, end + 1))
+    return moments
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors if isinstance(t, Tensor))
+
+
+@contextmanager
+def sending() -> Iterator[dict[str, int]]:
+    """Counts the bytes of messages, by the collective that they are part of."""
+    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+
+    def counting(kind: str) -> Any:
+        original = getattr(Exchange, kind)
+
+        def method(self: Exchange, *args: Any) -> Any:
+            def start(me: Exchange, sends: Any, receives: Any) -> Any:
+                sent[kind] += sum(tensors[0].nbytes for tensors, *_ in sends)
+                return send(me, sends, receives)
+
+            with mock.patch.object(Exchange, "_start", start):
+                return original(self, *args)
+
+        return method
+
+    send = Exchange._start
+    with mock.patch.multiple(Exchange, **{kind: counting(kind) for kind in sent}):
+        yield sent
+
+
+# -- report --------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "state": "parameters + optimizer",
+    "gradients": "gradients",
+    "forward": "peak in forward",
+    "backward": "peak in backward",
+    "step": "peak in step",
+    "sent": "sent",
+}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table: predicted and measured MB, and the error."""
+    lines = [row(["case", *COLUMNS.values()]), row(["---"] * (len(COLUMNS) + 1))]
+    for result in results:
+        cells = [result["name"]]
+        for key in COLUMNS:
+            predicted, measured = (_value(result[side], key) for side in ("predicted", "measured"))
+            error = f" ({100 * (predicted / measured - 1):+.2f} %)" if measured else ""
+            cells.append(f"{predicted / 1e6:.2f} / {measured / 1e6:.2f}{error}")
+        lines.append(row(cells))
+    return "\n".join(lines)
+
+
+def _value(numbers: dict[str, int], key: str) -> int:
+    if key == "sent":
+        return sum(numbers[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+    return numbers[key]
+
+
+def worst_error(results: list[dict[str, Any]]) -> float:
+    """The largest relative error of all cells."""
+    return max(abs(error) for result in results for error in result["errors"].values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate")
+    parser.add_argument("--quick", action="store_true", help="five models on two ranks only")
+    parser.add_argument(
+        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
+    )
+    parser.add_argument("--write-docs", action="store_true", help="put it into docs/planning.md")
+    options = parser.parse_args(arguments)
+    cases = [case for case in MAIN if case.mesh == (2,)] if options.quick else MAIN + MORE
+    results = [compare(case) for case in cases]
+    record = {"name": "estimate", **machine.describe(), "results": results}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "estimate.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(table(results))
+    if options.write_docs:
+        page = machine.REPOSITORY / "docs" / "planning.md"
+        markers = ("<!-- estimate:begin -->", "<!-- estimate:end -->")
+        write_readme(page, table(results), *markers)
+    print(f"\nLargest error: {100 * worst_error(results):.2f} %", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

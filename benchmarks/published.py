@@ -1,0 +1,212 @@
+"""The planner's simulation beside published tables: what it says and what others measured.
+
+Nothing here is measured: models are on the meta device, hardware is described. The figures and the
+settings are from the sources, written down from memory; docs/planning.md says what was assumed.
+Writes benchmarks/results/published.json and prints a table.
+
+    python -m benchmarks.published
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.estimation.events import StepTrace
+from fsdp2.estimation.setups import make_setup
+from fsdp2.estimation.tracing import trace_step
+from fsdp2.planner import SimulatedStep, Simulator, find_hardware
+from fsdp2.wrap import UnitDescription, units_of
+
+from . import machine
+from .models import lm_loss
+from .published_models import GPT, T5, Llama
+from .report import row, write_readme
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        batch: sequences per GPU.
+        reduce_dtype: of gradients.
+    """
+
+    model: str
+    hardware: str
+    num_gpus: int
+    batch: int
+    checkpointing: str
+    reduce_dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure.
+
+    Attributes:
+        what: "tokens/s/GPU", "TFLOPS/GPU", "GiB" or "relative TFLOPS/GPU" (to ``base``).
+        calibrated: whether the GPU's efficiency was chosen to meet this row.
+        remark: why it misses, where it does.
+    """
+
+    source: str
+    run: Run
+    what: str
+    published: float
+    calibrated: bool = False
+    base: Run | None = None
+    remark: str = ""
+
+
+def _llama(num_gpus: int) -> Run:
+    return Run("Llama 3 8B", "h100-torchtitan", num_gpus, 2, "selective")
+
+
+def _gpt(num_gpus: int, batch: int) -> Run:
+    return Run("GPT-175B", "a100-fsdp-paper", num_gpus, batch, "full", "bfloat16")
+
+
+def _t5(num_gpus: int) -> Run:
+    return Run("T5-11B", "a100-fsdp-paper", num_gpus, 8, "full", "bfloat16")
+
+
+RESERVED = "published: reserved by the allocator; predicted: allocated"
+CONTENTION = "kernels of collectives take nothing from compute here; memory retries are not seen"
+HIDDEN = "all communication but the first and last is hidden here; no stragglers, no congestion"
+ROWS = [
+    Row("torchtitan", _llama(8), "tokens/s/GPU", 5762, calibrated=True),
+    Row("torchtitan", _llama(128), "tokens/s/GPU", 5605),
+    Row("torchtitan", _llama(8), "GiB", 82.4, remark=RESERVED),
+    Row("torchtitan", _llama(128), "GiB", 67.0, remark=RESERVED),
+    Row("FSDP paper", _gpt(128, 2), "TFLOPS/GPU", 186, calibrated=True),
+    Row("FSDP paper", _gpt(512, 2), "TFLOPS/GPU", 186),
+    Row("FSDP paper", _gpt(128, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
+    Row("FSDP paper", _gpt(512, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
+    Row("FSDP paper", _t5(512), "relative TFLOPS/GPU", 0.93, base=_t5(8), remark=HIDDEN),
+]
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    # name: the model, number of token tensors, tokens of each
+    "Llama 3 8B": (Llama, 1, 8192),
+    "GPT-175B": (GPT, 1, 2048),
+    "T5-11B": (T5, 2, 512),
+}
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return lm_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long))
+
+
+@cache
+def _trace(
+    model_name: str, batch: int, checkpointing: str, reduce_dtype: str
+) -> tuple[StepTrace, tuple[UnitDescription, ...]]:
+    make, num_inputs, length = _MODELS[model_name]
+    with torch.device("meta"):
+        model = make()
+        tokens = torch.empty(batch, length, dtype=torch.long)
+    units = tuple(units_of(model, "auto"))
+    trace = trace_step(
+        model,
+        (tokens,) * num_inputs,
+        [name for unit in units for name in unit.modules],
+        loss_fn=_loss,
+        mp_policy=MixedPrecisionPolicy(BF16, getattr(torch, reduce_dtype)),
+        activation_checkpointing=checkpointing,
+        checkpoint_modules=default_checkpoint_modules(model, units),
+    )
+    return trace, units
+
+
+@cache
+def simulate(run: Run) -> SimulatedStep:
+    """A step of a published run."""
+    trace, units = _trace(run.model, run.batch, run.checkpointing, run.reduce_dtype)
+    policy = MixedPrecisionPolicy(BF16, getattr(torch, run.reduce_dtype))
+    simulator = Simulator(find_hardware(run.hardware))
+    return simulator.run(trace, make_setup(units, run.num_gpus, mp_policy=policy))
+
+
+def predict(published: Row) -> float:
+    """What the simulation says."""
+    run = published.run
+    step = simulate(run)
+    if published.what == "GiB":
+        return step.peak.total / 2**30
+    if published.what == "tokens/s/GPU":
+        return run.batch * _MODELS[run.model][2] / step.seconds
+    rate = step.flops / step.seconds / 1e12
+    if published.base is not None:
+        base = simulate(published.base)
+        return rate / (base.flops / base.seconds / 1e12)
+    return rate
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    header = ["source", "run", "figure", "published", "predicted", "error", ""]
+    lines = [row(header), row(["---"] * len(header))]
+    for result in results:
+        run = result["row"]["run"]
+        name = f"{run['model']}, {run['num_gpus']} GPUs, {run['batch']} sequences each"
+        note = "calibrated on this row" if result["row"]["calibrated"] else result["row"]["remark"]
+        cells = [result["row"]["source"], name, result["row"]["what"]]
+        cells += [f"{result['row']['published']:,}", f"{result['predicted']:,.4g}"]
+        lines.append(row([*cells, f"{100 * result['error']:+.1f} %", note]))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
+    parser.add_argument(
+        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
+    )
+    parser.add_argument("--write-docs", action="store_true", help="put it into docs/planning.md")
+    options = parser.parse_args(arguments)
+    results = []
+    for published in ROWS:
+        start = time.perf_counter()
+        predicted = predict(published)
+        step = simulate(published.run)
+        results.append(
+            {
+                "row": asdict(published),
+                "predicted": predicted,
+                "error": predicted / published.published - 1,
+                "step_s": step.seconds,
+                "exposed_s": step.exposed_s,
+                "peak_parts": step.peak.parts,
+                "simulation_s": time.perf_counter() - start,
+            }
+        )
+        print(f"{published.run.model}, {published.run.num_gpus} GPUs", file=sys.stderr)
+    record = {"name": "published", **machine.describe(), "results": results}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "published.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(table(results))
+    if options.write_docs:
+        page = machine.REPOSITORY / "docs" / "planning.md"
+        markers = ("<!-- published:begin -->", "<!-- published:end -->")
+        write_readme(page, table(results), *markers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Bytes in memory by what they are for, over the course of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Peak:
+    """The highest moment of a phase.
+
+    Attributes:
+        total: bytes.
+        parts: bytes by category at that moment.
+    """
+
+    total: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+
+
+class Account:
+    """The bytes that are in memory now, and the peaks of every phase.
+
+    Attributes:
+        now: bytes by category.
+        phase: name of the phase that peaks count for.
+        samples: (number of operations launched so far, bytes by category) at every change, where
+            that is wanted.
+    """
+
+    def __init__(self, *, keep_samples: bool = False) -> None:
+        self.now: dict[str, int] = {}
+        self.host: dict[str, int] = {}  # memory of the host, for offloaded shards
+        self.total = 0
+        self.phase = "forward"
+        self.peaks: dict[str, Peak] = {}
+        self.clock = 0
+        self.samples: list[tuple[int, dict[str, int]]] | None = [] if keep_samples else None
+
+    def add(self, category: str, nbytes: int) -> None:
+        """So many bytes more (or less) are in memory from now on."""
+        self.now[category] = self.now.get(category, 0) + nbytes
+        self.total += nbytes
+        self._note(0, category)
+
+    def touch(self, category: str, nbytes: int) -> None:
+        """So many bytes more were there for a moment."""
+        self._note(nbytes, category)
+
+    def _note(self, extra: int, category: str) -> None:
+        peak = self.peaks.get(self.phase)
+        if peak is None:
+            peak = self.peaks[self.phase] = Peak()
+        if self.total + extra > peak.total:
+            peak.total = self.total + extra
+            peak.parts = {**self.now, category: self.now.get(category, 0) + extra}
+        if self.samples is not None:
+            parts = {**self.now, category: self.now.get(category, 0) + extra}
+            self.samples.append((self.clock, parts))
+
+    def forget_peaks(self) -> None:
+        """Begin to measure here."""
+        self.peaks.clear()
+        if self.samples is not None:
+            self.samples.clear()
+        self._note(0, "activations")
+
+    @property
+    def peak(self) -> Peak:
+        """The highest of all phases."""
+        return max(self.peaks.values(), key=lambda peak: peak.total, default=Peak())
+
+
+class Held:
+    """Bytes that are in memory as long as somebody refers to this object."""
+
+    def __init__(self, account: Account, category: str, nbytes: int) -> None:
+        self._account = account
+        self._category = category
+        self.nbytes = nbytes
+        account.add(category, nbytes)
+
+    def __del__(self) -> None:
+        self._account.add(self._category, -self.nbytes)

@@ -1,0 +1,78 @@
+"""Activation checkpointing of modules, while a context lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+MODES = ("none", "selective", "full")
+
+# What `selective` keeps, beside every second matrix multiplication: the expensive ones. The choice
+# is that of torchtitan's op-level selective checkpointing (torchtitan/models/llama3, _save_list).
+_KEPT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "max",
+    )
+)
+_MATMULS = frozenset(("aten::mm", "aten::addmm"))
+
+
+@contextmanager
+def checkpointed(module: nn.Module, mode: str) -> Iterator[None]:
+    """Inside, ``module`` recomputes its activations in backward.
+
+    Args:
+        mode: "none"; "full": nothing but the inputs is kept; "selective": results of attention and
+            of every second matrix multiplication are kept too.
+
+    Raises:
+        ValueError: for another mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
+    if mode == "none":
+        yield
+        return
+    module.forward = apply_checkpointing(module.forward, mode)
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def apply_checkpointing(forward: Any, mode: str) -> Any:
+    """``forward`` with its activations recomputed in backward, "full" or "selective"."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    return partial(checkpoint, forward, **options)
+
+
+def _selective_contexts() -> Any:
+    counts = {False: 0, True: 0}
+
+    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+        if name in _MATMULS:
+            counts[ctx.is_recompute] += 1
+            keep = counts[ctx.is_recompute] % 2 == 1
+        else:
+            keep = name in _KEPT
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

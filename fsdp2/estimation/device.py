@@ -1,0 +1,150 @@
+"""A device that only remembers what was put on its streams, and what waits for what.
+
+`LaunchDevice` has what `fsdp2.streams.DeviceStreams` uses of ``torch.cuda``. What comes out is a
+graph of `Launch`es, to which a planner gives times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .events import Compute
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of a collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        group: "shard", "regroup" (within the groups of ``reshard_after_forward=int``) or
+            "replicate".
+        nbytes: of the whole: gathered, to be scattered, or to be reduced; with padding.
+        sent: bytes that this rank sends.
+        messages: number of collectives in the call.
+        unit: whose parameters.
+    """
+
+    kind: str
+    group: str
+    nbytes: int
+    sent: int
+    messages: int
+    unit: str
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """Bytes copied between host and device, for offloaded shards and gradients."""
+
+    kind: str
+    nbytes: int
+    unit: str
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Something on a stream.
+
+    Attributes:
+        number: in the order of the host.
+        after: numbers of the launches that it waits for, besides the one before on its stream.
+        unit: which unit it is for, if one.
+    """
+
+    number: int
+    stream: str
+    work: Compute | Transfer | Copy
+    after: tuple[int, ...]
+    unit: str = ""
+    phase: str = ""
+
+
+class LaunchStream:
+    """Like ``torch.cuda.Stream``."""
+
+    def __init__(self, device: LaunchDevice, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.last: int | None = None
+        self.waits: set[int] = set()
+
+    def frontier(self) -> frozenset[int]:
+        """What has to be over for everything on this stream to be over."""
+        own = () if self.last is None else (self.last,)
+        return frozenset((*own, *self.waits))
+
+    def wait_event(self, event: LaunchEvent) -> None:
+        self.waits |= event.after - {self.last}
+
+    def wait_stream(self, other: LaunchStream) -> None:
+        if other is not self:
+            self.waits |= other.frontier() - {self.last}
+
+    def synchronize(self) -> None:
+        # The host waits: what it launches from now on comes after.
+        for stream in self.device.streams:
+            stream.wait_stream(self)
+
+
+class LaunchEvent:
+    """Like ``torch.cuda.Event``."""
+
+    def __init__(self, device: LaunchDevice) -> None:
+        self._device = device
+        self.after: frozenset[int] = frozenset()
+
+    def record(self, stream: LaunchStream | None = None) -> None:
+        self.after = (stream or self._device.current_stream()).frontier()
+
+    def synchronize(self) -> None:
+        for stream in self._device.streams:
+            stream.wait_event(self)
+
+
+class LaunchDevice:
+    """Stands in for ``torch.cuda``.
+
+    Attributes:
+        launches: so far.
+        phase: written into each launch.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.phase = ""
+        self._names = ["all-gather", "reduce-scatter", "all-reduce"]
+        self.compute = LaunchStream(self, "compute")
+        self.streams = [self.compute]
+        self._current = self.compute
+
+    def launch(self, work: Compute | Transfer | Copy, unit: str = "") -> None:
+        """Put something on the current stream."""
+        stream = self._current
+        number = len(self.launches)
+        after = tuple(sorted(stream.waits))
+        self.launches.append(Launch(number, stream.name, work, after, unit, self.phase))
+        stream.last = number
+        stream.waits = set()
+
+    def Stream(self, device: Any = None, priority: int = 0) -> LaunchStream:  # noqa: N802
+        stream = LaunchStream(self, self._names[len(self.streams) - 1])
+        self.streams.append(stream)
+        return stream
+
+    def Event(self) -> LaunchEvent:  # noqa: N802
+        return LaunchEvent(self)
+
+    def current_stream(self, device: Any = None) -> LaunchStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: LaunchStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before

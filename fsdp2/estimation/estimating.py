@@ -1,0 +1,319 @@
+"""`estimate`: the memory and the traffic of sharded training, before there is any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..wrap import units_of
+from .account import Peak
+from .events import StepTrace
+from .optimizers import OptimizerCost, optimizer_cost
+from .replay import Replay, Setup, replay, with_rank
+from .setups import make_setup
+from .topology import Topology, split_by_link
+from .tracing import LossFn, trace_step
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """Bytes on one rank.
+
+    Attributes:
+        rank: among the ranks that share each parameter.
+        parameters, gradients, optimizer: sharded; on the host if they are offloaded.
+        buffers, inputs: of the model, of a batch.
+        forward, backward, step: the highest moments of the phases of a training step; all that is
+            above, wherever it is in the memory of the device, is part of them.
+        host: bytes by category in the memory of the host.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    inputs: int
+    forward: Peak
+    backward: Peak
+    step: Peak
+    host: dict[str, int]
+
+    @property
+    def peak(self) -> Peak:
+        """The highest moment of a training step."""
+        return max((self.forward, self.backward, self.step), key=lambda peak: peak.total)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What a rank sends in one training step by one kind of collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        group: "shard", "regroup" or "replicate".
+        calls: launches; ``messages``: collectives in them.
+        sent: bytes.
+        within_nodes, between_nodes: parts of ``sent`` by the link that they take, on average over
+            the ranks of a node, with rings that enter and leave each node once.
+    """
+
+    kind: str
+    group: str
+    calls: int
+    messages: int
+    sent: int
+    within_nodes: int
+    between_nodes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `estimate` returns; ``print`` shows it as tables.
+
+    Attributes:
+        ranks: the first and the last rank, and between them the one with the highest peak if that
+            is neither.
+        traffic: of the first rank.
+        flops: of a forward and backward of one rank, recomputation included.
+        num_params: of the whole model.
+    """
+
+    mesh_shape: tuple[int, ...]
+    strategy: str
+    num_params: int
+    num_units: int
+    flops: int
+    ranks: list[RankEstimate]
+    traffic: list[TrafficRow]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> RankEstimate:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak.total)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends per step."""
+        return sum(row.sent for row in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "peak_bytes": self.worst.peak.total, "sent_bytes": self.sent}
+
+    def __str__(self) -> str:
+        from .report import as_text
+
+        return as_text(self)
+
+
+def estimate(
+    model: nn.Module,
+    mesh_shape: int | Sequence[int],
+    sample_input: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    strategy: str = "full",
+    wrap: Any = "auto",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    reshard_after_forward: Any = None,
+    prefetch: int = 1,
+    replicate_below: int = 0,
+    direct_min_bytes: int | None = None,
+    activation_checkpointing: str = "none",
+    checkpoint_modules: Sequence[str] | None = None,
+    micro_batches: int = 1,
+    optimizer: Any = "adamw",
+    device_type: str = "cuda",
+    ranks_per_node: int = 8,
+    fake: bool = True,
+) -> Estimate:
+    """Memory and traffic of one training step of ``model``, without running or sharding it.
+
+    One step runs on fake tensors, which have shapes and no memory; what it does is then replayed
+    through the library's own runtime, so the numbers follow what the runtime does: gathers one
+    unit ahead, the last unit kept for backward, embeddings and heads given back early, reductions
+    that wait for each other. Needs no process group and no GPU; takes seconds for any number of
+    ranks.
+
+    Args:
+        model: not sharded; may be on the meta device. Unchanged afterwards.
+        mesh_shape: number of ranks, or (replicas, shards) for HSDP.
+        sample_input: the batch of one rank: a tensor, a tuple of positional arguments or a dict of
+            keyword arguments; tensors may be on the meta device.
+        loss_fn: a function of the model's output that returns the loss. None: the output's
+            ``loss``, the output itself if it is one number, or the sum of its tensors.
+        strategy, wrap, mp_policy, offload_policy, reshard_after_forward, prefetch,
+            replicate_below, direct_min_bytes: as of `shard_model`.
+        activation_checkpointing: "none", "full" or "selective"; see `checkpointing.checkpointed`.
+            Checkpointing inside of the model is seen in any case.
+        checkpoint_modules: names of the modules to recompute. None: all units that have parameters
+            and inputs that need gradients, but not the root: the blocks.
+        micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
+        optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
+            None.
+        device_type: what the run computes on. "cpu" counts as gloo does it: up to four ranks
+            exchange messages straight into place.
+        ranks_per_node: tells which traffic leaves a node.
+        fake: False computes one step on the CPU, with as much memory as that takes: for models
+            whose shapes depend on their data.
+
+    Returns:
+        The estimate. Not in it: what an allocator keeps (fragmentation; a tenth is common), what
+        libraries hold (cuBLAS, NCCL: 1 to 3 GB of a GPU) and scratch memory inside of kernels.
+
+    Raises:
+        ValueError: for a mesh or a strategy that does not fit, a model that is sharded already,
+            shapes that depend on data (with ``fake``), or a step without a loss.
+        TypeError: for arguments of a wrong type.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = Transformer(config)
+        >>> batch = torch.empty(1, 8192, dtype=torch.long, device="meta")
+        >>> print(estimate(model, 1024, batch, loss_fn=lambda out: out.float().mean()))
+    """
+    units = tuple(units_of(model, wrap))
+    setup = make_setup(
+        units,
+        mesh_shape,
+        strategy=strategy,
+        reshard_after_forward=reshard_after_forward,
+        device_type=device_type,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        prefetch=prefetch,
+        replicate_below=replicate_below,
+        direct_min_bytes=direct_min_bytes,
+        micro_batches=micro_batches,
+    )
+    if checkpoint_modules is None:
+        checkpoint_modules = default_checkpoint_modules(model, units)
+    trace = trace_step(
+        model,
+        sample_input,
+        [name for unit in units for name in unit.modules],
+        loss_fn=loss_fn,
+        mp_policy=mp_policy,
+        activation_checkpointing=activation_checkpointing,
+        checkpoint_modules=checkpoint_modules,
+        fake=fake,
+    )
+    shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
+    return estimate_trace(trace, setup, shape, strategy, optimizer, ranks_per_node)
+
+
+def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:
+    """The modules that several units are alike in: blocks."""
+    modules = dict(model.named_modules())
+    names = [name for unit in units if not unit.is_root for name in unit.modules]
+    kinds = [type(modules[name]) for name in names]
+    return [
+        name
+        for name, kind in zip(names, kinds, strict=True)
+        if kinds.count(kind) > 1 and not isinstance(modules[name], nn.Embedding | nn.EmbeddingBag)
+    ]
+
+
+def estimate_trace(
+    trace: StepTrace,
+    setup: Setup,
+    mesh_shape: tuple[int, ...],
+    strategy: str,
+    optimizer: Any,
+    ranks_per_node: int,
+) -> Estimate:
+    """The estimate of a step that was traced before."""
+    replays, ranks = {}, {}
+    for rank in sorted({0, setup.num_shards - 1, *_boundary_ranks(trace, setup)}):
+        replays[rank] = _replay_rank(trace, with_rank(setup, rank), optimizer)
+        ranks[rank] = _rank_estimate(rank, replays[rank])
+    worst = max(ranks.values(), key=lambda estimate: estimate.peak.total)
+    shown = sorted({0, worst.rank, setup.num_shards - 1})
+    topology = Topology(setup.num_shards, setup.num_replicas, ranks_per_node)
+    return Estimate(
+        mesh_shape=mesh_shape,
+        strategy=strategy,
+        num_params=sum(param.numel for param in trace.params),
+        num_units=len(setup.units),
+        flops=trace.flops * setup.micro_batches,
+        ranks=[ranks[rank] for rank in shown],
+        traffic=_traffic(replays[0], topology),
+    )
+
+
+def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
+    """Ranks around which shards of the largest parameters get smaller: rows run out there."""
+    found: set[int] = set()
+    largest = sorted(trace.params, key=lambda p: -p.numel)[:3]
+    for param in largest:
+        if param.shape:
+            chunk = -(-param.shape[0] // setup.num_shards)
+            last = min(-(-param.shape[0] // chunk), setup.num_shards) - 1 if chunk else 0
+            found |= {last}
+    return found
+
+
+def _replay_rank(trace: StepTrace, setup: Setup, optimizer: Any) -> Replay:
+    cost = shard_optimizer_cost(trace, setup, optimizer)
+    return replay(trace, setup, optimizer_bytes=cost.state, optimizer_moment=cost.moment)
+
+
+def shard_optimizer_cost(trace: StepTrace, setup: Setup, optimizer: Any) -> OptimizerCost:
+    """Of this rank's shards."""
+    shards = []
+    for param in trace.params:
+        if param.requires_grad:
+            shape = param.shape
+            if shape and param.numel * param.dtype.itemsize >= setup.replicate_below:
+                chunk = -(-shape[0] // setup.num_shards)
+                start = min(setup.rank * chunk, shape[0])
+                shape = (min(chunk, shape[0] - start), *shape[1:])
+            shards.append((shape, param.dtype))
+    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
+    return optimizer_cost(shards, optimizer, "cpu" if offloaded else setup.device_type)
+
+
+def _rank_estimate(rank: int, made: Replay) -> RankEstimate:
+    account = made.account
+    everywhere = {
+        name: account.now.get(name, 0) + account.host.get(name, 0)
+        for name in ("parameters", "gradients", "optimizer state", "buffers", "inputs")
+    }
+    return RankEstimate(
+        rank=rank,
+        parameters=everywhere["parameters"],
+        gradients=everywhere["gradients"],
+        optimizer=everywhere["optimizer state"],
+        buffers=everywhere["buffers"],
+        inputs=everywhere["inputs"],
+        forward=account.peaks["forward"],
+        backward=account.peaks["backward"],
+        step=account.peaks["optimizer"],
+        host=dict(account.host),
+    )
+
+
+def _traffic(made: Replay, topology: Topology) -> list[TrafficRow]:
+    rows: dict[tuple[str, str], list[int]] = {}
+    for transfer in made.transfers:
+        row = rows.setdefault((transfer.kind, transfer.group), [0, 0, 0])
+        row[0] += 1
+        row[1] += transfer.messages
+        row[2] += transfer.sent
+    result = []
+    for (kind, group), (calls, messages, sent) in rows.items():
+        size = made.setup.num_shards
+        if group == "regroup":
+            size = next(
+                b.regrouped.layout.num_shards for u in made.units for b in u.buckets if b.regrouped
+            )
+        within, between = split_by_link(sent, topology.ring(group, size))
+        result.append(TrafficRow(kind, group, calls, messages, sent, within, between))
+    return result

@@ -1,0 +1,125 @@
+"""What an optimizer keeps for a rank's shards, and what its step needs for a moment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .meter import StorageMeter
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of an optimizer on one rank.
+
+    Attributes:
+        state: kept between steps.
+        moment: most that a step has at once, beyond the state.
+        traffic: read and written by a step.
+    """
+
+    state: int
+    moment: int
+    traffic: int
+
+
+NAMED: dict[str, OptimizerFactory] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+}
+
+
+def optimizer_cost(
+    shards: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    optimizer: str | type | OptimizerFactory | None,
+    device_type: str,
+) -> OptimizerCost:
+    """Run two steps of an optimizer on fake shards.
+
+    Args:
+        shards: shape and dtype of this rank's shard of every trained parameter.
+        optimizer: a name ("adamw", "sgd", "momentum"), an optimizer class, a function of the
+            parameters, or None for none at all.
+        device_type: elsewhere than on the CPU torch updates all parameters together (``foreach``).
+
+    Raises:
+        ValueError: for an unknown name, or an optimizer that decides by values.
+    """
+    if optimizer is None or not shards:
+        return OptimizerCost(0, 0, 0)
+    factory = _factory(optimizer, device_type)
+    if device_type != "cpu":
+        # Together they need what each needs: so every shape is asked for once.
+        costs = {shard: _run([shard], factory) for shard in dict.fromkeys(shards)}
+        return OptimizerCost(
+            sum(costs[shard].state for shard in shards),
+            sum(costs[shard].moment for shard in shards),
+            sum(costs[shard].traffic for shard in shards),
+        )
+    return _run(shards, factory)
+
+
+def _run(
+    shards: Sequence[tuple[tuple[int, ...], torch.dtype]], factory: OptimizerFactory
+) -> OptimizerCost:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shards]
+        meter = StorageMeter()
+        for param in params:
+            param.grad = torch.empty_like(param)
+            meter.ignore(param)
+            meter.ignore(param.grad)
+        try:
+            with meter:
+                made = factory(params)
+                made.step()
+                meter.begin()
+                made.step()
+                second = meter.take()
+        except _DataDependent as error:
+            raise ValueError(
+                f"{type(made).__name__} looks at values, so its state cannot be told without "
+                "running it: pass optimizer=None and add its bytes yourself"
+            ) from error
+        tensors = [
+            value
+            for state in made.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        if second is None:
+            return OptimizerCost(0, 0, 0)
+        traffic = sum(operation.nbytes for operation in second.operations)
+        return OptimizerCost(sum(t.nbytes for t in tensors), second.peak, traffic)
+
+
+def _factory(optimizer: Any, device_type: str) -> OptimizerFactory:
+    if isinstance(optimizer, str):
+        if optimizer not in NAMED:
+            known = ", ".join(f"'{name}'" for name in NAMED)
+            raise ValueError(f"There is no optimizer {optimizer!r}; there are {known}, or a class")
+        optimizer = NAMED[optimizer]
+    if isinstance(optimizer, type) and "lr" in inspect.signature(optimizer).parameters:
+        kind = optimizer
+        optimizer = lambda params: kind(params, lr=1e-3)  # noqa: E731
+    if device_type == "cpu":
+        return optimizer
+
+    def together(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer(params)
+        for group in made.param_groups:
+            if group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
+        return made
+
+    return together

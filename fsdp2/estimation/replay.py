@@ -1,0 +1,331 @@
+"""Replays a traced step through the library's own runtime, for any mesh and any policy.
+
+`runtime.Runtime` decides, as in a run: what is prefetched, what is kept, which reductions may be
+in flight. Its units are those of `stand_ins`, so what comes out are bytes and launches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..mesh import DataParallelMesh
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..runtime import Runtime
+from ..streams import DeviceStreams, Streams
+from ..wrap import UnitDescription
+from .account import Account
+from .device import Launch, LaunchDevice, Transfer
+from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
+from .stand_ins import CountedBucket, CountedUnit, World
+
+Reshard = bool | int | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is sharded.
+
+    Attributes:
+        units: from `units_of`.
+        num_shards, num_replicas: sizes of the mesh dims.
+        rank: among the ranks that share a parameter.
+        reshard_after_forward: of a unit; None: `fully_shard`'s default.
+        prefetch: units gathered ahead.
+        replicate_below: parameters of fewer bytes are whole on every rank.
+        gathered_once: parameters stay gathered between micro-batches.
+        micro_batches: forwards and backwards per step; gradients are reduced in the last.
+    """
+
+    units: tuple[UnitDescription, ...]
+    num_shards: int
+    num_replicas: int = 1
+    rank: int = 0
+    device_type: str = "cuda"
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: Callable[[UnitDescription], Reshard] | None = None
+    prefetch: int = 1
+    direct_min_bytes: int | None = None
+    replicate_below: int = 0
+    gathered_once: bool = False
+    micro_batches: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_shards * self.num_replicas
+
+
+@dataclass
+class Replay:
+    """What a step does on one rank.
+
+    Attributes:
+        account: bytes; its phases are "forward", "backward" and "optimizer".
+        transfers: the collectives of a step, in order.
+        launches: what was put on which stream; empty on host-ordered devices.
+        units: with their layouts.
+    """
+
+    setup: Setup
+    account: Account
+    transfers: list[Transfer]
+    launches: list[Launch]
+    units: list[CountedUnit]
+
+
+def replay(
+    trace: StepTrace,
+    setup: Setup,
+    *,
+    optimizer_bytes: int = 0,
+    optimizer_moment: int = 0,
+    keep_samples: bool = False,
+    warm_up: bool = True,
+) -> Replay:
+    """Run a step of ``trace`` in the manner of ``setup``.
+
+    Args:
+        optimizer_bytes: state of the optimizer on this rank.
+        optimizer_moment: bytes that its step needs for a moment.
+        keep_samples: note the bytes at every change.
+        warm_up: a step goes before, from which the runtime learns the order of units.
+    """
+    account = Account(keep_samples=keep_samples)
+    device = LaunchDevice() if setup.device_type != "cpu" else None
+    world = World(account, device)
+    player = _Player(trace, setup, world)
+    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and device is not None
+    shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))
+    state = account.host if offloaded else account.now
+    for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer_bytes)):
+        state[name] = nbytes
+    account.now["buffers"], account.now["inputs"] = trace.buffer_bytes, trace.input_bytes
+    account.total = sum(account.now.values())
+    if warm_up:
+        player.step()
+        player.drop_gradients()
+        world.transfers.clear()
+        if device is not None:
+            _start_anew(device)
+    # What a step leaves behind (tables that functions cache) is there once.
+    account.add("activations", -account.now.get("activations", 0))
+    account.clock = 0
+    account.phase = "forward"
+    account.forget_peaks()
+    player.step()
+    account.phase = "optimizer"
+    account.touch("optimizer scratch", 0 if offloaded else optimizer_moment)
+    launches = device.launches if device is not None else []
+    return Replay(setup, account, world.transfers, launches, player.units)
+
+
+def _start_anew(device: LaunchDevice) -> None:
+    device.launches.clear()
+    for stream in device.streams:
+        stream.last = None
+        stream.waits.clear()
+
+
+def _buckets(unit: CountedUnit) -> list[CountedBucket]:
+    return [bucket for bucket in unit.buckets if isinstance(bucket, CountedBucket)]
+
+
+def make_units(trace: StepTrace, setup: Setup, world: World) -> list[CountedUnit]:
+    """The units of ``setup``, the root first, planned as `build_runtime` plans real ones."""
+    device = torch.device(setup.device_type)
+    sharded, replicated = setup.num_shards > 1, setup.num_replicas > 1
+    mesh: Any = DataParallelMesh(
+        mesh=None,  # type: ignore[arg-type]
+        shard_group="shard" if sharded else None,  # type: ignore[arg-type]
+        shard_rank=setup.rank,
+        num_shards=setup.num_shards,
+        replicate_group="replicate" if replicated else None,  # type: ignore[arg-type]
+        num_replicas=setup.num_replicas,
+    )
+    units = []
+    descriptions = sorted(setup.units, key=lambda unit: not unit.is_root)
+    for description in descriptions:
+        choose = setup.reshard_after_forward
+        unit = CountedUnit(
+            world,
+            description.name,
+            len(description.modules),
+            mesh,
+            device,
+            mp_policy=setup.mp_policy,
+            offload_policy=setup.offload_policy,
+            reshard_after_forward=None if choose is None else choose(description),
+            direct_min_bytes=setup.direct_min_bytes,
+        )
+        own = [trace.params[i] for i in trace.indices(description.params)]
+        unit.take(own, setup.replicate_below)
+        unit.gathered_once = setup.gathered_once
+        # As `shard_model`: the backward of an embedding reads the indices only.
+        unit.unshard_in_backward = not trace.embeddings.issuperset(description.modules)
+        units.append(unit)
+    for unit, described in zip(units, descriptions, strict=True):
+        others = [(u, d) for u, d in zip(units, descriptions, strict=True) if u is not unit]
+        unit.enclosing = tuple(u for u, d in others if _contains(d, described))
+        unit.encloses = any(_contains(described, d) for _, d in others)
+        policy = unit.reshard_policy
+        unit.reshard_after_forward = (not described.is_root) if policy is None else policy
+    for unit in units:
+        unit.materialize()
+    _set_prefetch(units[1:], descriptions[1:], trace, setup.prefetch)
+    return units
+
+
+def _contains(outer: UnitDescription, inner: UnitDescription) -> bool:
+    if outer.is_root:
+        return True
+    first = inner.modules[0]
+    return any(first.startswith(f"{name}.") for name in outer.modules)
+
+
+def _set_prefetch(
+    units: Sequence[CountedUnit],
+    descriptions: Sequence[UnitDescription],
+    trace: StepTrace,
+    depth: int,
+) -> None:
+    """More than one unit ahead: in the order of the model, as `shard_model` does it."""
+    if depth < 2:
+        return
+    place = {name: i for i, name in enumerate(trace.module_order)}
+    order = sorted(range(len(units)), key=lambda i: place[descriptions[i].modules[0]])
+    ordered = [units[i] for i in order]
+    for i, unit in enumerate(ordered):
+        unit.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
+        unit.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
+
+
+class _ReplayRuntime(Runtime):
+    """The runtime, outside of autograd."""
+
+    def _begin_backward(self) -> None:
+        self.in_backward = True
+        self.forward_root = None
+
+    def pre_forward(self, unit: Any) -> None:
+        if self.in_backward:  # recomputation
+            unit.unshard(self.streams)
+            return
+        super().pre_forward(unit)
+
+
+class _Player:
+    """Feeds the events of a trace to a runtime."""
+
+    def __init__(self, trace: StepTrace, setup: Setup, world: World) -> None:
+        self.trace = trace
+        self.setup = setup
+        self.world = world
+        self.units = make_units(trace, setup, world)
+        device = self.units[0].device
+        streams = Streams() if world.device is None else DeviceStreams(device, world.device)
+        self.units[0].shared_streams = streams
+        self.runtime = _ReplayRuntime(self.units[0], self.units, device)
+        by_name = {unit.name: unit for unit in self.units}
+        self._of_module: dict[int, CountedUnit] = {}
+        self._of_param: dict[int, tuple[CountedUnit, Any]] = {}
+        self._inside = ""  # name of the unit that computes
+        for description in setup.units:
+            unit = by_name[description.name]
+            unit.runtime = self.runtime
+            for name in description.modules:
+                self._of_module[trace.modules.index(name)] = unit
+            for i, param in zip(trace.indices(description.params), unit.params, strict=True):
+                self._of_param[i] = (unit, param)
+
+    def step(self) -> None:
+        """All micro-batches of one step."""
+        for i in range(self.setup.micro_batches):
+            last = i == self.setup.micro_batches - 1
+            for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
+                unit.reduce_grads = unit.all_reduce_grads = last
+                if unit.gathered_once:
+                    unit.reshard_after_backward = last
+            self._micro_batch()
+
+    def drop_gradients(self) -> None:
+        """As ``optimizer.zero_grad`` does."""
+        for unit in self.units:
+            for param in unit.params:
+                param.sharded.grad = None
+
+    def _micro_batch(self) -> None:
+        self._enter_phase("forward")
+        for event in self.trace.events:
+            if isinstance(event, Compute):
+                self._compute(event)
+            elif isinstance(event, Call):
+                self._call(event)
+            elif isinstance(event, Gradient):
+                self._gradient(event)
+            else:
+                assert isinstance(event, StartOfBackward)
+                self._enter_phase("backward")
+        self.runtime.end_backward()
+
+    def _enter_phase(self, name: str) -> None:
+        self.world.account.phase = name
+        if self.world.device is not None:
+            self.world.device.phase = name
+
+    def _compute(self, event: Compute) -> None:
+        account = self.world.account
+        if self.world.device is not None and event.operations:
+            self.world.device.launch(event, self._inside)
+            account.clock = len(self.world.device.launches)
+        account.touch("activations", event.peak)
+        account.add("activations", event.net)
+
+    def _call(self, event: Call) -> None:
+        unit = self._of_module.get(event.module)
+        if unit is None:
+            return
+        begins = event.kind in (Kind.ENTER, Kind.BACKWARD_ENTER)
+        outer = unit.enclosing[0].name if unit.enclosing else ""
+        self._inside = unit.name if begins else outer
+        if event.kind is Kind.ENTER:
+            unit.watching = not event.flag
+            self.runtime.pre_forward(unit)
+        elif event.kind is Kind.LEAVE:
+            self.runtime.post_forward(unit, differentiable=event.flag)
+        elif event.kind is Kind.BACKWARD_ENTER:
+            if not unit.backward_began:
+                unit.num_accumulated = 0
+            self.runtime.pre_backward(unit)
+        else:
+            self.runtime.post_backward(unit)
+
+    def _gradient(self, event: Gradient) -> None:
+        if event.param not in self._of_param:
+            return
+        unit, param = self._of_param[event.param]
+        account = self.world.account
+        # One and the same memory: what was an activation is a gradient now.
+        account.now["activations"] = account.now.get("activations", 0) - event.nbytes
+        account.total -= event.nbytes
+        unit.gradient(param, event.nbytes)
+        unit.num_accumulated += 1
+        if unit.watching and unit.num_accumulated >= unit.num_trained:
+            self.runtime.reduce(unit)
+
+
+def bytes_by_kind(transfers: Sequence[Transfer]) -> dict[str, int]:
+    """Bytes that a rank sends, by kind of collective."""
+    total: Counter[str] = Counter()
+    for transfer in transfers:
+        total[transfer.kind] += transfer.sent
+    return dict(total)
+
+
+def with_rank(setup: Setup, rank: int) -> Setup:
+    """The same for another rank."""
+    return replace(setup, rank=rank)

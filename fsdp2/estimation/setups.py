@@ -1,0 +1,73 @@
+"""From what a user says (a mesh, a strategy by name) to a `Setup`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..strategies import find_strategy, reshard_of
+from ..wrap import UnitDescription
+from .replay import Setup
+
+
+def make_setup(
+    units: Sequence[UnitDescription],
+    mesh_shape: int | Sequence[int],
+    *,
+    strategy: str = "full",
+    reshard_after_forward: Any = None,
+    **options: Any,
+) -> Setup:
+    """The setup that `shard_model` would make.
+
+    Args:
+        units: from `units_of`.
+        options: further fields of `Setup`.
+
+    Raises:
+        ValueError: for a mesh that is not of one or two positive numbers, or does not fit the
+            strategy; or an unknown strategy.
+        TypeError: for a mesh of another kind.
+    """
+    chosen = find_strategy(strategy)
+    replicas, shards = _checked_mesh(mesh_shape)
+    if chosen.hybrid and isinstance(mesh_shape, int):
+        raise ValueError("Strategy 'hybrid' needs a mesh of two dims: (replicas, shards)")
+    if not chosen.sharded:
+        replicas, shards = replicas * shards, 1
+    setup = Setup(
+        units=tuple(units),
+        num_shards=shards,
+        num_replicas=replicas,
+        reshard_after_forward=lambda unit: reshard_of(unit, chosen, reshard_after_forward),
+        gathered_once=chosen.gathered_once,
+        **options,
+    )
+    for unit in units:
+        _check_reshard(reshard_of(unit, chosen, reshard_after_forward), shards)
+    return setup
+
+
+def resized(setup: Setup, replicas: int, shards: int) -> Setup:
+    """The same on another mesh."""
+    return replace(setup, num_shards=shards, num_replicas=replicas)
+
+
+def _checked_mesh(mesh_shape: Any) -> tuple[int, int]:
+    shape = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
+    if not isinstance(shape, list | tuple) or not all(type(n) is int for n in shape):
+        raise TypeError(f"mesh_shape must be a number or a tuple of numbers, got {mesh_shape!r}")
+    if not 1 <= len(shape) <= 2 or min(shape) < 1:
+        raise ValueError(f"mesh_shape must be ranks or (replicas, shards), got {mesh_shape!r}")
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
+
+
+def _check_reshard(value: Any, num_shards: int) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int) or value < 1 or value > num_shards or num_shards % value:
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int that divides the number of shards, "
+            f"{num_shards}, not {value!r}"
+        )

@@ -1,0 +1,536 @@
+"""Units, buckets and reductions without tensors: the library's own, with memory that is counted.
+
+What decides (when to gather, to free, what is written in place, what is held until when) is
+inherited; only what touches memory is replaced. Where the real code drops a reference, a `Held`
+dies here, at the same line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..collectives import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, _wire_dtype
+from ..gradients import Reduction
+from ..late_sums import LateSums
+from ..layout import BucketLayout
+from ..mesh import DataParallelMesh
+from ..reduction import ReducePlan, _is_simple
+from ..storage import Bucket
+from ..streams import Streams
+from ..unit import Unit
+from .account import Account, Held
+from .device import Copy, LaunchDevice, Transfer
+from .events import ParamInfo
+
+_EMBEDDING = nn.Embedding.__new__(nn.Embedding)
+_OTHER = nn.Module()
+
+
+class World:
+    """What all units of one replay share.
+
+    Attributes:
+        transfers: every collective so far.
+        device: what streams put their work on; None where the host orders everything.
+    """
+
+    def __init__(self, account: Account, device: LaunchDevice | None) -> None:
+        self.account = account
+        self.device = device
+        self.transfers: list[Transfer] = []
+
+    def transfer(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+        if self.device is not None:
+            self.device.launch(transfer, transfer.unit)
+            self.account.clock = len(self.device.launches)
+
+    def copy(self, kind: str, nbytes: int, unit: str) -> None:
+        """Between host and device."""
+        if self.device is not None and nbytes:
+            self.device.launch(Copy(kind, nbytes, unit), unit)
+
+
+class CountedGradient(Held):
+    """A gradient that is not reduced yet."""
+
+    def __init__(self, account: Account, nbytes: int, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(account, "unreduced gradients", nbytes)
+        self.numel = numel
+        self.dtype = dtype
+
+    def to(self, dtype: torch.dtype) -> CountedGradient:
+        if dtype == self.dtype:
+            return self
+        return CountedGradient(self._account, self.numel * dtype.itemsize, self.numel, dtype)
+
+    def add_(self, other: Any) -> CountedGradient:
+        return self
+
+
+class CountedParam:
+    """What a unit and its buckets want to know of a parameter."""
+
+    def __init__(self, info: ParamInfo, mesh: DataParallelMesh, replicate_below: int) -> None:
+        if mesh.num_shards > 1 and info.numel * info.dtype.itemsize < replicate_below:
+            mesh = _whole(mesh)
+        self.fqn = info.name
+        self.info = info
+        self.mesh = mesh
+        self.dtype = info.dtype
+        self.extension = False
+        self.full_shape = info.shape
+        self.dim = 0 if info.shape else None
+        self.owners = [(_EMBEDDING if info.is_embedding else _OTHER, info.name)]
+        self.sharded = SimpleNamespace(
+            grad=None, requires_grad=info.requires_grad, _post_accumulate_grad_hooks=None
+        )
+        self.unsharded = SimpleNamespace(grad=None)
+        self.tensor_parallel = None
+
+    def local_gradient(self, grad: Any) -> Any:
+        return grad
+
+
+def _whole(mesh: DataParallelMesh) -> DataParallelMesh:
+    """As `mesh.replicated`: every rank holds all, gradients are averaged over all."""
+    everybody: Any = "all"
+    return replace(
+        mesh,
+        shard_group=None,
+        shard_rank=0,
+        num_shards=1,
+        replicate_group=everybody,
+        num_replicas=mesh.size,
+    )
+
+
+class _GradientStore:
+    """The sharded gradients of a bucket."""
+
+    def __init__(self, world: World, bucket: CountedBucket) -> None:
+        self._world = world
+        self._nbytes = bucket.layout.shard_numel * bucket.orig_dtype.itemsize
+        self._on_host = bucket.shard_device != bucket.device
+        self._held: Held | None = None
+        self.dtensors = [object()] * len(bucket.params)
+        self.flat = None
+
+    def kept_elsewhere(self, detached: Any = None, *, idle: bool = True) -> bool:
+        return False
+
+    def allocate(self) -> None:
+        if self._on_host:
+            self._world.account.host["gradients"] = (
+                self._world.account.host.get("gradients", 0) + self._nbytes
+                if self._held is None
+                else self._world.account.host["gradients"]
+            )
+            self._held = self._held or Held(self._world.account, "gradients", 0)
+        elif self._held is None:
+            self._held = Held(self._world.account, "gradients", self._nbytes)
+
+    def free(self) -> None:
+        if self._on_host and self._held is not None:
+            self._world.account.host["gradients"] -= self._nbytes
+        self._held = None
+
+
+class CountedBucket(Bucket):
+    """A bucket whose storages are numbers."""
+
+    world: World
+    unit_name = ""
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the sharded parameters of a rank."""
+        return self.layout.shard_numel * self.orig_dtype.itemsize
+
+    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+        self.staged: Any = None
+        self.gathered = None
+        self.regrouped = None
+        self._pieces: list[int] = []
+        self._starts: list[int] = []
+        self._held: list[Held | None] = []
+        self._staged_held: Held | None = None
+        if not self.aliases_shards:
+            layout, bounds = self._plan_gathered(regroup_to, split)
+            size = self.gather_dtype.itemsize
+            self._starts = bounds[:-1]
+            self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
+            self._held = [None] * len(self._pieces)
+            self.staged = True if self.shard_device != self.device else None
+            self.plan: Any = _GatherPlan(self, self.layout, self.rank)
+            self.fills_own_slices = self.staged is not None
+            if layout is not None:
+                self.regrouped = _Regrouped(self, layout)  # type: ignore[assignment]
+        self.unsharded = list(enumerate(p.unsharded for p in self.params))  # type: ignore[misc]
+        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self._pieces)
+
+    def allocate(self) -> None:
+        for i, nbytes in enumerate(self._pieces):
+            if self._held[i] is None:
+                self._held[i] = Held(self.world.account, "gathered parameters", nbytes)
+
+    def free(self) -> None:
+        self._held = [None] * len(self._pieces)
+
+    def fill_own_slices(self) -> None:
+        self._staged_held = Held(self.world.account, "communication buffers", self.shard_bytes)
+        self.world.copy("to device", self.shard_bytes, self.unit_name)
+
+    def free_staged(self) -> None:
+        self._staged_held = None
+
+    def note_references(self) -> None:
+        pass
+
+    def release(self, i: int) -> bool:
+        """What is asked for here is complete; references to it are gone."""
+        slot = self.layout.slots[i]
+        if slot.full_offset not in self._starts or len(self._pieces) == 1:
+            return False
+        piece = self._starts.index(slot.full_offset)
+        if self._pieces[piece] != slot.full_numel * self.gather_dtype.itemsize:
+            return False
+        self._held[piece] = None
+        return True
+
+    def gradient_store(self, detached: Any) -> Any:
+        if self.grads is None:
+            self.grads = _GradientStore(self.world, self)  # type: ignore[assignment]
+        self.grads.allocate()  # type: ignore[union-attr]
+        return self.grads
+
+
+class _GatherPlan:
+    def __init__(self, bucket: CountedBucket, layout: BucketLayout, rank: int) -> None:
+        self.bucket = bucket
+        self.layout = layout
+        self.rank = rank
+
+
+class _Regrouped:
+    """The larger shards that are kept after forward."""
+
+    def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
+        self.layout = layout
+        self.plan = _GatherPlan(bucket, layout, bucket.rank % layout.num_shards)
+        self._bucket = bucket
+        self._held: Held | None = None
+
+    @property
+    def saved(self) -> bool:
+        return self._held is not None
+
+    def save(self) -> None:
+        nbytes = self.layout.shard_numel * self._bucket.gather_dtype.itemsize
+        self._held = Held(self._bucket.world.account, "regrouped parameters", nbytes)
+
+    def free(self) -> None:
+        self._held = None
+
+
+# -- communication -------------------------------------------------------------------------------
+
+
+def make_counting_transport(world: World, device: torch.device, size: int, group: str) -> Any:
+    """What `collectives.make_transport` would choose."""
+    exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
+    return (_CountingExchange if exchanges else _CountingCollectives)(world, device, size, group)
+
+
+class _CountingExchange(Exchange):
+    """Messages straight into place: rows that ranks lack are not sent."""
+
+    def __init__(self, world: World, device: torch.device, size: int, group: str) -> None:
+        self.world = world
+        self.size = size
+        self.name = group
+        self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
+
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+        layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
+        own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
+        sent = (self.size - 1) * (own + layout.pack_numel) * size
+        self._note("all_gather", _padded(layout) * self.size * size, sent, plan)
+        return _nothing
+
+    def reduce_scatter(
+        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
+    ) -> Finish | None:
+        assert isinstance(bucket, CountedBucket)
+        account, layout = self.world.account, bucket.layout
+        wire = _wire_dtype(grads, bucket.reduce_dtype)
+        held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
+        stage = _stage(account, bucket, plan, grads, wire)
+        held.append(stage)
+        staged = layout.shard_numel - plan.stage_offset if plan.staged else 0
+        numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
+        own = sum(numels[bucket.rank]) + staged
+        received = (self.size - 1) * own * wire.itemsize
+        held.append(Held(account, "communication buffers", received))
+        others = sum(sum(n) + staged for r, n in enumerate(numels) if r != bucket.rank)
+        nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
+        nbytes += staged * self.size * wire.itemsize
+        self._note("reduce_scatter", nbytes, others * wire.itemsize, bucket.plan)
+        return held.clear
+
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
+        nbytes = sum(t.nbytes for t in tensors)
+        held = [Held(self.world.account, "communication buffers", (self.size - 1) * nbytes)]
+        self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
+        return held.clear
+
+    def _note(self, kind: str, nbytes: int, sent: int, plan: Any) -> None:
+        messages = len(plan.layout.direct) + bool(plan.layout.pack_numel)
+        group = "regroup" if plan.layout is not plan.bucket.layout else self.name
+        unit = plan.bucket.unit_name
+        self.world.transfer(Transfer(kind, group, nbytes, sent, messages, unit))
+
+    def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
+        unit = tensors[0].unit if tensors else ""
+        transfer = Transfer("all_reduce", self.name, nbytes, sent, len(tensors), unit)
+        self.world.transfer(transfer)
+
+
+class _CountingCollectives(_CountingExchange):
+    """The collectives of a group, on rings."""
+
+    def __init__(self, world: World, device: torch.device, size: int, group: str) -> None:
+        super().__init__(world, device, size, group)
+        self.stream_ordered = world.device is not None
+
+    stageable = GroupTransport.stageable
+    out_dtype = GroupTransport.out_dtype
+
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+        shard = _padded(plan.layout) * plan.bucket.gather_dtype.itemsize
+        self._note("all_gather", shard * self.size, shard * (self.size - 1), plan)
+        return None if self.stream_ordered else _nothing
+
+    def reduce_scatter(
+        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
+    ) -> Finish | None:
+        assert isinstance(bucket, CountedBucket)
+        account, dtype = self.world.account, outs[0].dtype
+        held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
+        held.append(_stage(account, bucket, plan, grads, dtype))
+        shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
+        self._note("reduce_scatter", shard * self.size, shard * (self.size - 1), bucket.plan)
+        return None if self.stream_ordered else held.clear
+
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
+        nbytes = sum(t.nbytes for t in tensors)
+        self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
+        return None if self.stream_ordered else _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def _padded(layout: BucketLayout) -> int:
+    """Elements that a rank contributes to a gather."""
+    return sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
+
+
+def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
+    if grad.dtype == dtype:
+        return None
+    return Held(account, "communication buffers", grad.numel * dtype.itemsize)
+
+
+def _stage(
+    account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
+) -> Held | None:
+    """The buffer that small gradients are copied into, and what is needed for a moment."""
+    if not plan.staged:
+        return None
+    layout = bucket.layout
+    numel = layout.num_shards * (layout.shard_numel - plan.stage_offset)
+    held = Held(account, "communication buffers", numel * dtype.itemsize)
+    moment = layout.num_shards * layout.filler_numel
+    for i in plan.staged:
+        slot = layout.slots[i]
+        if not plan.all_simple and not _is_simple(slot, layout.num_shards):
+            moment += slot.full_numel
+    account.touch("communication buffers", moment * bucket.gather_dtype.itemsize)
+    return held
+
+
+class _Part:
+    """A stretch of a reduced gradient."""
+
+    def __init__(self, nbytes: int, unit: str) -> None:
+        self.nbytes = nbytes
+        self.unit = unit
+
+
+class CountedReduction(Reduction):
+    """A reduction that sums nothing."""
+
+    bucket: CountedBucket
+
+    def _allocate_output(self) -> None:
+        self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
+        if not self.in_place:
+            nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
+            self.flat = Held(self.bucket.world.account, "communication buffers", nbytes)
+
+    def _copy_to_output(self) -> None:
+        self._allocate_output()
+
+    def _ranges(self) -> list[Any]:
+        size = self.dtype.itemsize
+        return [_Part(numel * size, self.bucket.unit_name) for _, numel in self.plan.ranges]
+
+    def _scale(self) -> None:
+        pass
+
+    def _adopt(self) -> None:
+        dtype = self.bucket.orig_dtype
+        present = self.plan.present
+        self.dtensors = {i: cast(Any, self.grads[i]).to(dtype) for i in present}
+
+    def _add_to_partial(self) -> None:
+        bucket = self.bucket
+        if bucket.partial is None:
+            nbytes = bucket.layout.shard_numel * self.dtype.itemsize
+            account = bucket.world.account
+            bucket.partial = Held(account, "gradients", nbytes)  # type: ignore[assignment]
+        bucket.partial_present.update(self.plan.present)
+
+    def _take_partial(self) -> None:
+        bucket = self.bucket
+        if bucket.partial is None:
+            return
+        bucket.partial_present.difference_update(self.plan.present)
+        if not bucket.partial_present:
+            self._held, bucket.partial = bucket.partial, None
+
+    def _write_back(self) -> None:
+        if not self.in_place and self.bucket.shard_device != self.bucket.device:
+            self.bucket.world.copy("to host", self.bucket.shard_bytes, self.bucket.unit_name)
+
+
+# -- units ---------------------------------------------------------------------------------------
+
+
+class _Links:
+    """The transports of a mesh."""
+
+    regroup_mesh = None
+
+    def __init__(self, world: World, mesh: DataParallelMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        self._world, self._device = world, device
+        self.gather = self.scatter = self.replicate = self.regather = None
+        if mesh.num_shards > 1:
+            self.gather = self.scatter = self._transport(mesh.num_shards, "shard")
+        if mesh.num_replicas > 1:
+            self.replicate = self._transport(mesh.num_replicas, str(mesh.replicate_group))
+
+    def _transport(self, size: int, group: str) -> Any:
+        return make_counting_transport(self._world, self._device, size, group)
+
+    def regroup(self, size: bool | int) -> int | None:
+        """As `links.Links.regroup`."""
+        num_shards = self.mesh.num_shards
+        if type(size) is not int or size >= num_shards or num_shards % size:
+            return None
+        self.regather = self._transport(size, "regroup")
+        return size
+
+
+class _NothingLate(LateSums):
+    """There is no tensor parallelism here."""
+
+    def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
+        return grad
+
+
+class CountedUnit(Unit):
+    """A unit of a model that is not sharded.
+
+    Attributes:
+        watching: whether no input of the forward that runs needs a gradient.
+        num_accumulated: gradients that this backward has completed.
+    """
+
+    bucket_type = CountedBucket
+    reduction_type = CountedReduction
+
+    def __init__(
+        self, world: World, name: str, num_modules: int, mesh: Any, device: Any, **kw: Any
+    ):
+        super().__init__((_OTHER,) * num_modules, mesh, device, **kw)
+        self.world = world
+        self.name = name
+        self.registration: Any = SimpleNamespace(shown="sharded", show=self._show, check=_nothing)
+        self.late_sums = _NothingLate(self)
+        self.watching = False
+        self.num_accumulated = 0
+
+    def _show(self, kind: str, *, for_forward: bool = True) -> None:
+        self.registration.shown = kind
+
+    def take(self, params: Sequence[ParamInfo], replicate_below: int = 0) -> None:
+        """Plan for these parameters; they are sharded from now on."""
+        made = [CountedParam(info, self.mesh, replicate_below) for info in params]
+        self.params = made  # type: ignore[assignment]
+        self._make_buckets()
+        for bucket in self.buckets:
+            assert isinstance(bucket, CountedBucket)
+            bucket.world, bucket.unit_name = self.world, self.name
+        self._unsharded_list = [p.unsharded for p in self.params]
+        self._sharded_list, self._versioned, self._requires_grad = [], [], ()
+        self.num_trained = sum(info.requires_grad for info in params)
+
+    def _make_links(self) -> None:
+        made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
+        self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
+        self._tag, self._tags_per_bucket = 0, 1
+
+    def _plan_registration(self) -> None:
+        pass
+
+    def _make_regrouped_params(self) -> None:
+        pass
+
+    def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
+        streams.before_free()
+        with streams.gathering():
+            if not bucket.release(i):
+                return
+        self.released = True
+
+    def gradient(self, param: CountedParam, nbytes: int) -> None:
+        """Autograd has completed a gradient."""
+        account = self.world.account
+        own = param.unsharded
+        if own.grad is not None:
+            account.touch("unreduced gradients", nbytes)
+            return
+        dtype = param.dtype
+        if dtype.is_floating_point and self.mp_policy.param_dtype is not None:
+            dtype = self.mp_policy.param_dtype
+        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), dtype)

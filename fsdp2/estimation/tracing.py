@@ -1,0 +1,298 @@
+"""Runs one step of a model on fake tensors and writes down what happens.
+
+The modules that may be units carry the hooks of real units (`hooks.UnitHooks`), so the borders of
+forward and backward are those of a sharded run: the same casts of inputs and outputs, the same
+nodes in the graph. What the hooks call is not a runtime but a `_Recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as _DynamicShape
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..hooks import UnitHooks
+from ..policy import MixedPrecisionPolicy
+from ..tree import map_tensors, tensors_in
+from ..wrap import parameters_of
+from .checkpointing import checkpointed
+from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .meter import StorageMeter
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+def trace_step(
+    model: nn.Module,
+    sample_input: Any,
+    modules: Sequence[str],
+    *,
+    loss_fn: LossFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    activation_checkpointing: str = "none",
+    checkpoint_modules: Sequence[str] = (),
+    fake: bool = True,
+) -> StepTrace:
+    """Trace forward, loss and backward of ``model``, which is as before afterwards.
+
+    Args:
+        model: not sharded; on any device, meta too. Nothing of its data is read or written.
+        sample_input: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
+            one rank gets it; tensors may be on the meta device.
+        modules: names of all modules that may be units; "" is the model.
+        loss_fn: makes a scalar of the model's output. None: the output's ``loss``, or the output
+            if it is a scalar, or the sum of its tensors.
+        mp_policy: parameters and inputs are cast as in a sharded run.
+        activation_checkpointing: see `checkpointing.checkpointed`.
+        checkpoint_modules: names of the modules whose activations are recomputed.
+        fake: False computes on real memory of the CPU, for models whose shapes depend on data.
+
+    Raises:
+        ValueError: if the model's shapes depend on data, or nothing needs a gradient.
+        TypeError: for parameters that are tensor subclasses.
+    """
+    by_name = dict(model.named_modules())
+    trace = StepTrace(
+        modules=list(dict.fromkeys([*modules, ""])),
+        module_order=list(by_name),
+        embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
+        params=describe_params(model),
+    )
+    meter = StorageMeter()
+    recorder = _Recorder(trace, meter)
+    units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
+    recorder.root = units[-1]
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_side_effects(model))
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        params = _replace_tensors(model, mp_policy, trace, fake)
+        args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
+        inputs = list(tensors_in((args, kwargs)))
+        trace.input_bytes = sum(t.nbytes for t in inputs)
+        for tensor in (*params, *model.buffers(), *inputs):
+            meter.ignore(tensor)
+        for param, i in params.items():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
+        for name in checkpoint_modules:
+            stack.enter_context(checkpointed(by_name[name], activation_checkpointing))
+        for unit in units:
+            unit.runtime = recorder
+            _RecordingHooks(cast(Any, unit)).install()
+        stack.enter_context(meter)
+        try:
+            _run(model, args, kwargs, loss_fn or _default_loss, recorder)
+        except (_DataDependent, _DynamicShape) as error:
+            raise ValueError(
+                f"The shapes of this model depend on the values of its data ({error}), so they are "
+                "not known without running it. Pass fake=False to run one step of it on the CPU"
+            ) from error
+    return trace
+
+
+def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder: _Recorder) -> None:
+    recorder.meter.begin()
+    output = model(*args, **kwargs)
+    loss = loss_fn(output)
+    del output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"A step needs a loss of one element that depends on trained parameters, got {loss!r}: "
+            "pass loss_fn, a function of the model's output"
+        )
+    recorder.flush()
+    recorder.trace.events.append(StartOfBackward())
+    loss.backward()
+    recorder.flush()
+
+
+def describe_params(model: nn.Module) -> list[ParamInfo]:
+    """The parameters of ``model``, each once, in its order."""
+    described = []
+    for name, param, owners in parameters_of(model):
+        if type(param) not in (nn.Parameter, torch.Tensor) and not _is_fake(param):
+            raise TypeError(
+                f"Parameter '{name}' is a {type(param).__name__}; only plain parameters can be "
+                "estimated"
+            )
+        embedding = len(owners) == 1 and type(next(iter(owners))) is nn.Embedding
+        described.append(
+            ParamInfo(name, tuple(param.shape), param.dtype, param.requires_grad, embedding)
+        )
+    return described
+
+
+def _is_fake(param: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(param, FakeTensor) or isinstance(param.data, FakeTensor)
+
+
+# -- stand-ins -------------------------------------------------------------------------------
+
+
+def _stand_in(tensor: torch.Tensor, fake: bool) -> torch.Tensor:
+    if not fake:
+        if tensor.is_meta:
+            raise ValueError("fake=False computes: the sample input must hold values, but is meta")
+        return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _as_arguments(sample: Any) -> tuple[tuple, dict]:
+    if isinstance(sample, dict):
+        return (), sample
+    return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
+
+
+def _replace_tensors(
+    model: nn.Module, mp_policy: MixedPrecisionPolicy, trace: StepTrace, fake: bool
+) -> dict[nn.Parameter, int]:
+    """Put parameters in the dtype of computation and buffers into the modules."""
+    made: dict[int, nn.Parameter] = {}
+    numbers: dict[nn.Parameter, int] = {}
+    for i, (_, param, owners) in enumerate(list(parameters_of(model))):
+        dtype = param.dtype
+        if dtype.is_floating_point and mp_policy.param_dtype is not None:
+            dtype = mp_policy.param_dtype
+        if fake or param.is_meta:
+            data = torch.empty(param.shape, dtype=dtype, device="cpu")
+        else:
+            data = param.detach().to("cpu", dtype, copy=True)
+        stand_in = nn.Parameter(data, requires_grad=param.requires_grad)
+        made[id(param)] = stand_in
+        numbers[stand_in] = i
+        for owner in owners:
+            for name, own in owner._parameters.items():
+                if own is param:
+                    owner._parameters[name] = stand_in
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                trace.buffer_bytes += buffer.nbytes
+                empty = fake or buffer.is_meta
+                module._buffers[name] = (
+                    torch.empty_like(buffer, device="cpu")
+                    if empty
+                    else buffer.detach().to("cpu", copy=True)
+                )
+    return numbers
+
+
+@contextmanager
+def _without_side_effects(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules have the attributes, parameters, buffers and hooks that they have now.
+
+    What a model keeps elsewhere (a cache of a function) is beyond reach.
+    """
+    kept = []
+    for module in model.modules():
+        values = vars(module)
+        kept.append((values, dict(values)))
+        kept += [(held, held.copy()) for held in values.values() if isinstance(held, dict)]
+    try:
+        yield
+    finally:
+        for holder, before in kept:
+            holder.clear()
+            holder.update(before)
+
+
+def _default_loss(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    total: torch.Tensor | None = None
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            term = tensor.sum()
+            total = term if total is None else total + term
+    if total is None:
+        raise ValueError("No output of the model needs a gradient: is every parameter frozen?")
+    return total
+
+
+# -- recording -------------------------------------------------------------------------------
+
+
+class _TracedUnit:
+    """What `UnitHooks` wants to know of a unit."""
+
+    def __init__(self, module: nn.Module, number: int, mp_policy: MixedPrecisionPolicy) -> None:
+        self.modules = (module,)
+        self.number = number
+        self.mp_policy = mp_policy
+        self.device = torch.device("cpu")
+        self.backward_began = False
+        self.runtime: Any = None
+
+
+class _Recorder:
+    """In the place of a runtime: writes down its calls."""
+
+    def __init__(self, trace: StepTrace, meter: StorageMeter) -> None:
+        self.trace = trace
+        self.meter = meter
+        self.root: Any = None
+
+    def flush(self) -> None:
+        """Close the stretch of computation that ran until now."""
+        done = self.meter.take()
+        if done is not None:
+            self.trace.events.append(done)
+
+    def _call(self, kind: Kind, unit: Any, flag: bool = False) -> None:
+        self.flush()
+        self.trace.events.append(Call(kind, unit.number, flag))
+
+    def pre_forward(self, unit: Any) -> None:
+        pass  # noted by `entered`, which knows the inputs
+
+    def entered(self, unit: Any, marked: bool) -> None:
+        self._call(Kind.ENTER, unit, marked)
+
+    def post_forward(self, unit: Any, *, differentiable: bool) -> None:
+        self._call(Kind.LEAVE, unit, differentiable)
+
+    def pre_backward(self, unit: Any) -> None:
+        self._call(Kind.BACKWARD_ENTER, unit)
+
+    def post_backward(self, unit: Any) -> None:
+        self._call(Kind.BACKWARD_LEAVE, unit)
+
+    def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
+        """A hook that notes the gradient of a parameter and takes it away."""
+
+        def hook(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            self.flush()
+            nbytes = self.meter.ignore(param.grad)
+            self.trace.events.append(Gradient(number, nbytes))
+            param.grad = None
+            self.meter.begin()
+
+        return hook
+
+
+class _RecordingHooks(UnitHooks):
+    """The hooks of a unit, which also say whether the inputs were marked."""
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        unit: Any = self.unit
+        unit.runtime.entered(unit, needs)
+        return super().pre_forward(module, args, kwargs)
+
+    def _watch_accumulation(self) -> None:
+        pass  # the replay knows from the flag of ENTER

@@ -1,0 +1,16 @@
+"""How to shard a model on given hardware, by simulation: see `plan`."""
+
+from .hardware import PRESETS, Hardware, find_hardware
+from .planning import Outcome, Plan, plan
+from .simulate import SimulatedStep, Simulator
+
+__all__ = [
+    "PRESETS",
+    "Hardware",
+    "Outcome",
+    "Plan",
+    "SimulatedStep",
+    "Simulator",
+    "find_hardware",
+    "plan",
+]

@@ -1,0 +1,125 @@
+"""The ways to shard that a planner looks at: pure arithmetic and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..wrap import UnitDescription
+
+Wrap = str | list[str | tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way.
+
+    Attributes:
+        strategy: as of `shard_model`.
+        mesh: (ranks,) or (replicas, shards).
+        wrap: a key of `wraps_of`.
+        reshard: ``reshard_after_forward`` of all units but the root; None: the default.
+        prefetch: units gathered ahead.
+        checkpointing: of activations.
+    """
+
+    strategy: str
+    mesh: tuple[int, ...]
+    checkpointing: str = "none"
+    wrap: str = "blocks"
+    reshard: bool | int | None = None
+    prefetch: int = 1
+
+    @property
+    def complexity(self) -> int:
+        """How far from the defaults."""
+        changed = (
+            len(self.mesh) > 1,
+            self.wrap != "blocks",
+            self.reshard is not None,
+            self.prefetch > 1,
+            self.checkpointing != "none",
+        )
+        return sum(changed)
+
+    def __str__(self) -> str:
+        parts = [self.strategy, " x ".join(map(str, self.mesh)), f"units: {self.wrap}"]
+        if self.reshard is not None:
+            parts.append(f"reshard {self.reshard}")
+        parts.append(f"prefetch {self.prefetch}")
+        parts.append(f"checkpointing {self.checkpointing}")
+        return ", ".join(parts)
+
+
+def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Strategies with their meshes: all ranks; replicas of nodes or of powers of two of nodes."""
+    if num_ranks > 1:
+        yield "none", (num_ranks,)
+    yield "full", (num_ranks,)
+    shards = ranks_per_node
+    while shards < num_ranks:
+        if num_ranks % shards == 0:
+            yield "hybrid", (num_ranks // shards, shards)
+        shards *= 2
+
+
+def first_round(modes: Sequence[str], num_ranks: int, ranks_per_node: int) -> list[Candidate]:
+    """All meshes with all kinds of checkpointing."""
+    return [
+        Candidate(strategy, mesh, mode)
+        for strategy, mesh in meshes_of(num_ranks, ranks_per_node)
+        for mode in modes
+    ]
+
+
+def second_round(start: Candidate, wraps: Sequence[str], ranks_per_node: int) -> list[Candidate]:
+    """All units, resharding and prefetch for one mesh and kind of checkpointing."""
+    reshards: list[bool | int | None] = [None]
+    prefetches = [1]
+    if start.strategy != "none":
+        reshards.append(False)
+        prefetches.append(2)
+        shards = start.mesh[-1]
+        if shards > ranks_per_node and shards % ranks_per_node == 0:
+            reshards.append(ranks_per_node)
+    return combinations(start, wraps, reshards, prefetches)
+
+
+def combinations(
+    start: Candidate,
+    wraps: Sequence[str],
+    reshards: Sequence[bool | int | None],
+    prefetches: Sequence[int],
+) -> list[Candidate]:
+    """Each with each."""
+    return [
+        replace(start, wrap=wrap, reshard=reshard, prefetch=prefetch)
+        for wrap in wraps
+        for reshard in reshards
+        for prefetch in prefetches
+    ]
+
+
+def wraps_of(units: Sequence[UnitDescription], blocks: Sequence[str]) -> dict[str, Any]:
+    """What may be units, as `shard_model` takes it: every block, several blocks, the whole model.
+
+    Args:
+        units: from ``units_of(model, "auto")``.
+        blocks: names of the modules that are alike.
+    """
+    wraps: dict[str, Any] = {"blocks": "auto"}
+    names = [u.modules for u in units if not u.is_root]
+    single = [group for group in names if len(group) == 1 and group[0] in set(blocks)]
+    for size in (2, 4):
+        if len(single) >= 2 * size:
+            grouped: dict[tuple[str, ...], tuple[str, ...]] = {}
+            for i in range(0, len(single), size):
+                whole = tuple(name for group in single[i : i + size] for name in group)
+                grouped |= dict.fromkeys(single[i : i + size], whole)
+            wraps[f"{size} blocks"] = [
+                group[0] if len(group) == 1 else group
+                for group in dict.fromkeys(grouped.get(group, group) for group in names)
+            ]
+    wraps["one"] = "root"
+    return wraps

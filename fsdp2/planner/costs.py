@@ -1,0 +1,82 @@
+"""How long things take: roofline for kernels, rings for collectives. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..estimation.device import Copy, Transfer
+from ..estimation.events import Compute, Operation
+from ..estimation.topology import Ring
+from .hardware import Hardware
+
+NODE, NETWORK, HOST = "node", "network", "host"  # links
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one thing on a stream.
+
+    Attributes:
+        fixed_s: seconds that nothing else influences: latency, or a kernel's time.
+        shared_s: seconds on ``link`` if nobody else uses it.
+    """
+
+    fixed_s: float
+    shared_s: float = 0.0
+    link: str | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self.fixed_s + self.shared_s
+
+
+def operation_s(operation: Operation, hardware: Hardware) -> float:
+    """Roofline: the slower of arithmetic and memory, and no faster than kernels are launched."""
+    rate = hardware.flops_of(operation.dtype)
+    if operation.attention:
+        rate = min(rate, hardware.attention_flops)
+    arithmetic = operation.flops / rate
+    memory = operation.nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    return max(arithmetic, memory, hardware.kernel_s)
+
+
+def compute_s(compute: Compute, hardware: Hardware) -> float:
+    """All kernels of a stretch, one after the other."""
+    return sum(operation_s(operation, hardware) for operation in compute.operations)
+
+
+def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
+    """The slowest link of a ring, and the bytes per second that the ring has there.
+
+    A ring that leaves the node passes all its bytes over the node's network once; so do the other
+    rings like it that start in the node at the same time, and they share the network.
+    """
+    if ring.num_nodes == 1:
+        return NODE, hardware.node_bandwidth
+    network = hardware.network_bandwidth * hardware.network_efficiency / ring.groups_per_node
+    if ring.per_node > 1 and network > hardware.node_bandwidth:
+        return NODE, hardware.node_bandwidth
+    return NETWORK, network
+
+
+def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
+    """A collective as a ring: n-1 steps, of which (number of nodes - 1) go over the network.
+
+    Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The formula is NCCL's
+    (src/graph/tuning.cc), for large messages.
+    """
+    if ring.size < 2:
+        return Cost(0.0)
+    times = 2 if transfer.kind == "all_reduce" else 1
+    link, bandwidth = link_of(ring, hardware)
+    between = ring.num_nodes - 1
+    latency = hardware.call_latency_s + times * (
+        between * hardware.network_latency_s + (ring.size - 1 - between) * hardware.node_latency_s
+    )
+    moved = times * transfer.nbytes * (ring.size - 1) / ring.size
+    return Cost(latency, moved / bandwidth, link)
+
+
+def copy_cost(copy: Copy, hardware: Hardware) -> Cost:
+    """Between the memories of a GPU and of its host."""
+    return Cost(hardware.kernel_s, copy.nbytes / hardware.host_bandwidth, HOST)

@@ -1,0 +1,166 @@
+"""What a step runs on: speeds of a GPU, of the links in a node and of those between nodes.
+
+Numbers of the presets are from data sheets and published measurements, each named beside it; they
+were written down from memory, without access to the sources. Efficiencies say how much of a data
+sheet's number large kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+GB = 1e9
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal nodes.
+
+    Attributes:
+        name: for people.
+        memory_bytes: of one GPU.
+        matmul_flops: per second, by dtype, of large dense matrix multiplications on the data sheet.
+        matmul_efficiency: the part of it that large multiplications reach.
+        attention_flops: per second that fused attention kernels reach, forward and backward.
+        memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
+        memory_efficiency: the part of it that streaming kernels reach.
+        kernel_s: the least time between the begins of two kernels.
+        ranks_per_node: GPUs in a node.
+        node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
+        network_bandwidth: bytes per second that a node sends to other nodes.
+        network_efficiency: the part of it that collectives reach.
+        node_latency_s, network_latency_s: of one step of a ring.
+        call_latency_s: of a collective as such.
+        host_bandwidth: bytes per second between a GPU and the memory of the host.
+
+    Raises:
+        ValueError: for numbers that are not positive.
+
+    Example:
+        >>> ours = replace(find_hardware("h100"), network_bandwidth=100e9, name="ours")
+    """
+
+    name: str
+    memory_bytes: float
+    matmul_flops: Mapping[torch.dtype, float]
+    matmul_efficiency: float
+    attention_flops: float
+    memory_bandwidth: float
+    node_bandwidth: float
+    network_bandwidth: float
+    memory_efficiency: float = 0.85
+    kernel_s: float = 5e-6
+    ranks_per_node: int = 8
+    network_efficiency: float = 0.8
+    node_latency_s: float = 3.4e-6
+    network_latency_s: float = 14e-6
+    call_latency_s: float = 8.4e-6
+    host_bandwidth: float = 25 * GB
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
+        numbers |= {f"matmul_flops[{k}]": v for k, v in self.matmul_flops.items()}
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Per second, that large multiplications of ``dtype`` reach."""
+        slowest = min(self.matmul_flops.values())
+        return self.matmul_flops.get(dtype, slowest) * self.matmul_efficiency
+
+
+# Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
+# data sheet (shapes, power limits, kernels of collectives beside). A100: calibrated on one
+# published row, GPT-175B on 128 GPUs with two sequences each (FSDP paper, 186 TFLOPS). H100: the
+# same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
+# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.72 / 0.86 * 0.80 = 0.67. H100
+# limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
+# Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
+# 190 TFLOPS on A100 and 335 on H100.
+# Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
+# 14 us over the network, 8.4 us per call.
+# NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
+# 450 (H100).
+_A100 = Hardware(
+    name="a100-80",
+    memory_bytes=80 * GIB,
+    # NVIDIA A100 data sheet: 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s (80 GB SXM).
+    matmul_flops={torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 156e12},
+    matmul_efficiency=0.72,
+    attention_flops=190e12,
+    memory_bandwidth=2039 * GB,
+    node_bandwidth=230 * GB,
+    network_bandwidth=200 * GB,  # DGX A100: 8 HDR ports of 200 Gb/s for computing
+    host_bandwidth=25 * GB,  # PCIe 4
+)
+_H100 = Hardware(
+    name="h100",
+    memory_bytes=80 * GIB,
+    # NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 494 TF32, 3.35 TB/s.
+    matmul_flops={torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 494e12},
+    matmul_efficiency=0.67,
+    attention_flops=335e12,
+    memory_bandwidth=3350 * GB,
+    node_bandwidth=360 * GB,
+    network_bandwidth=400 * GB,  # DGX H100: 8 NDR ports of 400 Gb/s
+    host_bandwidth=50 * GB,  # PCIe 5
+)
+
+PRESETS: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _A100,
+        # The 40 GB version of the data sheet: HBM2 with 1,555 GB/s.
+        replace(_A100, name="a100-40", memory_bytes=40 * GIB, memory_bandwidth=1555 * GB),
+        # FSDP paper (arXiv 2304.11277), section 5: 80 GB A100s connected by a 2 Tb/s RoCE network.
+        replace(_A100, name="a100-fsdp-paper", network_bandwidth=250 * GB),
+        _H100,
+        # NVIDIA H200 data sheet: the compute of an H100, 141 GB with 4.8 TB/s.
+        replace(_H100, name="h200", memory_bytes=141 * GB, memory_bandwidth=4800 * GB),
+        # torchtitan, docs/performance.md: 96 GB HBM2e with 2.4 TB/s, limited to 500 W, 400 Gb/s
+        # per GPU. Efficiency: calibrated on one row of it, Llama 3 8B on 8 GPUs.
+        replace(
+            _H100,
+            name="h100-torchtitan",
+            memory_bytes=95 * GIB,
+            matmul_efficiency=0.485,
+            memory_bandwidth=2400 * GB,
+        ),
+        # Two cores and gloo, for trying things out: measured here to the order of magnitude.
+        Hardware(
+            name="cpu",
+            memory_bytes=16 * GIB,
+            matmul_flops={torch.float32: 60e9, torch.bfloat16: 60e9},
+            matmul_efficiency=0.8,
+            attention_flops=20e9,
+            memory_bandwidth=10 * GB,
+            node_bandwidth=3 * GB,
+            network_bandwidth=1 * GB,
+            kernel_s=10e-6,
+            ranks_per_node=2,
+        ),
+    )
+}
+
+
+def find_hardware(hardware: str | Hardware) -> Hardware:
+    """A preset by its name; a `Hardware` is returned as it is.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        raise TypeError(f"hardware must be a name or a Hardware, got {hardware!r}")
+    if hardware not in PRESETS:
+        known = ", ".join(f"'{name}'" for name in PRESETS)
+        raise ValueError(f"There is no hardware {hardware!r}; there are {known}, or a Hardware")
+    return PRESETS[hardware]

@@ -1,0 +1,337 @@
+"""`plan`: how to shard a model on given hardware, by simulating a step of every way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..estimation.checkpointing import MODES, apply_checkpointing
+from ..estimation.estimating import default_checkpoint_modules
+from ..estimation.events import StepTrace
+from ..estimation.replay import Setup
+from ..estimation.setups import make_setup
+from ..estimation.tracing import LossFn, trace_step
+from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from ..terminal import show_bytes
+from ..wrap import UnitDescription, units_of
+from .candidates import Candidate, combinations, first_round, second_round, wraps_of
+from .hardware import Hardware, find_hardware
+from .simulate import SimulatedStep, Simulator
+
+# Of a GPU's memory: what allocators keep in pieces, and libraries for themselves, is not simulated.
+USABLE_MEMORY = 0.9
+# Steps that differ by less than this are taken to be equally fast.
+SAME_SPEED = 0.005
+
+
+@dataclass
+class Outcome:
+    """A candidate and what its step would be like."""
+
+    candidate: Candidate
+    seconds: float
+    exposed_s: float
+    peak_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        memory = show_bytes(self.peak_bytes)
+        over = "" if self.fits else ", does not fit"
+        return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
+
+
+@dataclass
+class Plan:
+    """What `plan` chose, why, and what else there was.
+
+    Attributes:
+        kwargs: for ``shard_model(model, mesh, **plan.kwargs)``.
+        mesh_shape: of the mesh: (ranks,) or (replicas, shards).
+        activation_checkpointing: "none", "selective" or "full".
+        checkpoint_modules: names of the modules to recompute.
+        step: the simulated step.
+        outcomes: all that was simulated, the best first, what does not fit last.
+        reasons: sentences for people.
+    """
+
+    kwargs: dict[str, Any]
+    mesh_shape: tuple[int, ...]
+    activation_checkpointing: str
+    checkpoint_modules: list[str]
+    hardware: Hardware
+    memory_budget: int
+    chosen: Outcome
+    step: SimulatedStep
+    outcomes: list[Outcome]
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def runner_up(self) -> Outcome | None:
+        """The fastest of those that fit and were not chosen."""
+        others = [o for o in self.outcomes if o is not self.chosen and o.fits]
+        return min(others, key=lambda outcome: outcome.seconds, default=None)
+
+    def make_mesh(self, device_type: str = "cuda") -> Any:
+        """The mesh of the plan, over all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
+        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
+
+    def apply(self, model: Any, mesh: Any = None) -> Any:
+        """Checkpoint activations and shard ``model``, in place, as planned.
+
+        Args:
+            mesh: made by `make_mesh`; None makes it.
+        """
+        from ..strategies import shard_model
+
+        if self.activation_checkpointing != "none":
+            for name in self.checkpoint_modules:
+                module = model.get_submodule(name)
+                module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
+        return shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
+
+    def picture(self, path: str | Path) -> None:
+        """Write the simulated step as a picture: streams over time, memory below."""
+        from .picture import draw
+
+        draw(self, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        from .report import as_dict
+
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        from .report import as_text
+
+        return as_text(self)
+
+
+def show_seconds(seconds: float) -> str:
+    """``1.23 s`` or ``12.3 ms``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def plan(
+    model: nn.Module,
+    sample_input: Any,
+    hardware: str | Hardware,
+    num_ranks: int,
+    memory_budget: float | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    optimizer: Any = "adamw",
+    activation_checkpointing: Sequence[str] = MODES,
+    micro_batches: int = 1,
+    fake: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
+
+    A step is traced on fake tensors and simulated for every way that seems worth it: kernels take
+    the time of their FLOPs or bytes, collectives that of a ring over the links, and streams wait
+    for each other as in the library's runtime, which is what runs in the simulation. Of those that
+    fit into memory the fastest is chosen; of those that are equally fast the one that needs least.
+
+    Args:
+        model: not sharded; may be on the meta device. Unchanged afterwards.
+        sample_input, loss_fn, optimizer, micro_batches, fake: as of `estimate`; the batch of one
+            rank.
+        hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40") or a `Hardware`.
+        num_ranks: GPUs. Above one node, a multiple of the GPUs in a node.
+        memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
+            allocators and libraries need some too.
+        mp_policy, offload_policy: as of `fully_shard`, given.
+        activation_checkpointing: the ways that may be chosen; see `estimate`.
+        progress: called with (what is done, how many are done, how many there are).
+
+    Returns:
+        The plan: ``plan.apply(model)`` in the training script, or ``shard_model(model, mesh,
+        **plan.kwargs)``; print it for the reasons.
+
+    Raises:
+        ValueError: if nothing fits, which names the least that is needed; or for arguments that
+            `estimate` would refuse.
+
+    Example:
+        >>> made = plan(model, tokens, "h100", 128, mp_policy=bf16, loss_fn=loss)
+        >>> print(made)
+        >>> made.picture("plan.png")
+    """
+    chosen_hardware = find_hardware(hardware)
+    _check_ranks(num_ranks, chosen_hardware)
+    for mode in activation_checkpointing:
+        if mode not in MODES:
+            raise ValueError(f"activation_checkpointing: there is no {mode!r}; there are {MODES}")
+    budget = memory_budget or USABLE_MEMORY * chosen_hardware.memory_bytes
+    search = _Search(
+        model,
+        Simulator(chosen_hardware, optimizer),
+        num_ranks,
+        int(budget),
+        {
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "micro_batches": micro_batches,
+        },
+        lambda mode, blocks, modules: trace_step(
+            model,
+            sample_input,
+            modules,
+            loss_fn=loss_fn,
+            mp_policy=mp_policy,
+            activation_checkpointing=mode,
+            checkpoint_modules=blocks,
+            fake=fake,
+        ),
+        progress or (lambda what, done, total: None),
+    )
+    return search.run(tuple(activation_checkpointing))
+
+
+def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:
+    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool):
+        raise TypeError(f"num_ranks must be an int, got {num_ranks!r}")
+    node = hardware.ranks_per_node
+    if num_ranks < 1 or (num_ranks > node and num_ranks % node):
+        raise ValueError(
+            f"num_ranks must be positive and, above one node, a multiple of the {node} GPUs of a "
+            f"node; got {num_ranks}"
+        )
+
+
+class _Search:
+    """Two rounds: meshes and checkpointing first, then the rest for the best of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        simulator: Simulator,
+        num_ranks: int,
+        budget: int,
+        options: dict[str, Any],
+        trace: Callable[[str, list[str], list[str]], StepTrace],
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.model = model
+        self.simulator = simulator
+        self.num_ranks = num_ranks
+        self.budget = budget
+        self.options = options
+        self.progress = progress
+        auto = units_of(model, "auto")
+        self.blocks = default_checkpoint_modules(model, auto)
+        self.wraps = wraps_of(auto, self.blocks)
+        self.units: dict[str, tuple[UnitDescription, ...]] = {
+            label: tuple(units_of(model, wrap)) for label, wrap in self.wraps.items()
+        }
+        self._make_trace = trace
+        self._traces: dict[str, StepTrace] = {}
+        self.outcomes: dict[Candidate, Outcome] = {}
+        self.notes: list[str] = []
+
+    def run(self, modes: tuple[str, ...]) -> Plan:
+        node = self.simulator.hardware.ranks_per_node
+        if not self.blocks:
+            modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
+        for i, mode in enumerate(modes):
+            self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
+            names = [n for units in self.units.values() for u in units for n in u.modules]
+            try:
+                self._traces[mode] = self._make_trace(mode, self.blocks, names)
+            except RuntimeError as error:  # the model does something else when it runs again
+                if mode == "none" or len(modes) == 1:
+                    raise
+                self.notes.append(f"Checkpointing '{mode}' is left out, it fails: {error}")
+        modes = tuple(self._traces)
+        self._simulate(first_round(modes, self.num_ranks, node))
+        best = [o.candidate for o in self._ranked()[:3]]
+        self._simulate([c for start in best for c in second_round(start, tuple(self.wraps), node)])
+        return self._conclude()
+
+    def _simulate(self, candidates: Sequence[Candidate]) -> None:
+        fresh = [c for c in dict.fromkeys(candidates) if c not in self.outcomes]
+        for i, candidate in enumerate(fresh):
+            self.progress(f"simulating: {candidate}", i, len(fresh))
+            step = self.simulator.run(self._traces[candidate.checkpointing], self.setup(candidate))
+            self.outcomes[candidate] = Outcome(
+                candidate,
+                step.seconds,
+                step.exposed_s,
+                step.peak.total,
+                step.peak.total <= self.budget,
+            )
+
+    def setup(self, candidate: Candidate) -> Setup:
+        """How the candidate shards."""
+        return make_setup(
+            self.units[candidate.wrap],
+            candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
+            strategy=candidate.strategy,
+            reshard_after_forward=candidate.reshard,
+            prefetch=candidate.prefetch,
+            **self.options,
+        )
+
+    def _ranked(self) -> list[Outcome]:
+        """The best first; those that do not fit last, by what they need."""
+        fitting = [o for o in self.outcomes.values() if o.fits]
+        others = [o for o in self.outcomes.values() if not o.fits]
+        others.sort(key=lambda o: o.peak_bytes)
+        if not fitting:
+            return others
+        fastest = min(o.seconds for o in fitting)
+        same = [o for o in fitting if o.seconds <= fastest * (1 + SAME_SPEED)]
+        same.sort(key=lambda o: (o.candidate.complexity, o.peak_bytes, o.seconds))
+        rest = sorted((o for o in fitting if o not in same), key=lambda o: o.seconds)
+        return same + rest + others
+
+    def _conclude(self) -> Plan:
+        from .report import reasons
+
+        ranked = self._ranked()
+        best = ranked[0]
+        if not best.fits:
+            raise ValueError(
+                f"Nothing fits into {show_bytes(self.budget)} per rank: the least is "
+                f"{show_bytes(best.peak_bytes)}, with {best.candidate}. Use more ranks, a smaller "
+                "batch, or offload_policy=CPUOffloadPolicy()"
+            )
+        candidate = best.candidate
+        step = self.simulator.run(
+            self._traces[candidate.checkpointing], self.setup(candidate), keep_samples=True
+        )
+        made = Plan(
+            kwargs={
+                "strategy": candidate.strategy,
+                "wrap": self.wraps[candidate.wrap],
+                "reshard_after_forward": candidate.reshard,
+                "prefetch": candidate.prefetch,
+                "mp_policy": self.options["mp_policy"],
+                "offload_policy": self.options["offload_policy"],
+            },
+            mesh_shape=candidate.mesh,
+            activation_checkpointing=candidate.checkpointing,
+            checkpoint_modules=self.blocks if candidate.checkpointing != "none" else [],
+            hardware=self.simulator.hardware,
+            memory_budget=self.budget,
+            chosen=best,
+            step=step,
+            outcomes=ranked,
+        )
+        made.reasons = reasons(made) + self.notes
+        return made
+
+
+__all__ = ["Candidate", "Outcome", "Plan", "combinations", "plan"]

@@ -1,0 +1,175 @@
+"""A plan in words and tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from ..terminal import show_bytes, table
+
+if TYPE_CHECKING:
+    from .planning import Outcome, Plan
+
+
+def reasons(made: Plan) -> list[str]:
+    """Why each choice: what the best with another would cost."""
+    lines = [_bound(made)]
+    chosen = made.chosen.candidate
+    questions = (
+        ("mesh", "Mesh", lambda c: (c.strategy, c.mesh)),
+        ("checkpointing", "Checkpointing", lambda c: c.checkpointing),
+        ("wrap", "Units", lambda c: c.wrap),
+        ("reshard", "Resharding", lambda c: c.reshard),
+        ("prefetch", "Prefetch", lambda c: c.prefetch),
+    )
+    for _, title, key in questions:
+        others: dict[Any, Outcome] = {}
+        for outcome in made.outcomes:  # the best first
+            if key(outcome.candidate) != key(chosen):
+                others.setdefault(key(outcome.candidate), outcome)
+        told = [
+            f"{_value(title, o)} {_against(o, made)}{_besides(title, o, made)}"
+            for o in list(others.values())[:3]
+        ]
+        if told:
+            lines.append(f"{title}: {_value(title, made.chosen)}; {'; '.join(told)}.")
+    return lines
+
+
+def _bound(made: Plan) -> str:
+    from .planning import show_seconds
+
+    step = made.step
+    moved = {name: s for name, s in step.stream_s.items() if name != "compute" and s}
+    if not moved:
+        return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
+    parts = ", ".join(f"{name} {show_seconds(s)}" for name, s in moved.items())
+    share = 100 * step.exposed_s / step.seconds
+    kind = "compute-bound" if share < 10 else "held up by communication"
+    return (
+        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}, of which "
+        f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden."
+    )
+
+
+def _value(title: str, outcome: Outcome) -> str:
+    c = outcome.candidate
+    shape = " x ".join(map(str, c.mesh))
+    return {
+        "Mesh": f"{c.strategy} {shape}",
+        "Checkpointing": c.checkpointing,
+        "Units": c.wrap,
+        "Resharding": "default" if c.reshard is None else f"reshard_after_forward={c.reshard}",
+        "Prefetch": str(c.prefetch),
+    }[title]
+
+
+def _against(outcome: Outcome, made: Plan) -> str:
+    if not outcome.fits:
+        return f"needs {show_bytes(outcome.peak_bytes)}, more than there is"
+    slower = 100 * (outcome.seconds / made.chosen.seconds - 1)
+    more = outcome.peak_bytes - made.chosen.peak_bytes
+    memory = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    if abs(more) < 1e-3 * made.chosen.peak_bytes:
+        memory = "the same memory"
+    return f"takes {slower:+.1f} % with {memory}"
+
+
+_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch")
+
+
+def _besides(title: str, outcome: Outcome, made: Plan) -> str:
+    """What else differs: with some choices it takes another one to fit."""
+    changed = [
+        f"{other.lower()} {_value(other, outcome)}"
+        for other in _TITLES
+        if other != title and _value(other, outcome) != _value(other, made.chosen)
+    ]
+    return f" (and {', '.join(changed)})" if changed else ""
+
+
+def as_text(made: Plan) -> str:
+    """The plan, the reasons, the best others."""
+    from .planning import show_seconds
+
+    step = made.step
+    facts = [
+        ("Hardware", f"{made.hardware.name}, {_ranks(made)}"),
+        ("Strategy", f"{made.kwargs['strategy']}, mesh {' x '.join(map(str, made.mesh_shape))}"),
+        ("Units", made.chosen.candidate.wrap),
+        ("Resharding", _value("Resharding", made.chosen)),
+        ("Prefetch", _value("Prefetch", made.chosen)),
+        ("Checkpointing", made.activation_checkpointing),
+        ("Step", f"{show_seconds(step.seconds)}, {_rate(made)}"),
+        (
+            "Memory",
+            f"{show_bytes(step.peak.total)} of {show_bytes(made.memory_budget)} to be used",
+        ),
+    ]
+    lines = [table(facts, indent=0), "", "Why", *(f"  {reason}" for reason in made.reasons)]
+    runner_up = made.runner_up
+    if runner_up is not None:
+        lines += ["", f"Runner-up: {runner_up}"]
+    rows = [("", "step", "exposed", "memory", "")]
+    for outcome in made.outcomes[:8]:
+        rows.append(
+            (
+                str(outcome.candidate),
+                show_seconds(outcome.seconds),
+                show_seconds(outcome.exposed_s),
+                show_bytes(outcome.peak_bytes),
+                "" if outcome.fits else "does not fit",
+            )
+        )
+    lines += ["", f"The best of {len(made.outcomes)} that were simulated", table(rows, right="123")]
+    return "\n".join(lines)
+
+
+def _ranks(made: Plan) -> str:
+    num = 1
+    for size in made.mesh_shape:
+        num *= size
+    return f"{num} ranks"
+
+
+def _rate(made: Plan) -> str:
+    rate = made.step.flops / made.step.seconds / 1e12
+    return f"{rate:.0f} TFLOPS per rank" if rate >= 10 else f"{rate:.2g} TFLOPS per rank"
+
+
+def as_dict(made: Plan) -> dict[str, Any]:
+    """For JSON: names, numbers and sentences."""
+    step = made.step
+    policy = made.kwargs["mp_policy"]
+    kwargs = {k: v for k, v in made.kwargs.items() if k not in ("mp_policy", "offload_policy")}
+    return {
+        "hardware": made.hardware.name,
+        "mesh_shape": list(made.mesh_shape),
+        "shard_model": kwargs,
+        "param_dtype": None if policy.param_dtype is None else str(policy.param_dtype),
+        "reduce_dtype": None if policy.reduce_dtype is None else str(policy.reduce_dtype),
+        "offload": type(made.kwargs["offload_policy"]).__name__ == "CPUOffloadPolicy",
+        "activation_checkpointing": made.activation_checkpointing,
+        "checkpoint_modules": made.checkpoint_modules,
+        "step_s": step.seconds,
+        "compute_s": step.compute_s,
+        "optimizer_s": step.optimizer_s,
+        "exposed_s": step.exposed_s,
+        "stream_s": step.stream_s,
+        "flops": step.flops,
+        "peak_bytes": step.peak.total,
+        "peak_parts": step.peak.parts,
+        "memory_budget": made.memory_budget,
+        "num_events": step.num_events,
+        "reasons": made.reasons,
+        "outcomes": [
+            {
+                **asdict(replace(o.candidate)),
+                "step_s": o.seconds,
+                "exposed_s": o.exposed_s,
+                "peak_bytes": o.peak_bytes,
+                "fits": o.fits,
+            }
+            for o in made.outcomes
+        ],
+    }

@@ -1,0 +1,115 @@
+"""When things on streams begin and end: a simulation of events, pure Python.
+
+Things on one stream run one after the other, and after what they wait for. Things that use the
+same link at the same time share its bandwidth equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .costs import Cost
+
+_EPSILON_S = 1e-15
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something on a stream; tasks are known by their place in the list.
+
+    Attributes:
+        after: places of earlier tasks that must be over before it begins.
+    """
+
+    stream: str
+    cost: Cost
+    after: tuple[int, ...] = ()
+
+
+@dataclass
+class Span:
+    """When a task runs, in seconds."""
+
+    begin: float
+    end: float
+
+
+@dataclass
+class _Running:
+    task: int
+    fixed_s: float
+    shared_s: float
+    link: str | None
+
+
+def schedule(tasks: Sequence[Task]) -> list[Span]:
+    """Begin and end of every task.
+
+    Takes time in proportion to the number of tasks: a task is looked at when it begins, when its
+    fixed part is over and when it ends, beside the few that run then.
+
+    Raises:
+        ValueError: if a task waits for a later one, which would never begin.
+    """
+    for i, task in enumerate(tasks):
+        if any(other >= i or other < 0 for other in task.after):
+            raise ValueError(
+                f"Task {i} waits for {task.after}: only earlier ones can be waited for"
+            )
+    queues: dict[str, list[int]] = {}
+    for i, task in enumerate(tasks):
+        queues.setdefault(task.stream, []).append(i)
+    heads = dict.fromkeys(queues, 0)
+    spans = [Span(-1.0, -1.0) for _ in tasks]
+    running: list[_Running] = []
+    busy: set[str] = set()
+    now = 0.0
+    left = len(tasks)
+    while left:
+        _begin(tasks, queues, heads, busy, spans, running, now)
+        now += _advance(running)
+        for done in [r for r in running if r.fixed_s <= 0 and r.shared_s <= 0]:
+            running.remove(done)
+            spans[done.task].end = now
+            busy.discard(tasks[done.task].stream)
+            left -= 1
+    return spans
+
+
+def _begin(tasks, queues, heads, busy, spans, running, now) -> None:
+    """Start what can start now."""
+    for stream, queue in queues.items():
+        if stream in busy or heads[stream] == len(queue):
+            continue
+        i = queue[heads[stream]]
+        if any(spans[other].end < 0 for other in tasks[i].after):
+            continue
+        heads[stream] += 1
+        busy.add(stream)
+        cost = tasks[i].cost
+        spans[i].begin = now
+        running.append(_Running(i, cost.fixed_s, cost.shared_s, cost.link))
+
+
+def _advance(running: list[_Running]) -> float:
+    """Let time pass until something changes; returns how much."""
+    users: dict[str | None, int] = {}
+    for each in running:
+        if each.fixed_s <= 0:
+            users[each.link] = users.get(each.link, 0) + 1
+    step = min(
+        each.fixed_s if each.fixed_s > 0 else each.shared_s * users[each.link] for each in running
+    )
+    step = max(step, 0.0)
+    for each in running:
+        if each.fixed_s > 0:
+            each.fixed_s = _less(each.fixed_s, step)
+        else:
+            each.shared_s = _less(each.shared_s, step / users[each.link])
+    return step
+
+
+def _less(seconds: float, passed: float) -> float:
+    rest = seconds - passed
+    return rest if rest > _EPSILON_S + 1e-12 * seconds else 0.0

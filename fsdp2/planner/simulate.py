@@ -1,0 +1,147 @@
+"""One training step on some hardware: the launches of a replay, with times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..estimation.account import Peak
+from ..estimation.device import Copy, Launch, Transfer
+from ..estimation.estimating import shard_optimizer_cost
+from ..estimation.events import Compute, StepTrace
+from ..estimation.optimizers import OptimizerCost
+from ..estimation.replay import Replay, Setup, replay
+from ..estimation.topology import Topology
+from ..policy import CPUOffloadPolicy
+from .costs import Cost, compute_s, copy_cost, transfer_cost
+from .hardware import Hardware
+from .schedule import Span, Task, schedule
+
+STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce")
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A training step, as it is predicted.
+
+    Attributes:
+        seconds: forward, backward and the optimizer.
+        compute_s: that kernels of the model take.
+        optimizer_s: of the optimizer.
+        stream_s: how long each stream is busy.
+        exposed_s: how long compute waits for communication.
+        peak: the most memory.
+        flops: of the kernels, recomputation included.
+        launches, spans: what runs when, for pictures.
+        samples: bytes by category after so many launches.
+    """
+
+    seconds: float
+    compute_s: float
+    optimizer_s: float
+    stream_s: dict[str, float]
+    exposed_s: float
+    peak: Peak
+    flops: int
+    launches: Sequence[Launch]
+    spans: Sequence[Span]
+    samples: list[tuple[int, dict[str, int]]]
+
+    @property
+    def num_events(self) -> int:
+        """Things on streams; does not depend on the number of ranks."""
+        return len(self.launches)
+
+
+class Simulator:
+    """Simulates steps of traces on one kind of hardware; remembers what kernels cost.
+
+    Args:
+        optimizer: as of `estimate`.
+    """
+
+    def __init__(self, hardware: Hardware, optimizer: object = "adamw") -> None:
+        self.hardware = hardware
+        self.optimizer = optimizer
+        self._compute_s: dict[int, tuple[Compute, float]] = {}
+        self._optimizer: dict[object, OptimizerCost] = {}
+
+    def run(self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False) -> SimulatedStep:
+        """One step of ``trace`` in the manner of ``setup``, on rank 0, which holds the most."""
+        cost = self._cost_of_optimizer(trace, setup)
+        made = replay(
+            trace,
+            setup,
+            optimizer_bytes=cost.state,
+            optimizer_moment=cost.moment,
+            keep_samples=keep_samples,
+        )
+        spans = schedule(self._tasks(made))
+        offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
+        return self._summary(trace, made, spans, cost, offloaded)
+
+    def _tasks(self, made: Replay) -> list[Task]:
+        setup = made.setup
+        topology = Topology(setup.num_shards, setup.num_replicas, self.hardware.ranks_per_node)
+        regrouped = [
+            b.regrouped.layout.num_shards for u in made.units for b in u.buckets if b.regrouped
+        ]
+        rings = {
+            group: topology.ring(group, regrouped[0] if regrouped else 1)
+            for group in ("shard", "regroup", "replicate", "all")
+        }
+        tasks = []
+        for launch in made.launches:
+            work = launch.work
+            if isinstance(work, Compute):
+                cost = Cost(self._seconds(work))
+            elif isinstance(work, Transfer):
+                cost = transfer_cost(work, rings[work.group], self.hardware)
+            else:
+                assert isinstance(work, Copy)
+                cost = copy_cost(work, self.hardware)
+            tasks.append(Task(launch.stream, cost, launch.after))
+        return tasks
+
+    def _seconds(self, compute: Compute) -> float:
+        known = self._compute_s.get(id(compute))
+        if known is None:  # the trace is kept, so that its id stays its own
+            known = self._compute_s[id(compute)] = (compute, compute_s(compute, self.hardware))
+        return known[1]
+
+    def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> OptimizerCost:
+        offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
+        key = (id(trace.params[0]), len(trace.params), setup.num_shards, offloaded)
+        if key not in self._optimizer:
+            self._optimizer[key] = shard_optimizer_cost(trace, setup, self.optimizer)
+        return self._optimizer[key]
+
+    def _summary(
+        self,
+        trace: StepTrace,
+        made: Replay,
+        spans: list[Span],
+        cost: OptimizerCost,
+        offloaded: bool,
+    ) -> SimulatedStep:
+        hardware = self.hardware
+        stream_s: dict[str, float] = {}
+        for launch, span in zip(made.launches, spans, strict=True):
+            busy = span.end - span.begin
+            stream_s[launch.stream] = stream_s.get(launch.stream, 0.0) + busy
+        bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+        optimizer_s = cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth)
+        end = max((span.end for span in spans), default=0.0)
+        compute = stream_s.get("compute", 0.0)
+        return SimulatedStep(
+            seconds=end + optimizer_s,
+            compute_s=compute,
+            optimizer_s=optimizer_s,
+            stream_s=stream_s,
+            exposed_s=end - compute,
+            peak=made.account.peak,
+            flops=trace.flops * made.setup.micro_batches,
+            launches=made.launches,
+            spans=spans,
+            samples=made.account.samples or [],
+        )

@@ -1,0 +1,330 @@
+"""What `estimate` says before a run is what the run does: bytes in memory and bytes sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import models as benchmark_models
+from benchmarks.estimate import MAIN, MORE, Case, measure, predict
+from benchmarks.families import FAMILIES
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
+from fsdp2.estimation import Estimate
+from fsdp2.estimation.account import Account, Held
+from fsdp2.estimation.meter import StorageMeter
+from fsdp2.estimation.optimizers import optimizer_cost
+from fsdp2.estimation.topology import Ring, Topology, split_by_link
+from harness import run_on
+
+TOLERANCE = 0.02
+SHORT = [Case(family) for family in FAMILIES]
+SHORT += [
+    Case("convolutional", strategy="optimizer", micro_batches=2, replicate_below=2**16),
+]
+FOUR = [
+    Case("transformer", (2, 2), strategy="hybrid", bf16=True),
+    Case("transformer", (4,), reshard=2, checkpointing="full"),
+]
+LONG = [*FOUR, *(case for case in MAIN + MORE if case not in SHORT)]
+
+
+@pytest.fixture(autouse=True)
+def _no_fake_tables() -> Iterator[None]:
+    """The language model caches its angles in a function, fake ones too."""
+    yield
+    benchmark_models.rotation.cache_clear()
+
+
+def _measure(case: dict[str, Any]) -> dict[str, int]:
+    benchmark_models.rotation.cache_clear()
+    return measure(case)
+
+
+def _check_against_a_run(case: Case) -> None:
+    predicted = predict(case)
+    measured = run_on(case.num_ranks, _measure, asdict(case))[0]
+    assert measured["peak"] > measured["state"] > 0
+    for key, value in measured.items():
+        assert predicted[key] == pytest.approx(value, rel=TOLERANCE), f"{key} of {case.name}"
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_a_run_needs_and_sends_what_was_estimated(case: Case) -> None:
+    _check_against_a_run(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_more_runs_need_and_send_what_was_estimated(case: Case) -> None:
+    _check_against_a_run(case)
+
+
+# -- without runs --------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Three blocks with an embedding and a head around them."""
+
+    def __init__(self, rows: int = 48, width: int = 32, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, rows)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def on_meta(make: Any = Blocks, **options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return make(**options)
+
+
+TOKENS = torch.empty(4, 16, dtype=torch.long, device="meta")
+
+
+def of_blocks(mesh: Any = 4, model: nn.Module | None = None, **options: Any) -> Estimate:
+    return estimate(model or on_meta(), mesh, TOKENS, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full", "grad", "none", "hybrid"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_traffic_agrees_with_explain(strategy: str, device: str) -> None:
+    model = on_meta()
+    mesh = (2, 8) if strategy == "hybrid" else 8
+    made = of_blocks(mesh, model, strategy=strategy, device_type=device)
+    told = explain(model, mesh, strategy=strategy, device_type=device)
+    assert made.sent == pytest.approx(told.totals.sent_bytes, rel=1e-3)
+    assert made.worst.parameters == told.totals.sharded_bytes
+
+
+def test_the_model_is_as_before() -> None:
+    model = on_meta()
+    tensors = dict(model.named_parameters())
+    of_blocks(model=model, activation_checkpointing="full")
+    after = dict(model.named_parameters())
+    assert all(after[name] is tensor and tensor.is_meta for name, tensor in tensors.items())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+    real = Blocks()
+    weights = [p.detach().clone() for p in real.parameters()]
+    of_blocks(model=real)
+    assert all(torch.equal(p, w) for p, w in zip(real.parameters(), weights, strict=True))
+    assert real(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+
+
+def test_sixteen_thousand_ranks_and_uneven_rows() -> None:
+    made = of_blocks(16384)
+    assert made.ranks[0].rank == 0
+    assert made.ranks[-1].rank == 16383
+    # The first 48 ranks have a row of the embedding; the last has nothing of any parameter.
+    assert made.ranks[0].optimizer > made.ranks[-1].optimizer
+    assert made.worst.rank == 0
+    assert made.ranks[0].parameters == made.ranks[-1].parameters  # padding
+
+
+def test_more_ranks_need_less_and_more_batch_needs_more() -> None:
+    peaks = [of_blocks(n).worst.peak.total for n in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    large = estimate(on_meta(), 4, TOKENS.repeat(8, 1))
+    assert large.worst.forward.parts["activations"] == pytest.approx(
+        8 * of_blocks().worst.forward.parts["activations"],
+        rel=0.1,  # other moments may be the highest
+    )
+
+
+def test_checkpointing_trades_activations_for_flops() -> None:
+    none, full = (of_blocks(activation_checkpointing=mode) for mode in ("none", "full"))
+    assert full.worst.peak.parts["activations"] < none.worst.peak.parts["activations"]
+    # Of a block the first multiplication is done again; the last gives nothing that is needed.
+    first = 2 * 64 * 32 * 128
+    assert full.flops - none.flops == 3 * first
+
+
+def test_checkpointing_inside_the_model_is_seen() -> None:
+    class Own(Blocks):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    own = of_blocks(model=on_meta(Own)).worst.forward.parts["activations"]
+    assert own < of_blocks().worst.forward.parts["activations"]
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    model = on_meta()
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "emb" not in n
+    )
+    assert of_blocks(model=model).flops == 6 * 64 * matrices
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    model = on_meta()
+    for block in model.blocks:
+        block.requires_grad_(False)
+    trained, all_trained = of_blocks(model=model).worst, of_blocks().worst
+    assert trained.parameters == all_trained.parameters
+    assert trained.gradients < all_trained.gradients / 2
+    assert trained.optimizer < all_trained.optimizer / 2
+
+
+def test_tied_parameters_count_once() -> None:
+    model = on_meta()
+    model.head = nn.Linear(32, 48, bias=False, device="meta")
+    model.head.weight = model.embedding.weight
+    assert of_blocks(model=model).num_params == sum(p.numel() for p in model.parameters())
+
+
+def test_offloaded_shards_are_in_the_memory_of_the_host() -> None:
+    device, host = of_blocks().worst, of_blocks(offload_policy=CPUOffloadPolicy()).worst
+    assert host.host["parameters"] == device.parameters
+    assert host.host["optimizer state"] == device.optimizer
+    assert host.host["gradients"] == device.gradients
+    assert host.peak.total < device.peak.total
+
+
+def test_low_precision_halves_what_is_gathered() -> None:
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sent = [
+        next(row.sent for row in of_blocks(mp_policy=p).traffic if row.kind == "all_gather")
+        for p in (MixedPrecisionPolicy(), low)
+    ]
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.02)
+
+
+class ByData(nn.Module):
+    """Keeps the positive entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y[y > 0].sum()
+
+
+def test_shapes_that_depend_on_data() -> None:
+    with pytest.raises(ValueError, match="fake=False"):
+        estimate(ByData(), 2, torch.randn(4, 8))
+    made = estimate(ByData(), 2, torch.randn(4, 8), fake=False)
+    assert made.worst.peak.total > made.worst.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"mesh": 0}, ValueError, "mesh_shape"),
+        ({"mesh": (2, 2, 2)}, ValueError, "mesh_shape"),
+        ({"mesh": "8"}, TypeError, "mesh_shape"),
+        ({"strategy": "hybrid"}, ValueError, "two dims"),
+        ({"strategy": "zero"}, ValueError, "no strategy 'zero'"),
+        ({"reshard_after_forward": 3}, ValueError, "divides the number of shards"),
+        ({"optimizer": "adamax"}, ValueError, "no optimizer 'adamax'"),
+        ({"activation_checkpointing": "some"}, ValueError, "must be one of"),
+        ({"loss_fn": lambda out: out}, ValueError, "one element"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        of_blocks(**options)
+
+
+def test_text_and_data_hold_the_same_numbers() -> None:
+    made = of_blocks((2, 2), strategy="hybrid")
+    data = made.to_dict()
+    assert data["peak_bytes"] == made.worst.peak.total
+    assert data["sent_bytes"] == sum(row["sent"] for row in data["traffic"])
+    text = str(made)
+    assert "all-reduce" in text
+    assert "optimizer state" in text
+
+
+# -- pieces --------------------------------------------------------------------------------------
+
+
+def test_a_meter_counts_storages_while_they_live() -> None:
+    with StorageMeter() as meter:
+        meter.begin()
+        a = torch.ones(256)
+        view = a[:10]
+        b = a * 2
+        del a
+        done = meter.take()
+        assert done is not None
+        assert (done.peak, done.net) == (2048, 2048)  # the view holds what it views
+        del view
+        c = b + 1
+        del b, c
+        done = meter.take()
+        assert done is not None
+        assert (done.peak, done.net) == (0, -2048)
+        assert len(done.operations) == 1
+
+
+def test_attention_with_a_causal_mask_costs_half() -> None:
+    q = torch.randn(2, 4, 16, 8)
+    flops = []
+    for causal in (False, True):
+        with StorageMeter() as meter:
+            F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        done = meter.take()
+        assert done is not None
+        flops.append(done.flops)
+    assert flops[0] == 2 * flops[1] == 2 * 2 * 2 * 4 * 16 * 16 * 8
+
+
+def test_held_bytes_go_with_the_last_reference() -> None:
+    account = Account()
+    held = Held(account, "a", 100)
+    other = held
+    account.touch("b", 50)
+    del held
+    assert account.total == 100
+    del other
+    assert account.total == 0
+    assert account.peak.total == 150
+    assert account.peak.parts == {"a": 100, "b": 50}
+
+
+def test_optimizers_are_asked() -> None:
+    shards = [((10, 4), torch.float32), ((3,), torch.float32)]
+    adam = optimizer_cost(shards, torch.optim.AdamW, "cuda")
+    assert adam.state == 2 * 43 * 4 + 2 * 4  # two moments and a step count each
+    assert adam.moment > 0
+    assert optimizer_cost(shards, "sgd", "cuda").state == 0
+    assert optimizer_cost(shards, "momentum", "cuda").state == 43 * 4
+    assert optimizer_cost(shards, None, "cuda").state == 0
+    with pytest.raises(ValueError, match="looks at values"):
+        optimizer_cost(shards, torch.optim.Adafactor, "cuda")
+
+
+def test_rings_pass_through_every_node_once() -> None:
+    flat = Topology(num_shards=64, num_replicas=1, ranks_per_node=8)
+    assert flat.ring("shard") == Ring(64, 8, 1)
+    assert flat.ring("shard").num_nodes == 8
+    hybrid = Topology(num_shards=8, num_replicas=4, ranks_per_node=8)
+    assert hybrid.ring("shard").num_nodes == 1
+    assert hybrid.ring("replicate") == Ring(4, 1, 8)  # eight of them at once in each node
+    small = Topology(num_shards=2, num_replicas=8, ranks_per_node=8)
+    assert small.ring("replicate") == Ring(8, 4, 2)
+    assert split_by_link(800, Ring(64, 8, 1)) == (700, 100)
+    assert split_by_link(800, Ring(8, 8, 1)) == (800, 0)

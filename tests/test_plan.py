@@ -1,0 +1,298 @@
+"""`plan`: what it chooses follows from the hardware and the memory, and runs as planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import MixedPrecisionPolicy, Plan, plan, units_of
+from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.estimation.events import StepTrace
+from fsdp2.estimation.setups import make_setup
+from fsdp2.estimation.tracing import trace_step
+from fsdp2.planner import Hardware, SimulatedStep, Simulator, find_hardware
+from fsdp2.planner.candidates import meshes_of, wraps_of
+from harness import distributed
+
+H100 = find_hardware("h100")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Model(nn.Module):
+    """Blocks of two matrices with an embedding and a head around them."""
+
+    def __init__(self, width: int = 2048, num_blocks: int = 8, rows: int = 1024) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, rows)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def on_meta(**sizes: int) -> Model:
+    with torch.device("meta"):
+        return Model(**sizes)
+
+
+def tokens(num: int = 4096) -> Tensor:
+    return torch.empty(1, num, dtype=torch.long, device="meta")
+
+
+def traced(num_tokens: int = 4096, mode: str = "none", **sizes: int) -> tuple[StepTrace, Any]:
+    model = on_meta(**sizes)
+    units = units_of(model, "auto")
+    trace = trace_step(
+        model,
+        tokens(num_tokens),
+        [name for unit in units for name in unit.modules],
+        mp_policy=BF16,
+        activation_checkpointing=mode,
+        checkpoint_modules=default_checkpoint_modules(model, units),
+    )
+    return trace, units
+
+
+@pytest.fixture(scope="module")
+def step() -> Any:
+    return traced()
+
+
+def simulate(step: Any, hardware: Hardware = H100, mesh: Any = 64, **options: Any) -> SimulatedStep:
+    trace, units = step
+    setup = make_setup(units, mesh, mp_policy=BF16, **options)
+    return Simulator(hardware).run(trace, setup)
+
+
+# -- the simulation ------------------------------------------------------------------------------
+
+
+def test_without_communication_a_step_is_its_kernels(step: Any) -> None:
+    alone = simulate(step, mesh=1)
+    assert alone.seconds == pytest.approx(alone.compute_s + alone.optimizer_s)
+    assert set(alone.stream_s) == {"compute"}
+
+
+def test_a_step_takes_at_least_every_stream_and_less_than_all_together(step: Any) -> None:
+    made = simulate(step)
+    assert made.seconds >= max(made.stream_s.values())
+    assert made.seconds < sum(made.stream_s.values())
+    assert made.exposed_s >= 0
+
+
+def test_faster_hardware_is_never_slower(step: Any) -> None:
+    for field in ("network_bandwidth", "node_bandwidth", "memory_bandwidth", "matmul_efficiency"):
+        before = None
+        for factor in (0.01, 0.1, 0.5, 1.0):
+            hardware = replace(H100, **{field: getattr(H100, field) * factor})
+            seconds = simulate(step, hardware).seconds
+            assert before is None or seconds <= before * (1 + 1e-9), field
+            before = seconds
+
+
+def test_a_slow_network_is_waited_for(step: Any) -> None:
+    slow = simulate(step, replace(H100, network_bandwidth=10e9))
+    gathered = slow.stream_s["all-gather"]
+    assert slow.exposed_s > 0.5 * gathered > slow.compute_s
+
+
+def test_gathers_of_the_next_unit_run_beside_compute(step: Any) -> None:
+    made = simulate(step)
+    spans = {name: [] for name in made.stream_s}  # type: dict[str, list[Any]]
+    for launch, span in zip(made.launches, made.spans, strict=True):
+        spans[launch.stream].append(span)
+    covered = sum(
+        max(0.0, min(g.end, c.end) - max(g.begin, c.begin))
+        for g in spans["all-gather"]
+        for c in spans["compute"]
+    )
+    assert covered > 0.5 * made.stream_s["all-gather"]
+
+
+def test_the_rate_limiter_holds_gathers_back(step: Any) -> None:
+    """No gather begins before compute is through with the unit before the one that computes."""
+    made = simulate(step, replace(H100, network_bandwidth=1e15, node_bandwidth=1e15))
+    forward = [
+        (launch, span)
+        for launch, span in zip(made.launches, made.spans, strict=True)
+        if launch.phase == "forward"
+    ]
+    ends = {x.unit: s.end for x, s in forward if x.stream == "compute"}
+    begins = {x.unit: s.begin for x, s in forward if x.stream == "all-gather"}
+    for i in range(2, 8):
+        assert begins[f"blocks.{i}"] >= ends[f"blocks.{i - 2}"] - 1e-9
+
+
+def test_events_do_not_grow_with_ranks(step: Any) -> None:
+    sizes = {simulate(step, mesh=n).num_events for n in (64, 1024, 16384)}
+    assert len(sizes) == 1
+    assert sizes.pop() < 20 * len(step[1]) * 2
+
+
+def test_replicas_reduce_less_over_the_network(step: Any) -> None:
+    slow = replace(H100, network_bandwidth=20e9)
+    flat, hybrid = simulate(step, slow), simulate(step, slow, (8, 8), strategy="hybrid")
+    assert hybrid.seconds < flat.seconds
+    assert hybrid.peak.total > flat.peak.total
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+
+def planned(hardware: Any = H100, num_ranks: int = 64, **options: Any) -> Plan:
+    sizes = options.pop("sizes", {"num_blocks": 4})
+    return plan(on_meta(**sizes), tokens(), hardware, num_ranks, mp_policy=BF16, **options)
+
+
+class Counting(Model):
+    """Does something else when it runs again, as models with caches of keys do."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.calls: list[int] = []
+        for block in self.blocks:
+            block[0].register_forward_pre_hook(self._count)
+
+    def _count(self, block: nn.Module, args: tuple) -> Any:
+        self.calls.append(1)
+        x = args[0]
+        for _ in self.calls:
+            x = x + 0
+        return (x,)
+
+
+def test_checkpointing_that_a_model_does_not_bear_is_left_out() -> None:
+    with torch.device("meta"):
+        model = Counting()
+    made = plan(model, tokens(), H100, 8, mp_policy=BF16)
+    assert "Checkpointing 'selective' is left out" in str(made)
+    assert {o.candidate.checkpointing for o in made.outcomes} >= {"none"}
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    return planned()
+
+
+def test_the_chosen_fits_and_none_that_fits_is_faster(free: Plan) -> None:
+    made = free
+    assert made.chosen.fits
+    assert made.step.peak.total <= made.memory_budget
+    fastest = min(o.seconds for o in made.outcomes if o.fits)
+    assert made.step.seconds <= fastest * 1.006
+    assert made.runner_up is not None
+    assert made.runner_up.candidate != made.chosen.candidate
+
+
+def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
+    least = min(o.peak_bytes for o in free.outcomes)
+    tight = planned(memory_budget=1.02 * least)
+    assert tight.step.peak.total <= 1.02 * least
+    assert tight.step.seconds >= free.step.seconds * 0.999
+    assert tight.activation_checkpointing != "none"
+    with pytest.raises(ValueError, match=r"Nothing fits into .* the least is"):
+        planned(memory_budget=0.5 * least, activation_checkpointing=("full",))
+
+
+def test_a_slow_network_makes_it_gather_less_over_it() -> None:
+    slow = planned(replace(H100, network_bandwidth=5e9), activation_checkpointing=("none",))
+    chosen = slow.chosen.candidate
+    assert chosen.strategy == "hybrid" or chosen.reshard is not None  # one gather less over it
+    usual = [o for o in slow.outcomes if o.candidate.strategy == "full"]
+    usual = [o for o in usual if o.candidate.reshard is None and o.candidate.wrap == "blocks"]
+    assert min(o.seconds for o in usual) > 1.01 * slow.step.seconds
+
+
+def test_more_ranks_than_anybody_has() -> None:
+    made = planned(num_ranks=16384, activation_checkpointing=("none",))
+    assert made.step.num_events < 500
+    assert {mesh for _, mesh in meshes_of(16384, 8)} >= {(16384,), (2048, 8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"hardware": "h1000"}, ValueError, "no hardware 'h1000'"),
+        ({"num_ranks": 12}, ValueError, "a multiple of the 8 GPUs"),
+        ({"num_ranks": 0}, ValueError, "must be positive"),
+        ({"num_ranks": 2.0}, TypeError, "must be an int"),
+        ({"activation_checkpointing": ("all",)}, ValueError, "there is no 'all'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        planned(**options)
+
+
+def test_every_units_choice_is_one_that_shard_model_takes() -> None:
+    model = on_meta(num_blocks=8)
+    auto = units_of(model, "auto")
+    wraps = wraps_of(auto, default_checkpoint_modules(model, auto))
+    assert set(wraps) == {"blocks", "2 blocks", "4 blocks", "one"}
+    names = {label: [u.modules for u in units_of(model, wrap)] for label, wrap in wraps.items()}
+    assert ("blocks.0", "blocks.1", "blocks.2", "blocks.3") in names["4 blocks"]
+    assert names["one"] == [("",)]
+    all_params = {name for name, _ in model.named_parameters()}
+    for wrap in wraps.values():
+        units = units_of(model, wrap)
+        assert {name for unit in units for name in unit.params} == all_params
+
+
+def test_reasons_name_the_alternatives(free: Plan) -> None:
+    text = str(free)
+    for word in ("Why", "Runner-up", "Checkpointing", "Mesh", "Units", "Prefetch", "hidden"):
+        assert word in text
+    data = free.to_dict()
+    assert data["shard_model"]["strategy"] in ("full", "none", "hybrid")
+    assert data["outcomes"][0]["fits"]
+
+
+def test_the_picture(free: Plan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "plan.png"
+    free.picture(path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.stat().st_size > 20_000
+
+
+# -- and it runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wrap", "reshard"), [("auto", 2), ("pairs", None)])
+@distributed(4)
+def test_a_plan_is_applied(wrap: str, reshard: int | None) -> None:
+    torch.manual_seed(0)
+    model, plain = Model(16, 4, 32), Model(16, 4, 32)
+    plain.load_state_dict(model.state_dict())
+    shape = torch.zeros(2, 6, dtype=torch.long)
+    made = plan(model, shape, "cpu", 4, activation_checkpointing=("none",))
+    made.activation_checkpointing = "full"
+    made.checkpoint_modules = [f"blocks.{i}" for i in range(4)]
+    made.kwargs["reshard_after_forward"] = reshard
+    if wrap == "pairs":
+        made.kwargs["wrap"] = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
+    made.apply(model, made.make_mesh("cpu"))
+    batch = torch.arange(12).view(2, 6) + dist.get_rank()
+    model(batch).sum().backward()
+    plain(batch).sum().backward()
+    for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        expected = reference.grad
+        assert expected is not None
+        dist.all_reduce(expected)
+        grad = param.grad
+        assert grad is not None
+        whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(whole, expected / 4)
