@@ -68,7 +68,7 @@ def train(case: Case, model: nn.Module, steps: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full", "grad", "none", "hybrid"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_communication_is_what_a_step_sends(strategy: str) -> None:
     mesh, _ = mesh_for(strategy)
     for name in ("mlp", "transformer", "recurrent"):
@@ -111,7 +111,7 @@ def test_communication_of_resharding_to_fewer_ranks() -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, BF16], ids=["fp32", "bf16"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_bytes_are_what_a_rank_holds(policy: dict[str, Any]) -> None:
     for strategy in ("full", "none", "hybrid"):
         for name in CASES:
@@ -142,7 +142,7 @@ def params_of(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["full", "grad", "optimizer", "none", "hybrid"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_a_model_that_is_not_sharded_gives_the_same(strategy: str) -> None:
     mesh, shape = mesh_for(strategy)
     for name in CASES:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from harness import RUNS_ON_TORCH, cached_mesh, distributed
-from models import BY_NAME, MLP, TRANSFORMER
+from models import BY_NAME, MLP, TRANSFORMER, Case, normal_batch
 from reference import (
     Training,
     assert_same_gradients,
@@ -94,20 +94,37 @@ def test_accumulation_with_reduce_scatter_only(name: str) -> None:
         assert_same_parameters(model, plain)
 
 
+class Either(nn.Module):
+    """A unit that uses one of its layers in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x).tanh()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.either = Either()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.either(self.either(x, 0), 1)
+
+
 @distributed(4)
-def test_one_module_of_a_unit_is_reduced_before_the_other() -> None:
+def test_one_call_of_a_unit_is_reduced_before_the_other() -> None:
     """What waits for the all-reduce of the other one is not lost; all parameters are packed."""
     options: dict[str, Any] = {} if RUNS_ON_TORCH else {"direct_min_bytes": 1 << 30}
+    case = Case("both", Both, lambda model: [model.either], normal_batch(4, 6))  # type: ignore[attr-defined,list-item]
     for mesh in hybrid_meshes():
-        torch.manual_seed(0)
-        plain = MLP.build().double()
-        model = copy.deepcopy(plain)
-        fully_shard([model[0], model[4]], mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
+        model, plain = pair(case, mesh=mesh, **options)
         assert isinstance(model, FSDPModule)
         for step in range(3):
             model.set_requires_all_reduce(step == 2)
-            run_both(MLP, model, plain, step, average=step == 2)
+            run_both(case, model, plain, step, average=step == 2)
         assert_same_gradients(model, plain)
 
 

@@ -74,7 +74,7 @@ def train(case: Case, strategy: str, *, steps: int, micro: int = 1, **options: A
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_training(strategy: str) -> None:
     """Uneven dims, tied weights, nested units, frozen parameters."""
     for name in ("mlp", "transformer", "nested", "lora"):
@@ -82,7 +82,7 @@ def test_training(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 4)
+@distributed(2, long=(4,))
 def test_training_with_accumulation(strategy: str) -> None:
     for name in ("mlp", "transformer"):
         train(BY_NAME[name], strategy, steps=3, micro=3)
@@ -164,7 +164,7 @@ def traffic_of_a_step(model: Any, *, micro: int = 1) -> Traffic:
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_traffic_is_that_of_the_papers(micro: int) -> None:
     """2 M for replication, and for ZeRO-1 and 2; 3 M for full sharding (arXiv 2304.11277).
 
@@ -205,7 +205,7 @@ def test_traffic_of_hybrid_sharding_across_nodes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_memory_is_that_of_zero(dtype: torch.dtype | None) -> None:
     """Parameters, gradients and the states of Adam: 16 bytes per parameter over the ranks that
     share it, which is 2 + 2 + K with K = 12; what a step needs beside is the strategy's."""
