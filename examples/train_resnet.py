@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from family_data import Batches, Digits, neighbour_accuracy, read_digits
 from fsdp2 import shard_model
-from options import fail
+from options import fail, positive
 from processes import start_processes
 
 
@@ -82,8 +82,10 @@ class ResNet18(nn.Module):
 
 
 def main() -> None:
-    parser = training_parser(__doc__, out="resnet", steps=110, batch=128, lr=1e-3)
-    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser = training_parser(__doc__, out="resnet", steps=80, batch=128, lr=1e-3)
+    parser.add_argument(
+        "--width", type=positive, default=64, metavar="N", help="channels, at first"
+    )
     parser.add_argument("--amp", action="store_true", help="mixed precision by torch.autocast")
     parser.add_argument("--sync-bn", action="store_true", help="statistics of all ranks (GPUs)")
     options = parse(parser)
