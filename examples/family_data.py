@@ -29,12 +29,10 @@ class Batches:
     """Which examples a rank sees in a step: a function of the step, so nothing is saved for it.
 
     Every epoch is shuffled anew and leaves out what does not fill a batch. All ranks together see
-    the same examples, however many they are.
+    the same examples, however many ranks there are; `num_ranks` divides `batch`.
     """
 
     def __init__(self, num_examples: int, batch: int, *, rank: int, num_ranks: int, seed: int):
-        if batch % num_ranks:
-            fail(f"--batch {batch} is not a multiple of the {num_ranks} processes")
         if batch > num_examples:
             fail(f"--batch {batch}: there are {num_examples:,} examples")
         self.num_examples, self.batch, self.seed = num_examples, batch, seed

@@ -82,16 +82,16 @@ class ResNet18(nn.Module):
 
 
 def main() -> None:
-    parser = training_parser(__doc__, out="resnet", steps=80, batch=128, lr=1e-3)
+    parser = training_parser(__doc__, out="resnet", steps=100, batch=128, lr=1e-3)
     parser.add_argument(
         "--width", type=positive, default=64, metavar="N", help="channels, at first"
     )
     parser.add_argument("--amp", action="store_true", help="mixed precision by torch.autocast")
     parser.add_argument("--sync-bn", action="store_true", help="statistics of all ranks (GPUs)")
     options = parse(parser)
-    device = start_processes()
-    if options.sync_bn and device.type != "cuda":
+    if options.sync_bn and not torch.cuda.is_available():
         fail("--sync-bn: torch's SyncBatchNorm runs on GPUs only")
+    device = start_processes()
 
     digits = read_digits()
     model = build_model(options, device)

@@ -10,6 +10,7 @@ from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a r
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from options import (
     OneLineParser,
     as_saved,
     checkpoint_folder,
+    fail,
     make_folder,
     positive,
     positive_number,
@@ -61,10 +63,13 @@ def training_parser(doc: str | None, *, out: str, steps: int, batch: int, lr: fl
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The options; with --resume, those of the checkpoint."""
+    """The options, checked; with --resume, those of the checkpoint."""
     options = parser.parse_args(argv)
     if options.resume:
         options = as_saved(parser, argv, saved_run(options.out)["options"], FREE)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.batch % num_ranks:
+        fail(f"--batch {options.batch} is not a multiple of the {num_ranks} processes")
     make_folder(options.out)
     return options
 
