@@ -60,7 +60,7 @@ def run_in_turn(num_ranks: int, script: str, runs: list[tuple[list[str], Path]])
         ranks.append(fork_context().Process(target=run_rank, args=(variables, ports, script, runs)))
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S + 15 * len(runs)
     for process in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in ranks]
