@@ -21,7 +21,7 @@ from torch import Tensor
 from options import fail
 
 MISSING = (
-    "{} is not installed: pip install {} (or, in a checkout of fsdp2, pip install '.[examples]')"
+    "{0} is not installed: pip install {0} (in a checkout of fsdp2: pip install '.[examples]')"
 )
 
 

@@ -168,7 +168,7 @@ def main() -> None:
 
     if not run.interrupted:
         error = held_out_error(model, weather, device)
-        simple = simple_forecasts(weather)
+        simple = simple_forecasts(weather) if rank == 0 else {}  # it is rank 0 that reports
         beside = ", ".join(f"{name} {value:.2f}" for name, value in simple.items())
         say(f"held out     error {error:.2f} K over the next {FUTURE} hours; {beside}")
         run.report(error_kelvin=error, simple_forecasts_kelvin=simple)
@@ -233,10 +233,10 @@ def simple_forecasts(weather: Weather) -> dict[str, float]:
     def features(x: Tensor) -> Tensor:  # every third hour, with the last
         return torch.cat([x[:, 2::3].flatten(1), torch.ones(len(x), 1)], dim=1)
 
-    x, y = windows(weather, weather.train)
+    x, y = windows(weather, weather.train[::3])  # neighbours are nearly the same
     changes = (y - x[:, -1:, :, TEMPERATURE]).flatten(1)
     squares = features(x).T @ features(x)
-    ridge = 300 * torch.eye(len(squares))
+    ridge = 100 * torch.eye(len(squares))
     weights = torch.linalg.solve(squares + ridge, features(x).T @ changes)
     linear = last + (features(past) @ weights).view_as(future)
     forecasts = {

@@ -41,8 +41,8 @@ RUNS = {
 }
 GOES_ON = {"resumed": "parts", "other": "other_parts"}
 MORE_RUNS = {
-    "resnet": {"amp": "--amp"},
-    "weather": {"layers": "--wrap layers --ac", "auto": "--wrap auto", "root": "--wrap root"},
+    "resnet": {"amp": "--amp", "first": "--steps 1"},
+    "weather": {"layers": "--wrap layers --ac", "root": "--wrap root"},
     "recommender": {"small_whole": "--replicate-below 40000"},
 }
 
@@ -63,9 +63,8 @@ class Family:
     def printed(self, run: str) -> str:
         return (self.folders[run] / f"{run}.txt").read_text()
 
-    def saved(self, run: str) -> Path:
-        (folder,) = (self.folders[run] / "checkpoints").glob(f"step-{STEPS:06}")
-        return folder
+    def saved(self, run: str, step: int = STEPS) -> Path:
+        return self.folders[run] / "checkpoints" / f"step-{step:06}"
 
 
 _finished: dict[str, Family] = {}
@@ -80,7 +79,7 @@ def finished(name: str, tmp_path_factory: pytest.TempPathFactory) -> Family:
     if name not in _finished:
         top = tmp_path_factory.mktemp(name)
         runs = {**RUNS, **MORE_RUNS[name]}
-        folders = {run: top / GOES_ON.get(run, run) for run in [*runs, "one", "first"]}
+        folders = {run: top / GOES_ON.get(run, run) for run in [*runs, "one"]}
         for folder in folders.values():
             folder.mkdir(exist_ok=True)
 
@@ -92,7 +91,7 @@ def finished(name: str, tmp_path_factory: pytest.TempPathFactory) -> Family:
 
         script = f"train_{name}.py"
         run_in_turn(2, script, [options(*run) for run in runs.items()])
-        run_in_turn(1, script, [options("one", "")])
+        run_in_turn(1, script, [options("one", "--steps 1" if name == "resnet" else "")])
         _finished[name] = Family(name, folders)
     return _finished[name]
 
@@ -101,7 +100,6 @@ def finished(name: str, tmp_path_factory: pytest.TempPathFactory) -> Family:
 def test_losses_do_not_depend_on_the_strategy(family: Family, strategy: str) -> None:
     expected = family.losses("full")
     assert len(expected) == STEPS
-    assert expected[-1] < expected[0]
     assert family.losses(strategy) == pytest.approx(expected, rel=2e-5)
 
 
@@ -114,7 +112,7 @@ def test_losses_are_those_of_one_process(
     assert family.losses("one") == pytest.approx(family.losses("full"), rel=2e-5)
 
 
-@pytest.mark.parametrize("run", ["layers", "auto", "root"])
+@pytest.mark.parametrize("run", ["layers", "root"])
 def test_losses_do_not_depend_on_the_units(
     run: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -126,12 +124,8 @@ def test_small_tables_stay_whole(tmp_path_factory: pytest.TempPathFactory) -> No
     recommender = finished("recommender", tmp_path_factory)
     assert recommender.losses("small_whole") == pytest.approx(recommender.losses("full"), rel=2e-5)
     full, whole = (recommender.summary(run)["ranks"][0] for run in ("full", "small_whole"))
-    # All but the movies: persons (671 x 8) and the two hashed tables (1009 x 8 and 1009).
-    whole_tables = 4 * (671 * 8 + 1009 * 8 + 1009)
-    network = 4 * (5 * 8 * 256 + 256 + 256 * 128 + 128 + 128 + 1)
-    more = whole["parameters"] - full["parameters"]
-    small_of_network = more - whole_tables // 2
-    assert 0 <= small_of_network < network // 2
+    # Persons (671 x 8) and tastes (1009 x 8), of which rank 0 would have 336 and 505 rows.
+    assert whole["parameters"] - full["parameters"] == 4 * 8 * (671 - 336 + 1009 - 505)
     printed = recommender.printed("small_whole")
     row = next(line for line in printed.splitlines() if line.startswith("tables.person"))
     assert "0 of 0" in row  # nothing of it is gathered
@@ -156,6 +150,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(family: Family) -> None:
             torch.testing.assert_close(found[name], tensor)
         else:
             assert torch.equal(found[name], tensor), name
+    halfway = family.saved("resumed", step=3) / "model.safetensors"
+    assert not torch.equal(load_file(halfway)[name], expected[name])  # it did go on
 
 
 def test_run_is_resumed_by_another_strategy(family: Family) -> None:
@@ -170,15 +166,10 @@ def test_running_statistics_are_averaged(tmp_path_factory: pytest.TempPathFactor
     names = [name for name in saved if "running" in name]
     assert len(names) == 2 * 20
     for name in names:
-        (kept,) = [tensor for key, tensor in own.items() if key.endswith(name)] or [saved[name]]
-        assert torch.equal(kept, saved[name]), name
-    folders = {ranks: tmp_path_factory.mktemp(f"step{ranks}") for ranks in (1, 2)}
-    for ranks, folder in folders.items():
-        options = [*TINY["resnet"].split(), "--steps", "1", "--out", str(folder)]
-        run_in_turn(ranks, "train_resnet.py", [(options, folder / "printed.txt")])
+        assert torch.equal(own[name], saved[name]), name
     means = [
-        load_file(folder / "checkpoints/step-000001/model.safetensors")["stem.1.running_mean"]
-        for folder in folders.values()
+        load_file(resnet.saved(run, step=1) / "model.safetensors")["stem.1.running_mean"]
+        for run in ("one", "first")
     ]
     assert means[0].abs().max() > 1e-3
     torch.testing.assert_close(means[0], means[1])
