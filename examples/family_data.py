@@ -20,9 +20,7 @@ from torch import Tensor
 
 from options import fail
 
-MISSING = (
-    "{0} is not installed: pip install {0} (in a checkout of fsdp2: pip install '.[examples]')"
-)
+MISSING = "{0} is not installed: pip install {0} (in a checkout: pip install '.[examples]')"
 
 
 class Batches:
