@@ -82,7 +82,7 @@ class ResNet18(nn.Module):
 
 
 def main() -> None:
-    parser = training_parser(__doc__, out="resnet", steps=100, batch=128, lr=1e-3)
+    parser = training_parser(__doc__, out="resnet", steps=80, batch=128, lr=1e-3)
     parser.add_argument(
         "--width", type=positive, default=64, metavar="N", help="channels, at first"
     )
