@@ -284,7 +284,9 @@ class Unit:
             if not bucket.release(i):
                 return
         self.released = True
-        param = bucket.params[i]
+        self._show_released(bucket.params[i])
+
+    def _show_released(self, param: ShardedParam) -> None:
         assert param.unsharded is not None
         stand_in = ReleasedParameter.make(param.unsharded, partial(self._recall, param))
         self.registration.show_released(param, stand_in)

@@ -25,7 +25,6 @@ from ..mesh import DataParallelMesh
 from ..reduction import ReducePlan, _is_simple
 from ..settings import Settings
 from ..storage import Bucket
-from ..streams import Streams
 from ..unit import Unit
 from ..unit_contents import UnitContents
 from ..unit_gradients import UnitGradients
@@ -548,12 +547,8 @@ class CountedUnit(Unit):
         self.contents.take(self.world, self.name, params, replicate_below)
         self.num_trained = sum(info.requires_grad for info in params)
 
-    def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
-        streams.before_free()
-        with streams.gathering():
-            if not bucket.release(i):
-                return
-        self.released = True
+    def _show_released(self, param: Any) -> None:
+        pass
 
     def gradient(self, param: CountedParam, nbytes: int) -> None:
         """Autograd has completed a gradient."""
