@@ -112,7 +112,7 @@ class Runtime:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
             self.take_weight_gradients(other)
-            for bucket in other.buckets:
+            for bucket in other.contents.buckets:
                 bucket.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
@@ -198,7 +198,7 @@ class Runtime:
             self._prefetch_in_backward(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
-            if parent.params:
+            if parent.contents.params:
                 self._reduce_early(parent)
 
     def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
@@ -313,7 +313,6 @@ class Runtime:
             self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
-            unit.gradients.late_sums.forget()
             if unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:

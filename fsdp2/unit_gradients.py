@@ -33,6 +33,7 @@ class UnitGradients:
     def __init__(self, contents: UnitContents, settings: Settings) -> None:
         self._contents = contents
         self._settings = settings
+        self._offloads = settings.offload
         self.accumulated: dict[int, torch.Tensor] = {}
         self.late_sums = LateSums()
 
@@ -86,7 +87,7 @@ class UnitGradients:
             settings.all_reduce_grads
             and settings.all_reduce_hook is None
             and not self.accumulated
-            and not settings.offload
+            and not self._offloads
         )
 
     def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:

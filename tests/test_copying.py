@@ -486,7 +486,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), Settings())
     assert vars(unit).keys() == kept | anew
     assert vars(unit.contents).keys() == contents | given
-    gradients = {"accumulated", "late_sums", "_contents", "_settings"}
+    gradients = {"accumulated", "late_sums", "_contents", "_settings", "_offloads"}
     assert vars(unit.gradients).keys() == gradients
     assert vars(unit.gradients.late_sums).keys() == {"groups"}
 
