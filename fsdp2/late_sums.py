@@ -49,19 +49,18 @@ class LateSums:
         return param.local_gradient(grad) / group.size()  # complete, beside partial ones
 
     def forget(self) -> None:
-        """Backward failed."""
+        """Backward is over, or failed."""
         self.groups.clear()
 
 
 def sum_late(sums: Iterable[LateSums]) -> None:
-    """At the end of backward: complete the ``.grad`` of all parameters concerned."""
+    """Complete the ``.grad`` of all parameters concerned."""
     late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for of_unit in sums:
         for param, group in of_unit.groups.items():
             grad = param.sharded.grad
             if grad is not None:
                 late.setdefault(group, []).append(getattr(grad, "_local_tensor", grad))
-        of_unit.groups.clear()
     for group, grads in late.items():
         sum_together(group, grads)
 

@@ -313,6 +313,7 @@ class Runtime:
             self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
+            unit.gradients.late_sums.forget()
             if unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
