@@ -9,8 +9,9 @@ from .estimation import Estimate, estimate
 from .explain import explain
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
+from .functions import register_fsdp_forward_method, share_comm_ctx
 from .initialization import init_on_whole_tensors
-from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .module import FSDPModule, UnshardHandle
 from .optim import clip_grad_norm_, get_total_norm
 from .planner import Hardware, Plan, plan
 from .policy import (

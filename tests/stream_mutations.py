@@ -252,7 +252,7 @@ def _run_finish_twice(self: Reduction) -> None:
 def _reset_lazily(self: Runtime) -> None:
     self._reductions.clear()
     for unit in self.units:
-        unit.drop_gradients()
+        unit.gradients.drop()
         for bucket in unit.buckets:
             bucket.in_flight.clear()
         unit.backward_began = False
