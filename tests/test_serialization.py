@@ -114,4 +114,5 @@ def test_parameters_on_the_meta_device() -> None:
     model.to("meta")
     copied = copy.deepcopy(model.state_dict())
     for name, value in model.state_dict().items():
-        assert copied[name].is_meta and copied[name].to_local().shape == value.to_local().shape
+        assert copied[name].is_meta
+        assert copied[name].to_local().shape == value.to_local().shape
