@@ -82,6 +82,17 @@ _PLANS: dict[str, Plan] = {
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
+    # Stages of zero-bubble pipelines; from the second step on the gradients of weights are known
+    # to be computed apart.
+    "pipeline": Plan(steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())),
+    "pipeline_of_shards": Plan(
+        accumulates_sharded=True,
+        precision="mixed",
+        steps=(Step(pipeline="FIWFIW"), Step(pipeline="FIWFFIIWW"), Step()),
+    ),
+    "pipeline_freed_by_hand": Plan(
+        reshard=True, steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())
+    ),
     "host": Plan(host="group"),
     "host_exchange": Plan(host="exchange"),
 }
@@ -287,6 +298,20 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
             bucket.free()
 
 
+def _gather_without_waiting(self: Runtime, unit: Unit) -> None:
+    if self.is_last_backward or not self.backward_order or self.in_backward:
+        return
+    if unit.state is State.SHARDED:
+        unit.launch_gather(self.streams)
+    unit.show_unsharded()
+
+
+def _show_without_gathering(self: Runtime, unit: Unit) -> None:
+    if self.is_last_backward or not self.backward_order or self.in_backward:
+        return
+    unit.show_unsharded()
+
+
 class _Never:
     """An attribute that is always False."""
 
@@ -479,6 +504,35 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the event of a reduction is recorded before the sums are written back": Mutation(
         "low", READ, lambda: replace(Reduction, "_advance_on_stream", _event_early)
+    ),
+    # pipelines
+    "gradients of weights are computed apart before the gather is done": Mutation(
+        "pipeline_freed_by_hand",
+        READ,
+        lambda: replace(Runtime, "gather_for_backward", _gather_without_waiting),
+    ),
+    "gradients of weights are computed apart with what nobody gathered": Mutation(
+        "pipeline_freed_by_hand",
+        GONE,
+        lambda: replace(Runtime, "gather_for_backward", _show_without_gathering),
+    ),
+    "gradients that were computed apart are reduced without a wait for them": Mutation(
+        "pipeline_of_shards",
+        READ,
+        lambda: inside(
+            Runtime,
+            "take_weight_gradients",
+            lambda: replace(D, "reducing", lambda self, **_: self.module.stream(self.reduce)),
+        ),
+    ),
+    "gradients that were computed apart are freed before they are reduced": Mutation(
+        "pipeline_of_shards",
+        FREED,
+        lambda: inside(
+            Runtime,
+            "take_weight_gradients",
+            lambda: after(Reduction, "launch", _forget_gradients),
+        ),
     ),
     # lifetime of gradients
     "gradients are freed before their reduce-scatter is done": Mutation(

@@ -6,18 +6,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
-from fsdp2 import fully_shard
 from harness import distributed, ours_only
 from models import MLP, Case, children, normal_batch
 from reference import (
@@ -100,41 +96,6 @@ def test_parametrizations_after_sharding_are_an_error_that_says_what_to_do(train
         text = r"Parameter '0\.weight' of unit '0' was removed from its .*Linear after fully_shard"
         with pytest.raises(RuntimeError, match=text + r".*registered before fully_shard"):
             model(torch.ones(2, 5, dtype=torch.float64))
-
-
-@ours_only("an error of its own")
-@distributed(2)
-def test_functional_calls_with_other_parameters_are_an_error() -> None:
-    """Whole tensors and shards, all and some, before the first forward and after; not computed
-    with the module's own parameters, and the module is as it was after it."""
-    for trained in (False, True):
-        model, plain = pair(MLP)
-        if trained:
-            run_both(MLP, model, plain, 0)
-        (x,) = MLP.batch(1, dist.get_rank(), torch.float64)
-        doubled = {name: 2 * p.detach() for name, p in model.named_parameters()}
-        whole = {name: 2 * p.detach() for name, p in plain.named_parameters()}
-        for given in (doubled, whole, {"2.weight": whole["2.weight"]}):
-            with pytest.raises(RuntimeError, match=r"was replaced in its .*functional_call"):
-                functional_call(model, given, (x,))
-        assert_same_parameters(model, plain, bitwise=True)
-        run_both(MLP, model, plain, 1)
-        assert_same_gradients(model, plain)
-        with torch.no_grad():  # with none replaced
-            assert torch.equal(functional_call(model, {}, (x,)), model(x))
-
-
-@ours_only("an error of its own")
-@distributed(2)
-def test_stacked_models_are_an_error() -> None:
-    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
-    stacked = stack_module_state(models)  # of shards
-
-    def call(parameters: Any, values: Any, x: Tensor) -> Tensor:
-        return functional_call(models[0], (parameters, values), (x,))
-
-    with pytest.raises(RuntimeError, match="was replaced in its FSDPLinear"):
-        torch.vmap(call, in_dims=(0, 0, None))(*stacked, torch.ones(2, 4))
 
 
 @ours_only("an error of its own")
