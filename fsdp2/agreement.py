@@ -94,8 +94,8 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
     Example:
         >>> with watch_ranks(model):
         ...     model(batch).sum().backward()
-        RanksDisagreeError: Ranks do different things next: gather 'layers.1' (ranks 0, 1),
-        gather 'layers.2' (rank 2)
+        RanksDisagreeError: Ranks do different things next: gather 'layers.1' in forward
+        (ranks 0, 1), gather 'layers.2' in forward (rank 2)
     """
     names = {module: name for name, module in model.named_modules()}
     units = units_in(model)
@@ -114,7 +114,8 @@ def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
     launch_gather, make_reductions = unit.launch_gather, unit.make_reductions
 
     def gather(streams: Any) -> None:
-        _meet(meeting, f"gather '{name}'")
+        phase = "backward" if unit.runtime.in_backward else "forward"
+        _meet(meeting, f"gather '{name}' in {phase}")
         launch_gather(streams)
 
     def reduce(taken: Any, **options: Any) -> Any:

@@ -6,14 +6,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
+from fsdp2 import fully_shard
 from harness import distributed, ours_only
 from models import MLP, Case, children, normal_batch
 from reference import (
@@ -96,6 +100,46 @@ def test_parametrizations_after_sharding_are_an_error_that_says_what_to_do(train
         text = r"Parameter '0\.weight' of unit '0' was removed from its .*Linear after fully_shard"
         with pytest.raises(RuntimeError, match=text + r".*registered before fully_shard"):
             model(torch.ones(2, 5, dtype=torch.float64))
+
+
+@ours_only("an error of its own")
+@distributed(2)
+def test_functional_calls_with_other_parameters_are_an_error() -> None:
+    """With such as are neither sharded alike nor whole; the module is as it was after it."""
+    for trained in (False, True):
+        model, plain = pair(MLP)
+        if trained:
+            run_both(MLP, model, plain, 0)
+        (x,) = MLP.batch(1, dist.get_rank(), torch.float64)
+        weight = model.get_parameter("2.weight").detach()
+        wrong = [
+            weight.to_local().clone(),  # this rank's rows
+            torch.zeros(13, 5, dtype=torch.float64),
+            weight.redistribute(placements=[torch.distributed.tensor.Shard(1)]),
+        ]
+        for value in wrong:
+            with pytest.raises(RuntimeError, match=r"'2\.weight'.*was replaced.*functional_call"):
+                functional_call(model, {"2.weight": value}, (x,))
+        assert_same_parameters(model, plain, bitwise=True)
+        model.zero_grad()
+        plain.zero_grad()
+        run_both(MLP, model, plain, 1)
+        assert_same_gradients(model, plain)
+        with torch.no_grad():  # with none replaced
+            assert torch.equal(functional_call(model, {}, (x,)), model(x))
+
+
+@ours_only("an error of its own")
+@distributed(2)
+def test_stacked_models_are_an_error() -> None:
+    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    stacked = stack_module_state(models)  # of shards
+
+    def call(parameters: Any, values: Any, x: Tensor) -> Tensor:
+        return functional_call(models[0], (parameters, values), (x,))
+
+    with pytest.raises(RuntimeError, match="was replaced in its FSDPLinear"):
+        torch.vmap(call, in_dims=(0, 0, None))(*stacked, torch.ones(2, 4))
 
 
 @ours_only("an error of its own")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, stack_module_state
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, replicate
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
 from reference import (
@@ -244,32 +244,6 @@ def test_after_a_forward_that_failed() -> None:
 
 
 @distributed(2)
-def test_what_does_not_fit_is_an_error() -> None:
-    """It names the parameter; nothing is computed, and the module is as it was."""
-    for trained in (False, True):
-        model, plain = pair(MLP)
-        if trained:
-            run_both(MLP, model, plain, 0)
-        (x,) = MLP.batch(1, dist.get_rank(), torch.float64)
-        weight = model.get_parameter("2.weight").detach()
-        wrong = [
-            weight.to_local().clone(),  # this rank's rows
-            torch.zeros(13, 5, dtype=torch.float64),
-            weight.redistribute(placements=[torch.distributed.tensor.Shard(1)]),
-        ]
-        for value in wrong:
-            with pytest.raises(RuntimeError, match=r"'2\.weight'.*was replaced.*functional_call"):
-                functional_call(model, {"2.weight": value}, (x,))
-        assert_same_parameters(model, plain, bitwise=True)
-        model.zero_grad()
-        plain.zero_grad()
-        run_both(MLP, model, plain, 1)
-        assert_same_gradients(model, plain)
-        with torch.no_grad():  # with none replaced
-            assert torch.equal(functional_call(model, {}, (x,)), model(x))
-
-
-@distributed(2)
 def test_tied_parameters_have_one_value() -> None:
     model, plain = pair(TRANSFORMER)
     given = given_as("sharded", model, other_weights(plain))
@@ -277,18 +251,6 @@ def test_tied_parameters_have_one_value() -> None:
     several = {**given, "head.weight": given["embedding.weight"].clone()}
     with pytest.raises((RuntimeError, ValueError), match=r"tied|same one under each name"):
         functional_call(model, several, (tokens,), tie_weights=False)
-
-
-@distributed(2)
-def test_stacked_shards_are_an_error() -> None:
-    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
-    stacked = stack_module_state(models)  # of shards
-
-    def call(parameters: Any, values: Any, x: Tensor) -> Tensor:
-        return functional_call(models[0], (parameters, values), (x,))
-
-    with pytest.raises(RuntimeError, match="was replaced in its FSDPLinear"):
-        torch.vmap(call, in_dims=(0, 0, None))(*stacked, torch.ones(2, 4))
 
 
 @distributed(2)
