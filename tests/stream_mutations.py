@@ -82,19 +82,16 @@ _PLANS: dict[str, Plan] = {
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
-    # Stages of zero-bubble pipelines; from the second step on the gradients of weights are known
-    # to be computed apart.
-    "pipeline": Plan(steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())),
+    # Stages of zero-bubble pipelines; from the second micro-batch on the gradients of weights are
+    # known to be computed apart.
+    "pipeline": Plan(
+        reshard=True, steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())
+    ),
     "pipeline_of_shards": Plan(
         accumulates_sharded=True,
         precision="mixed",
         steps=(Step(pipeline="FIWFIW"), Step(pipeline="FIWFFIIWW"), Step()),
     ),
-    "pipeline_freed_by_hand": Plan(
-        reshard=True, steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())
-    ),
-    "host": Plan(host="group"),
-    "host_exchange": Plan(host="exchange"),
 }
 PLANS = {name: dataclasses.replace(plan) for name, plan in _PLANS.items()}
 
@@ -298,17 +295,11 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
             bucket.free()
 
 
-def _gather_without_waiting(self: Runtime, unit: Unit) -> None:
+def _believe_gathered(self: Runtime, unit: Unit) -> None:
     if self.is_last_backward or not self.backward_order or self.in_backward:
         return
     if unit.state is State.SHARDED:
-        unit.launch_gather(self.streams)
-    unit.show_unsharded()
-
-
-def _show_without_gathering(self: Runtime, unit: Unit) -> None:
-    if self.is_last_backward or not self.backward_order or self.in_backward:
-        return
+        unit.state = State.UNSHARDED
     unit.show_unsharded()
 
 
@@ -506,15 +497,13 @@ MUTATIONS: dict[str, Mutation] = {
         "low", READ, lambda: replace(Reduction, "_advance_on_stream", _event_early)
     ),
     # pipelines
-    "gradients of weights are computed apart before the gather is done": Mutation(
-        "pipeline_freed_by_hand",
+    "a stage's gather between forward and backward is not waited for": Mutation(
+        "pipeline",
         READ,
-        lambda: replace(Runtime, "gather_for_backward", _gather_without_waiting),
+        lambda: after(Runtime, "gather_for_backward", lambda _, unit: _drop_in_flight(unit)),
     ),
-    "gradients of weights are computed apart with what nobody gathered": Mutation(
-        "pipeline_freed_by_hand",
-        GONE,
-        lambda: replace(Runtime, "gather_for_backward", _show_without_gathering),
+    "a stage takes what was freed after forward for gathered": Mutation(
+        "pipeline", GONE, lambda: replace(Runtime, "gather_for_backward", _believe_gathered)
     ),
     "gradients that were computed apart are reduced without a wait for them": Mutation(
         "pipeline_of_shards",

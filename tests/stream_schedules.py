@@ -389,7 +389,11 @@ class Training:
             self._say_last(False)
             if action == "I":
                 x, loss = forwards.popleft()
-                waiting.append(stage_backward_input([loss], None, [x], self.model.parameters())[1])
+                try:
+                    _, parts = stage_backward_input([loss], None, [x], self.model.parameters())
+                except RuntimeError as error:  # of its own
+                    raise error.__cause__ or error from None
+                waiting.append(parts)
             else:
                 stage_backward_weight(self.model.parameters(), waiting.popleft())
         self._say_last(True)
