@@ -180,6 +180,11 @@ class Registration:
                 module._parameters[name] = given  # type: ignore[assignment]
         self.substitutes = []
 
+    def forget_substitutes(self) -> None:
+        """Of a forward that failed, before backward recomputes an earlier one."""
+        self.substitutes = []
+        self.show(self.shown)
+
     def _switch_guards(self, on: bool) -> None:
         self._guards_are_on = on
         if on:

@@ -76,6 +76,8 @@ class Runtime:
         if self.in_backward and not _autograd_is_running():
             self.reset()
         if self.in_backward:  # recomputation of activations
+            if unit.registration.substitutes:
+                unit.registration.forget_substitutes()
             unit.unshard(self.streams)
             if not unit.backward_began and not unit.forward_indices:
                 unit.recomputes_all = True

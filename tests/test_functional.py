@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, stack_module_state
+from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, replicate
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
 from reference import (
@@ -241,6 +242,33 @@ def test_after_a_forward_that_failed() -> None:
         assert_same(functional_call(model, given, (x,)), other(x), "output")
     run_both(MLP, model, plain, 1)
     assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_a_forward_fails_before_the_backward_of_an_earlier_one() -> None:
+    """Which recomputes its activations, with the module's own parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    model = copy.deepcopy(plain)
+    inner = nn.Sequential(model[0], model[1], model[2])
+    fully_shard(inner)
+
+    def loss(x: Tensor) -> Tensor:
+        result = checkpoint(inner, x, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result.square().mean()
+
+    given = {name: p.detach() * 2 for name, p in inner.named_parameters()}
+    x = torch.randn(3, 4, dtype=torch.float64)
+    waiting = loss(x)
+    handle = inner[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        functional_call(inner, given, (x,))
+    handle.remove()
+    waiting.backward()
+    plain(x).square().mean().backward()
+    average_gradients(plain)
+    assert_same_gradients(inner, plain)
 
 
 @distributed(2)
