@@ -72,16 +72,15 @@ def found_in_pipelines(seeds: range, **options: Any) -> list[str]:
     return [f"seed {seed}: {v}" for seed, plan in plans.items() for v in violations(plan)[:2]]
 
 
-@pytest.mark.parametrize("first", range(0, 16, 8))
-def test_stages_of_zero_bubble_pipelines(first: int) -> None:
+def test_stages_of_zero_bubble_pipelines() -> None:
     """Gradients of weights are computed apart: no hook is called, and they are taken later."""
-    assert found_in_pipelines(range(first, first + 8)) == []
+    assert found_in_pipelines(range(8)) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_many_stages_of_zero_bubble_pipelines() -> None:
-    assert found_in_pipelines(range(16, PIPELINES)) == []
+    assert found_in_pipelines(range(8, PIPELINES)) == []
 
 
 @pytest.mark.parametrize("host", ["group", "exchange"])
