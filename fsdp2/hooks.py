@@ -91,6 +91,8 @@ class UnitHooks:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
         apart(self._gather, module)
+        if self.unit.registration.substitutes:
+            self.unit.registration.show_substitutes()  # where transforms see it
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._mark_inputs(args, kwargs)

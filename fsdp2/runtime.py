@@ -22,6 +22,7 @@ from .kept import choose
 from .late_sums import sum_late
 from .param import ORIGINS
 from .streams import make_streams
+from .substitutes import in_functional_call
 from .unit import State, Unit, unit_of, units_in
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
@@ -76,6 +77,8 @@ class Runtime:
         if self.in_backward and not _autograd_is_running():
             self.reset()
         if self.in_backward:  # recomputation of activations
+            if unit.registration.substitutes:
+                unit.registration.forget_substitutes()
             unit.unshard(self.streams)
             if not unit.backward_began and not unit.forward_indices:
                 unit.recomputes_all = True
@@ -137,6 +140,8 @@ class Runtime:
                 unit.free(self.streams, regroup=type(policy) is int and again)
         elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
+        if unit.registration.substitutes:
+            unit.registration.put_back_substitutes()
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
@@ -439,6 +444,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
     _name(root_module, units)
+    lent = [x for u in units for x in u.registration.set_aside()] if in_functional_call() else ()
     for unit in units:
         unit.contents.adopt_replaced(keep_objects=False)
     _check_ties(root_module, units)
@@ -457,6 +463,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for unit in units:
         unit.runtime = runtime
     runtime.choose_kept()
+    for parameters, name, value in lent:
+        parameters[name] = value
     return runtime
 
 

@@ -535,7 +535,9 @@ class CountedUnit(Unit):
         super().__init__((_OTHER,) * num_modules, mesh, device, settings)
         self.world = world
         self.name = name
-        self.registration: Any = SimpleNamespace(shown="sharded", show=self._show, check=_nothing)
+        self.registration: Any = SimpleNamespace(
+            shown="sharded", show=self._show, check=_nothing, substitutes=()
+        )
         self.watching = False
         self.num_accumulated = 0
 

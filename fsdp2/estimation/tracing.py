@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -237,6 +238,7 @@ class _TracedUnit:
         self.device = torch.device("cpu")
         self.backward_began = False
         self.runtime: Any = None
+        self.registration = SimpleNamespace(substitutes=())  # (of functional_call)
 
 
 class _Recorder:
