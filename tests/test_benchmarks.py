@@ -36,17 +36,24 @@ TINY_BLOCK_NUMEL = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
 TINY_ROOT_NUMEL = 2 * 64 * 16 + 16
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The record of every measure at a tiny size, after a trip through its file."""
+SHORT = ("lm-2d", "memory", "copies")  # timed steps, on four ranks; bytes alive; bytes copied
+
+
+@pytest.fixture(
+    scope="module", params=[SHORT, pytest.param(tuple(suite.MEASURES), marks=pytest.mark.long)]
+)
+def records(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The records of measures at a tiny size, after a trip through their files."""
     folder = tmp_path_factory.mktemp("results")
-    for name in suite.MEASURES:
+    for name in request.param:
         report.write_record(suite.run(name, TINY), folder)
     return {record["name"]: record for record in report.read_records(folder)}
 
 
 def test_every_measure_writes_a_complete_record(records: dict[str, dict[str, Any]]) -> None:
-    assert list(records) == list(suite.MEASURES)
+    assert list(records) in (list(SHORT), list(suite.MEASURES))
     for name, record in records.items():
         assert {"date", "commit", "uncommitted_changes", "wall_to_cpu_time", "runs"} <= set(record)
         assert record["versions"]["torch"] == torch.__version__
@@ -60,11 +67,12 @@ def test_every_measure_writes_a_complete_record(records: dict[str, dict[str, Any
         for figure in record["figures"]:
             assert {BASELINE, OURS} <= set(figure["values"])
     targets = [f["target"] for r in records.values() for f in r["figures"] if f["target"]]
-    assert targets == [0.70, 0.70, 0.85, 0.25, 0.60, 0.05]
+    if len(records) == len(suite.MEASURES):
+        assert targets == [0.70, 0.70, 0.85, 0.25, 0.60, 0.05]
 
 
 def test_timed_records_keep_every_round(records: dict[str, dict[str, Any]]) -> None:
-    for name in ("lm", "lm-bf16", "lm-2d", "hooks"):
+    for name in records.keys() - {"memory", "copies"}:
         for run in records[name]["runs"].values():
             for result in run.values():
                 assert [len(steps) for steps in result["rounds_s"]] == [1, 1]

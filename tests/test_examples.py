@@ -9,9 +9,11 @@ the ranks are forked with torch imported already, and given the variables that t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -49,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
-    succeed(launch(2, "train_lm.py", *train_arguments("--steps 6", text, out)))
+    train(2, "--steps 6", text, out)
     return out
 
 
@@ -78,8 +80,7 @@ def train(num_ranks: int, flags: str, text: Path, out: Path) -> None:
 
 def run_forked(num_ranks: int, script: str, options: list[str], printed: Path) -> None:
     """Run a script to its end, in ranks that are forked and not started by torchrun."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     variables = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         fork_context().Process(
@@ -97,6 +98,18 @@ def run_forked(num_ranks: int, script: str, options: list[str], printed: Path) -
     for process in ranks:
         process.kill()
     assert codes == [0] * num_ranks, (codes, printed.read_text())
+
+
+def free_port() -> int:
+    """A port for rank 0 to listen at.
+
+    Not one of those that the system deals out (from 32768 on): between here and the start of
+    rank 0, a process group of a test that runs beside this one could be given it.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_rank(variables: dict[str, Any], script: str, options: list[str], printed: Path) -> None:
@@ -162,7 +175,9 @@ def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     assert weights["embedding.weight"].shape == (256, 32)
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16 --ac --accumulate 2 --offload"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", marks=pytest.mark.long), "--bf16 --ac --accumulate 2 --offload"]
+)
 def test_resumed_run_is_bitwise_the_uninterrupted_run(
     flags: str, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +191,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(
     assert losses(tmp_path / "parts") == losses(whole)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_resumed_by_another_number_of_processes(
     num_ranks: int, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
