@@ -165,7 +165,7 @@ def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:
 def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     files = {str(f.relative_to(six_steps)) for f in six_steps.rglob("*") if f.is_file()}
     step = "checkpoints/step-000006"
-    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png"} == {
+    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png", "printed.txt"} == {
         "losses.jsonl",
         f"{step}/model.safetensors",
         f"{step}/optim.safetensors",
