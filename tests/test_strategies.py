@@ -163,7 +163,7 @@ def traffic_of_a_step(model: Any, *, micro: int = 1) -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), 3])
 @distributed(4, long=(2,))
 def test_traffic_is_that_of_the_papers(micro: int) -> None:
     """2 M for replication, and for ZeRO-1 and 2; 3 M for full sharding (arXiv 2304.11277).
@@ -204,7 +204,11 @@ def test_traffic_of_hybrid_sharding_across_nodes() -> None:
     assert traffic_of_a_step(replicated).all_reduced == 3 * traffic.all_reduced
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(None, marks=pytest.mark.long), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @distributed(4, long=(2,))
 def test_memory_is_that_of_zero(dtype: torch.dtype | None) -> None:
     """Parameters, gradients and the states of Adam: 16 bytes per parameter over the ranks that
