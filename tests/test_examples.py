@@ -6,7 +6,6 @@ that a resumed run is exactly the run it continues, and how they answer mistakes
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
