@@ -17,6 +17,10 @@ else
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
+# Two or more test files at a time where pytest-xdist is installed, one otherwise.
+HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)
+PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && echo -n auto --dist loadfile)
+
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -55,10 +59,10 @@ train-weather:  ## a weather transformer; ARGS="--wrap layers --ac"
 train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-below 65536"
 
 test: $(SETUP)  ## run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(SETUP)  ## run the tests and their long versions
-	$(PY) -m pytest -m "long or not long" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
 
 cuda: $(SETUP)  ## run the tests that need a GPU; without one, name them
 	$(PY) -m pytest -m cuda -v -rs $(ARGS)

@@ -6,8 +6,10 @@ the ranks are forked with torch imported already, and given the variables that t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -71,8 +73,15 @@ def run_in_turn(num_ranks: int, script: str, runs: list[tuple[list[str], Path]])
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port for rank 0 to listen at.
+
+    Not one of those that the system deals out (from 32768 on): between here and the start of
+    rank 0, a process group of a test that runs beside this one could be given it.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_rank(

@@ -50,7 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
-    succeed(launch(2, "train_lm.py", *train_arguments("--steps 6", text, out)))
+    train(2, "--steps 6", text, out)
     return out
 
 
@@ -90,7 +90,7 @@ def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:
 def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     files = {str(f.relative_to(six_steps)) for f in six_steps.rglob("*") if f.is_file()}
     step = "checkpoints/step-000006"
-    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png"} == {
+    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png", "printed.txt"} == {
         "losses.jsonl",
         f"{step}/model.safetensors",
         f"{step}/optim.safetensors",
@@ -100,7 +100,9 @@ def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     assert weights["embedding.weight"].shape == (256, 32)
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16 --ac --accumulate 2 --offload"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", marks=pytest.mark.long), "--bf16 --ac --accumulate 2 --offload"]
+)
 def test_resumed_run_is_bitwise_the_uninterrupted_run(
     flags: str, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +116,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(
     assert losses(tmp_path / "parts") == losses(whole)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_resumed_by_another_number_of_processes(
     num_ranks: int, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
