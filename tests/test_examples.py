@@ -2,39 +2,38 @@
 
 The model is tiny and the runs are a few steps long. What they show is that the programs work,
 that a resumed run is exactly the run it continues, and how they answer mistakes and Ctrl-C.
-
-Most of such a run would be the import of torch. So where torchrun itself is not what is tested,
-the ranks are forked with torch imported already, and given the variables that torchrun sets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import random
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from example_runs import (
+    EXAMPLES,
+    TIMEOUT_S,
+    environment,
+    launch,
+    loss_at,
+    loss_values,
+    losses,
+    run_forked,
+    succeed,
+)
 from fsdp2.checkpoint import peek
-from harness import fork_context
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-EXAMPLES = REPOSITORY / "examples"
 TINY = "--dim 32 --hidden 64 --heads 2 --layers 2 --length 32 --eval-bytes 2048 --sample-bytes 8"
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +54,6 @@ def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def environment(**extra: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    # On the CPU also where there is a GPU: these tests are about the programs.
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return os.environ | fixed | extra
-
-
-def launch(num_ranks: int, script: str, *options: str) -> list[str]:
-    """The command that `make` runs."""
-    launcher = [sys.executable, str(EXAMPLES / "launch.py"), "--nproc-per-node", str(num_ranks)]
-    return [*launcher, str(EXAMPLES / script), *options]
-
-
 def train_arguments(flags: str, text: Path, out: Path) -> list[str]:
     return [*TINY.split(), *flags.split(), "--data", str(text), "--out", str(out)]
 
@@ -76,67 +62,6 @@ def train(num_ranks: int, flags: str, text: Path, out: Path) -> None:
     """Run train_lm.py to its end."""
     out.mkdir(parents=True, exist_ok=True)
     run_forked(num_ranks, "train_lm.py", train_arguments(flags, text, out), out / "printed.txt")
-
-
-def run_forked(num_ranks: int, script: str, options: list[str], printed: Path) -> None:
-    """Run a script to its end, in ranks that are forked and not started by torchrun."""
-    port = free_port()
-    variables = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        fork_context().Process(
-            target=run_rank,
-            args=({"RANK": rank, "LOCAL_RANK": rank, **variables}, script, options, printed),
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * num_ranks, (codes, printed.read_text())
-
-
-def free_port() -> int:
-    """A port for rank 0 to listen at.
-
-    Not one of those that the system deals out (from 32768 on): between here and the start of
-    rank 0, a process group of a test that runs beside this one could be given it.
-    """
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
-def run_rank(variables: dict[str, Any], script: str, options: list[str], printed: Path) -> None:
-    """The main function of one rank."""
-    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment(**{name: str(value) for name, value in variables.items()}))
-    sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [str(EXAMPLES / script), *options]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def succeed(command: list[str], **extra: str) -> str:
-    done = subprocess.run(
-        command, env=environment(**extra), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def losses(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
-
-
-def loss_values(out: Path) -> list[float]:
-    return [row["loss"] for row in losses(out)]
 
 
 def test_training_logs_every_step_and_reports(six_steps: Path) -> None:
@@ -339,11 +264,6 @@ def test_tensor_parallel_example_learns(tmp_path: Path) -> None:
     printed = (tmp_path / "printed.txt").read_text()
     assert "blocks.0.attention.wo.weight" in printed
     assert "step 10/10: loss" in printed
-
-
-def loss_at(printed: str, step: int, steps: int) -> float:
-    line = next(each for each in printed.splitlines() if each.startswith(f"step {step}/{steps}:"))
-    return float(line.split("loss ")[1].split(",")[0])
 
 
 def test_pipelines(tmp_path: Path) -> None:

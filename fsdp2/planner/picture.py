@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..terminal import show_bytes
-
-if TYPE_CHECKING:
-    from .planning import Plan
-    from .simulate import SimulatedStep
+from .simulate import SimulatedStep
 
 # Name of a stream, what it says beside the lane, and its colours (two, in turns).
 _LANES = {
@@ -35,8 +32,11 @@ _MEMORY = {
 }
 
 
-def draw(made: Plan, path: Path) -> None:
-    """Write the picture to ``path``; the kind of file is that of its suffix.
+def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> None:
+    """Write the picture of ``step`` to ``path``; the kind of file is that of its suffix.
+
+    Args:
+        memory_budget: bytes that may be used.
 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[train]``).
@@ -50,12 +50,11 @@ def draw(made: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    step = made.step
     scale, unit = (1.0, "s") if step.seconds >= 2 else (1e3, "ms")
     figure, axes = pyplot.subplots(3, figsize=(15, 10), height_ratios=[1.5, 2, 1.5])
     whole = (0.0, step.seconds)
     _draw_streams(axes[0], step, scale, whole)
-    _draw_memory(axes[1], made, scale)
+    _draw_memory(axes[1], step, scale, memory_budget / 2**30)
     part = _stretch(step)
     _draw_streams(axes[2], step, scale, part, names=True)
     for axis in axes[:2]:
@@ -70,23 +69,11 @@ def draw(made: Plan, path: Path) -> None:
     )
     for axis in axes:
         axis.set_xlabel(f"time in {unit}")
-    figure.suptitle(_title(made), fontsize=13, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(title, fontsize=13, x=0.01, ha="left", fontweight="bold")
     figure.tight_layout(rect=(0, 0, 1, 0.98))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
-
-
-def _title(made: Plan) -> str:
-    from .planning import show_seconds
-
-    step = made.step
-    shape = " x ".join(map(str, made.mesh_shape))
-    exposed = f"{show_seconds(step.exposed_s)} of it waiting for communication"
-    return (
-        f"Predicted training step on {shape} GPUs ({made.hardware.name}): "
-        f"{show_seconds(step.seconds)}, {exposed}; most memory {show_bytes(step.peak.total)}"
-    )
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -206,8 +193,7 @@ def _stretch(step: SimulatedStep) -> tuple[float, float]:
 # -- memory --------------------------------------------------------------------------------------
 
 
-def _draw_memory(axis: Any, made: Plan, scale: float) -> None:
-    step = made.step
+def _draw_memory(axis: Any, step: SimulatedStep, scale: float, budget: float) -> None:
     times, samples = _over_time(step)
     known = list(_MEMORY)
     rest = sorted({name for parts in samples for name in parts} - set(known))
@@ -219,7 +205,6 @@ def _draw_memory(axis: Any, made: Plan, scale: float) -> None:
     axis.stackplot(
         [t * scale for t in times], values, labels=labels, colors=colours, step="post", linewidth=0
     )
-    budget = made.memory_budget / 2**30
     most = step.peak.total / 2**30
     axis.set_ylabel("GiB")
     axis.set_ylim(0, 1.18 * max(most, budget if budget < 2.5 * most else 0))
