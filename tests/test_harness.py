@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import harness
 from harness import RankError, distributed, run_on
@@ -130,3 +133,29 @@ def test_ranks_are_fresh_after_a_failure() -> None:
 def test_restart_gives_the_next_job_fresh_ranks() -> None:
     before = run_on(1, process_and_sum, restart=True)
     assert run_on(1, process_and_sum)[0][0] != before[0][0]
+
+
+kept: list[DeviceMesh] = []  # of a rank
+
+
+def keep_a_mesh_and_import_something() -> None:
+    kept.append(init_device_mesh("cpu", (2, 1)))
+    sys.modules["something"] = types.ModuleType("something")
+
+
+def make_many_groups() -> None:
+    for _ in range(harness.MANY_GROUPS):
+        dist.new_group([0, 1])
+
+
+def count_groups_and_use_the_mesh() -> int:
+    dist.all_reduce(torch.ones(1), group=kept.pop().get_group(1))
+    del sys.modules["something"]
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_only_groups_of_meshes_that_live_on_are_kept() -> None:
+    """Also where an import has hidden the mesh from the garbage collector."""
+    run_on(2, keep_a_mesh_and_import_something)
+    run_on(2, make_many_groups)
+    assert max(run_on(2, count_groups_and_use_the_mesh)) <= harness.MANY_GROUPS
