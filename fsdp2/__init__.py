@@ -20,6 +20,7 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .profiling import Profile, profile
 from .reports import Explanation
 from .strategies import shard_model
 from .wrap import UnitDescription, units_of
@@ -34,6 +35,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
+    "Profile",
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
@@ -48,6 +50,7 @@ __all__ = [
     "load_full_state_dict",
     "optim",
     "plan",
+    "profile",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",
