@@ -73,7 +73,7 @@ class Picture:
         title: a sentence over all.
         device: what computes, in a word: "GPU".
         bars: lane by lane in the order of time.
-        waits: when compute stands still.
+        waits: when compute stands still (begin, end), and for what, if that is known.
         times, samples: memory in bytes by purpose, from each moment on.
         memory_title: what the memory is of.
         stretch: what is enlarged, and ``stretch_title``: what it shows.
@@ -84,7 +84,7 @@ class Picture:
     device: str
     seconds: float
     bars: Sequence[Bar]
-    waits: Sequence[tuple[float, float]]
+    waits: Sequence[tuple[float, float, str]]
     times: Sequence[float]
     samples: Sequence[dict[str, int]]
     memory_title: str
@@ -144,9 +144,9 @@ def _draw_streams(
     lanes = [lane for lane in _LANES if lane in used or lane == COMPUTE]
     begin, end = window
     heights = {lane: len(lanes) - 1 - i for i, lane in enumerate(lanes)}
-    counts: dict[str, int] = {}
+    shades: dict[str, int] = {}  # in turns, by unit: neighbours differ
     for bar in picture.bars:
-        number = counts[bar.lane] = counts.get(bar.lane, -1) + 1
+        number = shades.setdefault(bar.unit, len(shades))
         left, right = max(bar.begin_s, begin), min(bar.end_s, end)
         if right <= left:
             continue
@@ -158,19 +158,27 @@ def _draw_streams(
             facecolors=colours[number % 2],
         )  # fmt: skip
         width = (right - left) / (end - begin)
-        if width > (0.005 if small_names else 0.06) and bar.unit:
-            wide = width > 0.06
+        wide = width > 0.05
+        if bar.unit and (wide or (small_names and width > 0.005)):
             place = (left + right) / 2 if wide else right + 0.003 * (end - begin)
             axis.text(
                 place * scale, bottom + height / 2, _short(bar),
                 ha="center" if wide else "left", va="center", fontsize=8, clip_on=True,
             )  # fmt: skip
-    for left, right in picture.waits:
-        if right > begin and left < end:
-            axis.broken_barh(
-                [(max(left, begin) * scale, (min(right, end) - max(left, begin)) * scale)],
-                (heights[COMPUTE] - _HEIGHT / 2, _HEIGHT),
-                facecolors="white", edgecolor=_WAITS, hatch="////", linewidth=0,
+    for left, right, cause in picture.waits:
+        left, right = max(left, begin), min(right, end)
+        if right <= left:
+            continue
+        axis.broken_barh(
+            [(left * scale, (right - left) * scale)],
+            (heights[COMPUTE] - _HEIGHT / 2, _HEIGHT),
+            facecolors="white", edgecolor=_WAITS, hatch="////", linewidth=0,
+        )  # fmt: skip
+        if cause and right - left > 0.08 * (end - begin):
+            axis.text(
+                (left + right) / 2 * scale, heights[COMPUTE], cause,
+                ha="center", va="center", fontsize=8, color=_WAITS, clip_on=True,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
     labels = [_LANES[lane][0].format(device=picture.device) for lane in lanes]
     axis.set_yticks([heights[lane] for lane in lanes], labels)
@@ -232,10 +240,12 @@ def _draw_memory(axis: Any, picture: Picture, scale: float) -> None:
         axis.text(0, height, text, color=_WAITS, va="bottom")
     axis.set_ylabel(size_name)
     axis.set_ylim(0, 1.18 * top / size)
-    at = times[max(range(len(totals)), key=totals.__getitem__)] * scale
+    at = times[max(range(len(totals)), key=totals.__getitem__)]
+    late = at > 0.85 * picture.seconds  # then there is no room on the right
     axis.annotate(
-        f"most: {show_bytes(most)}", (at, most / size),
-        xytext=(40, -6), textcoords="offset points", fontsize=9,
+        f"most: {show_bytes(most)}", (at * scale, most / size),
+        xytext=(-40 if late else 40, 4), textcoords="offset points", fontsize=9,
+        ha="right" if late else "left",
         arrowprops={"arrowstyle": "-", "color": "0.3"},
     )  # fmt: skip
     handles, texts = axis.get_legend_handles_labels()

@@ -31,7 +31,7 @@ def draw(made: Plan, path: Path) -> None:
         device="GPU",
         seconds=step.seconds,
         bars=bars,
-        waits=_waits(step),
+        waits=[(begin, end, "") for begin, end in _waits(step)],
         times=times,
         samples=samples,
         memory_title="Memory of one GPU at the same time",

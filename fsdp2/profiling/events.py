@@ -16,11 +16,16 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 
 @dataclass(frozen=True)
 class Border:
-    """Compute entered or left a unit, or the optimizer (a unit without a name)."""
+    """Compute entered or left a unit, or the optimizer (a unit without a name).
+
+    Attributes:
+        depth: how many units enclose it.
+    """
 
     enters: bool
     unit: str
     phase: str
+    depth: int
     time_s: float
 
 
@@ -120,23 +125,25 @@ class Recording:
 
 
 def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute, ...]:
-    """Stretches of compute: each moment belongs to the unit that was entered last and not left,
-    unless compute waited then.
+    """Stretches of compute: each moment belongs to the innermost unit that was entered and not
+    left (of several, to the one entered last), unless compute waited then.
 
-    Units need not be left in the reverse of the order in which they were entered: backward leaves
-    a unit whose inputs need no gradient only at its end.
+    Units are not always entered from the outside in: backward may tell of a unit before it tells
+    of the one that encloses it. Nor are they always left in the reverse of that order: backward
+    leaves a unit whose inputs need no gradient only at its end.
     """
     stretches: list[Compute] = []
-    inside: list[tuple[str, str]] = []
+    inside: list[tuple[int, str, str]] = []  # by depth
     last = 0.0
     for border in borders:
         now = max(last, border.time_s)
         if inside and now > last:
-            stretches.append(Compute(*inside[-1], last, now))
+            stretches.append(Compute(*inside[-1][1:], last, now))
         last = now
-        key = (border.unit, border.phase)
+        key = (border.depth, border.unit, border.phase)
         if border.enters:
             inside.append(key)
+            inside.sort(key=lambda each: each[0])  # stable: the one entered last stays last
         elif key in inside:
             del inside[len(inside) - 1 - inside[::-1].index(key)]
     return tuple(_without(stretches, waits))

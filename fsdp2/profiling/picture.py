@@ -32,14 +32,17 @@ def as_picture(recording: Recording, step: StepMeasures) -> Picture:
     """What to draw of a step; 0 is its begin."""
     device = "GPU" if recording.stream_ordered else "CPU"
     bars = _bars(recording, step)
-    waits = [_within(wait.begin_s, wait.end_s, step) for wait in recording.waits]
+    waits = [
+        (*_within(wait.begin_s, wait.end_s, step), f"waits for {wait.unit}\n{wait.kind}")
+        for wait in recording.waits
+    ]
     times, samples = _memory(recording, step)
     return Picture(
         title=_title(recording, step),
         device=device,
         seconds=step.seconds,
         bars=bars,
-        waits=[(b, e) for b, e in waits if e - b > 1e-4 * step.seconds],
+        waits=[wait for wait in waits if wait[1] - wait[0] > 1e-4 * step.seconds],
         times=times,
         samples=samples,
         memory_title=f"Memory of this {device} at the same time"

@@ -56,13 +56,14 @@ class Recorder:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._modules = {module: name for name, module in model.named_modules()}
         self._names = {unit: unit_name(unit, self._modules) for unit in units}
+        self._units = tuple(self._names.values())
         self._device = units[0].device
         self._patches = Patches()
         self._handles: list[Any] = []
         self._runtimes: list[Runtime] = []
         self._recorded: events.Recording | None = None
         # What is written down.
-        self._borders: list[tuple[bool, str, str, Mark]] = []
+        self._borders: list[tuple[bool, str, str, int, Mark]] = []
         self._operations: list[Operation] = []
         self._waits: list[tuple[Operation, Mark, Mark]] = []
         self._samples: list[tuple[Mark, dict[str, int], int | None]] = []
@@ -102,10 +103,18 @@ class Recorder:
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._stopped = self.clock.mark()
         for unit, phase in reversed(self._open):
-            self._borders.append((False, self._name(unit), phase, self._last))
+            self._borders.append((False, *self._key(unit, phase), self._last))
+        # Nothing of the model is held any longer.
         self._open.clear()
+        self._names.clear()
+        self._modules.clear()
+        self._runtimes.clear()
+        self._gathering.clear()
+        self._facts.clear()
+        self._held = Held()
 
     def _watch(self, runtime: Runtime) -> None:
         """Runtimes are made by the first forward of a root."""
@@ -125,7 +134,7 @@ class Recorder:
         """Something begins on the current stream; ``sizes``: whole, sent."""
         backward = unit.runtime is not None and unit.runtime.in_backward
         return Operation(
-            self._names[unit],
+            self._names.get(unit, ""),  # (a reduction may outlast the profile)
             kind,
             BACKWARD if backward else FORWARD,
             num_ranks,
@@ -207,13 +216,13 @@ class Recorder:
     def _enter(self, unit: Unit | None, phase: str, mark: Mark) -> None:
         if unit is None or unit in self._names:
             self._open.append((unit, phase))
-            self._borders.append((True, self._name(unit), phase, mark))
+            self._borders.append((True, *self._key(unit, phase), mark))
             self._last = mark
 
     def _leave(self, unit: Unit | None, phase: str, mark: Mark) -> None:
         if (unit, phase) in self._open:
             self._open.remove((unit, phase))
-            self._borders.append((False, self._name(unit), phase, mark))
+            self._borders.append((False, *self._key(unit, phase), mark))
             self._last = mark
 
     def _leave_all(self, runtime: Runtime, phases: tuple[str, ...], mark: Mark) -> None:
@@ -221,8 +230,11 @@ class Recorder:
             if unit is not None and unit.runtime is runtime and phase in phases:
                 self._leave(unit, phase, mark)
 
-    def _name(self, unit: Unit | None) -> str:
-        return "" if unit is None else self._names[unit]
+    def _key(self, unit: Unit | None, phase: str) -> tuple[str, str, int]:
+        """Of a border: name, phase and depth. The optimizer is inside of all."""
+        if unit is None:
+            return "", phase, len(self._names)
+        return self._names[unit], phase, len(unit.enclosing)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_ours(optimizer):
@@ -364,14 +376,14 @@ class Recorder:
             for operation, begin, end in self._waits
         ]
         borders = [
-            events.Border(enters, unit, phase, read(mark))
-            for enters, unit, phase, mark in self._borders
+            events.Border(enters, unit, phase, depth, read(mark))
+            for enters, unit, phase, depth, mark in self._borders
         ]
         return events.Recording(
             rank=dist.get_rank() if dist.is_initialized() else 0,
             device=str(self._device),
             stream_ordered=self.clock.stream_ordered,
-            units=tuple(self._names.values()),
+            units=self._units,
             compute=events.exclusive(borders, waits),
             communications=tuple(
                 operation.read(read) for operation in self._operations if operation.end is not None
