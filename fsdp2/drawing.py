@@ -78,6 +78,7 @@ class Picture:
         memory_title: what the memory is of.
         stretch: what is enlarged, and ``stretch_title``: what it shows.
         budget: bytes that may be used, if somebody said.
+        note: what else to know about the streams.
     """
 
     title: str
@@ -91,6 +92,7 @@ class Picture:
     stretch: tuple[float, float]
     stretch_title: str
     budget: int | None = None
+    note: str = ""
 
 
 def save(picture: Picture, path: Path) -> None:
@@ -118,10 +120,12 @@ def save(picture: Picture, path: Path) -> None:
     for axis in axes[:2]:
         axis.set_xlim(0, picture.seconds * scale * 1.002)
     axes[0].axvspan(*(moment * scale for moment in picture.stretch), color="0.85", zorder=0)
-    axes[0].set_title("The whole step: what runs when (grey: enlarged at the bottom)", loc="left")
+    title = "The whole step: what runs when (grey: enlarged at the bottom)"
+    axes[0].set_title(title, loc="left")
+    axes[0].set_xlabel(f"time in {unit}. {picture.note}" if picture.note else f"time in {unit}")
     axes[1].set_title(picture.memory_title, loc="left")
     axes[2].set_title(picture.stretch_title, loc="left")
-    for axis in axes:
+    for axis in axes[1:]:
         axis.set_xlabel(f"time in {unit}")
     figure.suptitle(picture.title, fontsize=13, x=0.01, ha="left", fontweight="bold")
     figure.tight_layout(rect=(0, 0, 1, 0.98))
@@ -144,6 +148,7 @@ def _draw_streams(
     lanes = [lane for lane in _LANES if lane in used or lane == COMPUTE]
     begin, end = window
     heights = {lane: len(lanes) - 1 - i for i, lane in enumerate(lanes)}
+    last: dict[str, tuple[str, str]] = {}  # named in each lane
     shades: dict[str, int] = {}  # in turns, by unit: neighbours differ
     for bar in picture.bars:
         number = shades.setdefault(bar.unit, len(shades))
@@ -159,6 +164,9 @@ def _draw_streams(
         )  # fmt: skip
         width = (right - left) / (end - begin)
         wide = width > 0.05
+        named, last[bar.lane] = last.get(bar.lane), (bar.unit, bar.phase)
+        if named == last[bar.lane]:
+            continue  # the rest of it, after a wait
         if bar.unit and (wide or (small_names and width > 0.005)):
             place = (left + right) / 2 if wide else right + 0.003 * (end - begin)
             axis.text(
@@ -228,9 +236,11 @@ def _draw_memory(axis: Any, picture: Picture, scale: float) -> None:
     values = [[parts.get(name, 0) / size for parts in samples] for name in names]
     labels = [_MEMORY.get(name, (name, ""))[0] for name in names]
     colours = [_MEMORY[name][1] if name in _MEMORY else "0.7" for name in names]
-    axis.stackplot(
-        [t * scale for t in times], values, labels=labels, colors=colours, step="post", linewidth=0
+    areas = axis.stackplot(
+        [t * scale for t in times], values, labels=labels, colors=colours, step="post"
     )
+    for area, colour in zip(areas, colours, strict=True):
+        area.set(edgecolor=colour, linewidth=0.7)  # or moments would not be seen
     top = most
     if picture.budget is not None and picture.budget < 2.5 * most:
         top = max(most, picture.budget)

@@ -86,12 +86,13 @@ def total_reader(device: torch.device) -> Callable[[], int | None]:
         return allocated
     if device.type != "cpu":
         return lambda: torch.get_device_module(device).memory_allocated(device)
-    return _resident
+    return _resident_reader()
 
 
-def _resident() -> int | None:
+def _resident_reader() -> Callable[[], int | None]:
     try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None  # not Linux
+        file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 (as long as the reader)
+    except OSError:
+        return lambda: None  # not Linux
+    page = os.sysconf("SC_PAGE_SIZE")
+    return lambda: int(os.pread(file.fileno(), 100, 0).split()[1]) * page

@@ -51,6 +51,9 @@ def as_picture(recording: Recording, step: StepMeasures) -> Picture:
         stretch=_stretch(bars, step.seconds),
         stretch_title="A moment of it, enlarged: while one unit computes, the next one's "
         "parameters arrive and the last one's gradients leave",
+        note=""
+        if recording.stream_ordered
+        else "Timed by the host: green and orange last until they are waited for, at most",
     )
 
 

@@ -115,6 +115,7 @@ class Recorder:
         self._gathering.clear()
         self._facts.clear()
         self._held = Held()
+        self._total = lambda: None
 
     def _watch(self, runtime: Runtime) -> None:
         """Runtimes are made by the first forward of a root."""
