@@ -507,8 +507,8 @@ class _Wire:
 
     def _open(self) -> None:
         """NCCL wants a call of all ranks of a group before messages between some of them."""
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or not torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
             return
         device = _current_device(accelerator.type)
         if len(self.ranks) > 1 and backend_name(self.group, device) == "nccl":
@@ -575,7 +575,7 @@ class _Wire:
         try:
             self.group._get_backend(torch.device(device.type))
         except RuntimeError:  # NCCL knows no tensors of the CPU
-            accelerator = torch.accelerator.current_accelerator()
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
             if accelerator is not None:
                 return _current_device(accelerator.type)
         return device

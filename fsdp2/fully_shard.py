@@ -252,8 +252,8 @@ def _checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Modul
 def _checked_device(mesh: DataParallelMesh) -> torch.device:
     kind = mesh.device_type
     if kind != "cpu":
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or accelerator.type != kind or not torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != kind:
             have = accelerator.type if accelerator is not None else "cpu"
             raise ValueError(
                 f"The mesh is of device type '{kind}', but this process computes on '{have}'. Make "

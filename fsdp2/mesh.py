@@ -54,7 +54,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def _device_type_of_default_group() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
         return "cpu"
     return accelerator.type

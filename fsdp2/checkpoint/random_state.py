@@ -21,7 +21,7 @@ def random_states() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = encode([kind, keys.tolist(), *rest])
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         states["device"] = encode(module.get_rng_state())
@@ -37,6 +37,6 @@ def set_random_states(states: dict[str, Any]) -> None:
 
         kind, keys, *rest = decode(states["numpy"])
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if "device" in states and accelerator is not None:
         torch.get_device_module(accelerator).set_rng_state(decode(states["device"]))
