@@ -397,6 +397,18 @@ def test_several_roots_and_units_that_do_not_run() -> None:
     assert idle.split() == ["idle.0", "0.00", "0.00", "-", "-"]
 
 
+def test_a_part_of_a_model(small: nn.Module) -> None:
+    x = torch.ones(3, 7)
+    small(x).sum().backward()
+    with profile(small[0]) as p:  # type: ignore[index]
+        small(x).sum().backward()
+        small(x).sum().backward()
+    check_consistent(p)
+    assert [unit.name for unit in p.units] == ["(root)"]  # of what is profiled
+    assert p.units[0].reduce.count == 1
+    assert len(p.measures.steps) == 2
+
+
 def test_one_rank_communicates_nothing() -> None:
     with simulated_mesh(1) as mesh:
         model = fully_shard(build_mlp(), mesh=mesh)

@@ -163,13 +163,20 @@ class Recorder:
         original(module)
         runtime = unit.runtime
         self._watch(runtime)
-        self._enter(unit, RECOMPUTE if runtime.in_backward else FORWARD, mark)
-        if not runtime.in_backward and runtime.forward_root is unit:
+        if not runtime.in_backward and self._begins_forward(unit):
             self._moments.append(("root", mark))
             for other in self._names:
                 if other.runtime is runtime:
                     self._held.measure(other)
+        self._enter(unit, RECOMPUTE if runtime.in_backward else FORWARD, mark)
         self._note_memory(unit)
+
+    def _begins_forward(self, unit: Unit) -> bool:
+        """Whether this is the forward of a root, or of the outermost unit that is profiled."""
+        root = unit.runtime.forward_root
+        if root in self._names:
+            return root is unit
+        return not any(phase == FORWARD for _, phase in self._open)
 
     def _post_forward(
         self, runtime: Runtime, original: Callable[..., Any], unit: Unit, **kwargs: Any
