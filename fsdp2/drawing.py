@@ -148,7 +148,7 @@ def _draw_streams(
     lanes = [lane for lane in _LANES if lane in used or lane == COMPUTE]
     begin, end = window
     heights = {lane: len(lanes) - 1 - i for i, lane in enumerate(lanes)}
-    last: dict[str, tuple[str, str]] = {}  # named in each lane
+    named: dict[str, tuple[str, str]] = {}  # in each lane, last
     shades: dict[str, int] = {}  # in turns, by unit: neighbours differ
     for bar in picture.bars:
         number = shades.setdefault(bar.unit, len(shades))
@@ -164,10 +164,10 @@ def _draw_streams(
         )  # fmt: skip
         width = (right - left) / (end - begin)
         wide = width > 0.05
-        named, last[bar.lane] = last.get(bar.lane), (bar.unit, bar.phase)
-        if named == last[bar.lane]:
-            continue  # the rest of it, after a wait
-        if bar.unit and (wide or (small_names and width > 0.005)):
+        # A narrow one beside a wide one of the same unit, from which a wait cut it off, needs none.
+        known = named.get(bar.lane) == (bar.unit, bar.phase)
+        if bar.unit and (wide or (small_names and width > 0.005 and not known)):
+            named[bar.lane] = (bar.unit, bar.phase)
             place = (left + right) / 2 if wide else right + 0.003 * (end - begin)
             axis.text(
                 place * scale, bottom + height / 2, _short(bar),
@@ -236,11 +236,15 @@ def _draw_memory(axis: Any, picture: Picture, scale: float) -> None:
     values = [[parts.get(name, 0) / size for parts in samples] for name in names]
     labels = [_MEMORY.get(name, (name, ""))[0] for name in names]
     colours = [_MEMORY[name][1] if name in _MEMORY else "0.7" for name in names]
-    areas = axis.stackplot(
-        [t * scale for t in times], values, labels=labels, colors=colours, step="post"
-    )
-    for area, colour in zip(areas, colours, strict=True):
-        area.set(edgecolor=colour, linewidth=0.7)  # or moments would not be seen
+    lower = [0.0] * len(times)
+    for own, label, colour in zip(values, labels, colours, strict=True):
+        upper = [below + value for below, value in zip(lower, own, strict=True)]
+        seen_at = [now > 0 or before > 0 for now, before in zip(own, [0.0, *own], strict=False)]
+        axis.fill_between(
+            [t * scale for t in times], lower, upper, where=seen_at, step="post", label=label,
+            facecolor=colour, edgecolor=colour, linewidth=0.7,  # or moments would not be seen
+        )  # fmt: skip
+        lower = upper
     top = most
     if picture.budget is not None and picture.budget < 2.5 * most:
         top = max(most, picture.budget)
