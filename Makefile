@@ -17,14 +17,19 @@ else
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
+# Two or more test files at a time where pytest-xdist is installed, one otherwise.
+HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)
+PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && echo -n auto --dist loadfile)
+
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-2d train-pipeline train-moe test test-all cuda lint format bench \
-	bench-gpu bench-ckpt bench-clip bench-estimate clean
+.PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
+	train-recommender test test-all cuda lint format bench bench-gpu bench-ckpt bench-clip \
+	bench-estimate bench-choosing clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
 	@echo
 	@echo "  NPROC=4 sets the number of processes, STEPS=1000 the steps of the training, and"
 	@echo "  ARGS=\"--bf16 --ac\" its options (ARGS=--help lists them). PYTHON=... or an activated"
@@ -45,11 +50,19 @@ train-pipeline: $(SETUP)  ## pipeline stages x sharded, 2 x 2; ARGS="--schedule 
 train-moe: $(SETUP)  ## experts on another mesh than the rest, on 4 processes
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_moe.py $(TRAIN_ARGS)
 
+train-resnet train-weather train-recommender: train-%: $(SETUP)
+	@$(PY) examples/launch.py $(if $(NPROC),--nproc-per-node $(NPROC)) \
+		examples/train_$*.py $(TRAIN_ARGS)
+
+train-resnet:  ## ResNet-18 on handwritten digits; ARGS="--amp --strategy grad"
+train-weather:  ## a weather transformer; ARGS="--wrap layers --ac"
+train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-below 65536"
+
 test: $(SETUP)  ## run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(SETUP)  ## run the tests and their long versions
-	$(PY) -m pytest -m "long or not long" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
 
 cuda: $(SETUP)  ## run the tests that need a GPU; without one, name them
 	$(PY) -m pytest -m cuda -v -rs $(ARGS)
@@ -78,6 +91,9 @@ bench-clip: $(SETUP)  ## compare gradient clipping with torch's
 bench-estimate: $(SETUP)  ## compare estimates with runs, and plans with published tables
 	$(PY) -m benchmarks.estimate $(ARGS)
 	$(PY) -m benchmarks.published
+
+bench-choosing: $(SETUP)  ## time and memory of every strategy on the examples
+	$(PY) -m benchmarks.choosing $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

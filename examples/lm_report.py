@@ -1,10 +1,9 @@
-"""What train_lm.py shows: a progress bar, a loss log, and the figures at the end."""
+"""What examples show: a progress bar, a loss log; and the figures at the end of train_lm.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -48,9 +47,11 @@ class Numbers:
 class Progress:
     """A progress bar on rank 0, or a line every ten seconds where tqdm is not installed."""
 
-    def __init__(self, *, first_step: int, last_step: int, tokens_per_step: int) -> None:
+    def __init__(
+        self, *, first_step: int, last_step: int, units_per_step: int, unit: str = "tokens"
+    ) -> None:
         self.shown = dist.get_rank() == 0
-        self.last_step, self.tokens_per_step = last_step, tokens_per_step
+        self.last_step, self.units_per_step, self.unit = last_step, units_per_step, unit
         self.bar = None
         self._step_began, self._step_s = time.perf_counter(), 0.0
         self._printed_at = 0.0
@@ -76,7 +77,7 @@ class Progress:
         self._step_s = step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step_s
         if not self.shown:
             return
-        rate = f"{self.tokens_per_step / self._step_s:,.0f} tokens/s"
+        rate = f"{self.units_per_step / self._step_s:,.0f} {self.unit}/s"
         memory = f"{memory_bytes / 1e6:,.0f} MB per rank"
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {rate}, {memory}", refresh=False)
@@ -104,17 +105,10 @@ class LossLog:
             for row in kept:
                 self._file.write(json.dumps(row) + "\n")
 
-    def write(self, step: int, *, loss: float, learning_rate: float, grad_norm: float) -> None:
-        """Add a step; `loss` is in nats per byte."""
+    def write(self, step: int, **values: float) -> None:
+        """Add a step."""
         if self._file is not None:
-            row = {
-                "step": step,
-                "loss": loss,
-                "bits_per_byte": loss / math.log(2),
-                "learning_rate": learning_rate,
-                "grad_norm": grad_norm,
-            }
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
         if self._file is not None:

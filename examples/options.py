@@ -1,4 +1,4 @@
-"""The command line of train_lm.py, and how the examples answer a mistake in it."""
+"""The command line of train_lm.py, and how all examples answer a mistake in theirs."""
 
 from __future__ import annotations
 
@@ -44,18 +44,28 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.resume:
-        saved = _saved_run(options.out)
+        saved = saved_run(options.out)
         # The same sequences in every step, if these processes can share them evenly.
         sequences = saved["options"]["batch"] * saved["world_size"]
         if sequences % world_size == 0:
             saved["options"]["batch"] = sequences // world_size
-        parser.set_defaults(**saved["options"])
-        options = parser.parse_args(argv)
-        for name, value in saved["options"].items():
-            if name not in FREE_ON_RESUME and getattr(options, name) != value:
-                flag = "--" + name.replace("_", "-")
-                fail(f"--resume: the checkpoint was made with {flag} {value}")
+        options = as_saved(parser, argv, saved["options"], FREE_ON_RESUME)
     _check(options, world_size)
+    return options
+
+
+def as_saved(
+    parser: argparse.ArgumentParser, argv: list[str] | None, saved: dict[str, Any], free: set[str]
+) -> argparse.Namespace:
+    """The options of a resumed run: those of the checkpoint, but for what is given and free."""
+    parser.set_defaults(**saved)
+    options = parser.parse_args(argv)
+    for name, value in saved.items():
+        if name not in free and getattr(options, name) != value:
+            flag = "--" + name.replace("_", "-")
+            given = "" if isinstance(value, bool) else f" {value}"
+            wrong = "without" if value is False else "with"
+            fail(f"--resume: the checkpoint was made {wrong} {flag}{given}")
     return options
 
 
@@ -69,7 +79,8 @@ def checkpoint_folder(out: str) -> Path:
     return Path(out) / "checkpoints"
 
 
-def _saved_run(out: str) -> dict[str, Any]:
+def saved_run(out: str) -> dict[str, Any]:
+    """What the latest checkpoint of a run says about the run."""
     from fsdp2.checkpoint import CheckpointError, CheckpointNotFound, peek  # imports torch
 
     try:
@@ -88,10 +99,15 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
         fail(f"--dim {options.dim} is not a multiple of twice --heads {options.heads}")
     if options.data is not None and not Path(options.data).exists():
         fail(f"--data: there is no file or folder {options.data}")
+    make_folder(options.out)
+
+
+def make_folder(out: str) -> None:
+    """Make the folder of a run."""
     try:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--out: cannot make the folder {options.out}: {error.strerror}")
+        fail(f"--out: cannot make the folder {out}: {error.strerror}")
 
 
 def positive(text: str) -> int:

@@ -9,8 +9,8 @@ where there are none. `--help` lists the options.
 
 Read `main` from top to bottom; the functions follow in the order of their use. The files beside
 this one are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
-(the model, plain PyTorch), `text_data.py` (text and n-gram models), `lm_report.py` (progress bar
-and figures).
+(the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
+group), `lm_report.py` (progress bar and figures).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a r
 
 import argparse
 import math
-import os
-import shutil
 import time
 import zlib
 from contextlib import nullcontext
@@ -48,6 +46,7 @@ from fsdp2.checkpoint import Checkpointer
 from lm_model import LanguageModel, ModelConfig, init_std
 from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report, show_profile
 from options import checkpoint_folder, fail, options_to_save, parse_options
+from processes import set_earlier_run_aside, start_processes
 from text_data import Batches, Text, read_text, validation_starts, windows_at
 
 
@@ -55,7 +54,7 @@ def main() -> None:
     options = parse_options()
     device = start_processes()
     if not options.resume:
-        set_earlier_run_aside(options)
+        set_earlier_run_aside(options.out)
     text, batches = open_text(options)
     model = build_model(options, device)
     # The optimizer is made after sharding: its state is as sharded as the parameters it sees.
@@ -86,38 +85,6 @@ class Run:
     batches: Batches
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-
-
-def start_processes() -> torch.device:
-    """Join the process group that torchrun has prepared; returns this rank's device."""
-    if "RANK" not in os.environ:
-        fail("start it with torchrun: torchrun --standalone --nproc-per-node 2 train_lm.py")
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:
-        fail(f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs; there are {num_gpus}")
-    # Kernels that add in an order of their own would keep --resume from being exact.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    # gloo beside NCCL: with --offload the gradients whose norm is taken are on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return device
-
-
-def set_earlier_run_aside(options: argparse.Namespace) -> None:
-    """A run that starts anew has checkpoints of its own; those of the run before are kept."""
-    folder = checkpoint_folder(options.out)
-    if dist.get_rank() == 0 and folder.exists():
-        aside = folder.with_name("checkpoints-before")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        print(f"note         checkpoints of the run before are in {aside} now", flush=True)
-    dist.barrier()
 
 
 def open_text(options: argparse.Namespace) -> tuple[Text, Batches]:
@@ -230,7 +197,7 @@ def train(run: Run) -> int:
     log = LossLog(run.out, first_step=first_step)
     last_step = min(options.steps, options.stop_at or options.steps)
     tokens = options.accumulate * options.batch * options.length * dist.get_world_size()
-    progress = Progress(first_step=first_step, last_step=last_step, tokens_per_step=tokens)
+    progress = Progress(first_step=first_step, last_step=last_step, units_per_step=tokens)
     end_time = time.monotonic() + 60 * (options.minutes or math.inf)
 
     # By the fourth step storages are planned and the order of the units is known.
@@ -251,7 +218,13 @@ def train(run: Run) -> int:
         stop = stop_requested() or time.monotonic() > end_time
         ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop)
         loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
-        log.write(step, loss=loss, learning_rate=learning_rate, grad_norm=grad_norm)
+        log.write(
+            step,
+            loss=loss,
+            bits_per_byte=loss / math.log(2),
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+        )
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
             # Only the copying of the shards is waited for; a thread writes them.

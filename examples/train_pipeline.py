@@ -17,13 +17,16 @@ Schedules with two stages per rank cut the model into four.
 
 from __future__ import annotations
 
+import math
 import os
+from argparse import Namespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -75,7 +78,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main() -> None:
+def parse_options() -> Namespace:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=30, help="optimizer steps")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B")
@@ -87,7 +90,50 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ.get("WORLD_SIZE") != "4":
         fail("start it with torchrun --standalone --nproc-per-node 4")
+    return options
 
+
+def make_stages(
+    indices: list[int],
+    num_stages: int,
+    mesh: DeviceMesh,
+    device: torch.device,
+    accumulate_sharded: bool,
+) -> dict[int, Stage]:
+    """This rank's stages of the model, sharded over ``mesh``.
+
+    A stage runs several micro-batches before its first backward: gathered again for each, its
+    parameters would cost much communication, so they stay gathered until the step is over.
+    """
+    torch.manual_seed(0)  # the same model on every rank
+    model = LanguageModel(ModelConfig(dim=128, num_layers=4, num_heads=4, hidden=384))
+    stages = {i: Stage(model, i, num_stages) for i in indices}
+    for stage in stages.values():
+        stage.to(device)
+        for block in stage.blocks.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+        # By default gradients accumulate in whole and are reduced once per step.
+        stage.set_accumulate_sharded(accumulate_sharded)  # type: ignore[operator]
+    return stages
+
+
+def run_schedule(
+    schedule: Any, has_first: bool, has_last: bool, inputs: Tensor, targets: Tensor
+) -> float:
+    """Forward and backward of all micro-batches: the mean loss, or not a number where the last
+    stage, which knows it, is on another rank."""
+    losses: list[Tensor] = []
+    given = (inputs,) if has_first else ()
+    if has_last:
+        schedule.step(*given, target=targets, losses=losses)
+    else:
+        schedule.step(*given)
+    return torch.stack(losses).mean().item() if losses else math.nan
+
+
+def main() -> None:
+    options = parse_options()
     # The mesh. Neighbouring ranks share parameters, which communicates more than the pipeline.
     device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
     device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
@@ -98,21 +144,9 @@ def main() -> None:
     mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("pipeline", "shard"))
     pipeline, shard = mesh["pipeline"], mesh["shard"]
 
-    # The model, the same on every rank, and this rank's stages of it. A stage runs several
-    # micro-batches before its first backward: gathered again for each, its parameters would cost
-    # much communication, so they stay gathered until the step is over.
     placed, num_stages = SCHEDULES[options.schedule]
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(dim=128, num_layers=4, num_heads=4, hidden=384))
-    stages = {i: Stage(model, i, num_stages) for i in placed[pipeline.get_local_rank()]}
-    del model
-    for stage in stages.values():
-        stage.to(device)
-        for block in stage.blocks.values():
-            fully_shard(block, mesh=shard, reshard_after_forward=False)
-        fully_shard(stage, mesh=shard, reshard_after_forward=False)
-        # By default gradients accumulate in whole and are reduced once per step.
-        stage.set_accumulate_sharded(options.accumulate_sharded)  # type: ignore[operator]
+    indices = placed[pipeline.get_local_rank()]
+    stages = make_stages(indices, num_stages, shard, device, options.accumulate_sharded)
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
 
@@ -132,20 +166,10 @@ def main() -> None:
     numbers, losses = Numbers(), []
     for step in range(1, options.steps + 1):
         inputs, targets = (ids.to(device) for ids in batches.next())
-        of_micro_batches: list[Tensor] = []
-        if 0 in stages and num_stages - 1 in stages:
-            schedule.step(inputs, target=targets, losses=of_micro_batches)
-        elif 0 in stages:
-            schedule.step(inputs)
-        elif num_stages - 1 in stages:
-            schedule.step(target=targets, losses=of_micro_batches)
-        else:
-            schedule.step()
+        loss = run_schedule(schedule, 0 in stages, num_stages - 1 in stages, inputs, targets)
         optimizer.step()
         optimizer.zero_grad()
-        # The last stage knows the losses; the others count as not a number.
-        own = torch.stack(of_micro_batches).mean() if of_micro_batches else torch.tensor(torch.nan)
-        losses.append(float(numbers.of_all_ranks(own.item()).nanmean()))
+        losses.append(float(numbers.of_all_ranks(loss).nanmean()))
         if dist.get_rank() == 0 and (step in (1, options.steps) or step % 10 == 0):
             print(f"step {step}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
 

@@ -5,12 +5,15 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 from . import optim, wrap
+from .agreement import check_ranks_agree, watch_ranks
 from .estimation import Estimate, estimate
 from .explain import explain
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
+from .functions import register_fsdp_forward_method, share_comm_ctx
 from .initialization import init_on_whole_tensors
-from .module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from .meeting import RanksDisagreeError
+from .module import FSDPModule, UnshardHandle
 from .optim import clip_grad_norm_, get_total_norm
 from .planner import Hardware, Plan, plan
 from .policy import (
@@ -35,10 +38,15 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
+<<<<<<< HEAD
     "Profile",
+=======
+    "RanksDisagreeError",
+>>>>>>> main
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
+    "check_ranks_agree",
     "clip_grad_norm_",
     "estimate",
     "explain",
@@ -56,6 +64,7 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "units_of",
+    "watch_ranks",
     "wrap",
 ]
 __version__ = "0.1.0"

@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,72 +17,87 @@ if TYPE_CHECKING:
     from .checkpoint.tools import Summary, Tally
 
 
+_STEP: dict[str, Any] = {
+    "type": int,
+    "metavar": "N",
+    "help": "of a Checkpointer's folder (default: the latest)",
+}
+_PATH: dict[str, Any] = {
+    "metavar": "PATH",
+    "help": "a checkpoint's folder (of fsdp2 or of Hugging Face's kind), an index, a "
+    "safetensors file, or a Checkpointer's folder",
+}
+
+
 def add_ckpt(groups: Any) -> None:
+    """Add the group ``ckpt`` with its commands."""
     about = "look at, verify, export and compare checkpoints"
     group = groups.add_parser("ckpt", help=about, description=f"Tools that {about}.")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
-    step: dict[str, Any] = {
-        "type": int,
-        "metavar": "N",
-        "help": "of a Checkpointer's folder (default: the latest)",
-    }
-    path: dict[str, Any] = {
-        "metavar": "PATH",
-        "help": "a checkpoint's folder (of fsdp2 or of Hugging Face's kind), an index, a "
-        "safetensors file, or a Checkpointer's folder",
-    }
-
-    def add(
-        name: str, run: Callable[[argparse.Namespace], int], about: str
-    ) -> argparse.ArgumentParser:
-        parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}")
+    for name, run, add_arguments, about in (
+        ("inspect", ckpt_inspect, _add_inspect, "show what is in a checkpoint"),
+        ("verify", ckpt_verify, _add_verify, "compare every byte with its checksum"),
+        (
+            "export",
+            ckpt_export,
+            _add_export,
+            "write ordinary safetensors files of whole tensors",
+        ),
+        ("diff", ckpt_diff, _add_diff, "compare two checkpoints: names, dtypes, shapes, values"),
+    ):
+        description = f"{about[0].upper()}{about[1:]}"
+        parser = commands.add_parser(name, help=about, description=description)
         parser.set_defaults(run=run)
-        return parser
+        add_arguments(parser)
 
-    inspect = add("inspect", ckpt_inspect, "show what is in a checkpoint")
-    inspect.add_argument("path", **path)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.add_argument("--step", **step)
-    _add_json(inspect)
 
-    verify = add("verify", ckpt_verify, "compare every byte with its checksum")
-    verify.add_argument("path", **path)
-    verify.add_argument("--step", **step)
-    _add_json(verify)
-    _add_quiet(verify)
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", **_PATH)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--step", **_STEP)
+    _add_json(parser)
 
-    export = add("export", ckpt_export, "write ordinary safetensors files of whole tensors")
-    export.add_argument("path", **path)
-    export.add_argument(
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", **_PATH)
+    parser.add_argument("--step", **_STEP)
+    _add_json(parser)
+    _add_quiet(parser)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", **_PATH)
+    parser.add_argument(
         "out", metavar="OUT", help="a folder to be made, or one file if it ends in .safetensors"
     )
-    export.add_argument("--step", **step)
-    export.add_argument(
+    parser.add_argument("--step", **_STEP)
+    parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors of the model"
     )
-    export.add_argument(
+    parser.add_argument(
         "--max-file-size",
         type=parse_bytes,
         default=parse_bytes("5GB"),
         metavar="SIZE",
         help="of one file: 5GB (the default), 500MiB, ...",
     )
-    export.add_argument("--single", action="store_true", help="one file, however large")
-    export.add_argument("--no-verify", action="store_true", help="do not compare checksums")
-    export.add_argument(
+    parser.add_argument("--single", action="store_true", help="one file, however large")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    parser.add_argument(
         "--with-optimizer", action="store_true", help="the optimizer's tensors too, in own files"
     )
-    _add_quiet(export)
+    _add_quiet(parser)
 
-    diff = add("diff", ckpt_diff, "compare two checkpoints: names, dtypes, shapes, values")
-    diff.add_argument("a", **{**path, "metavar": "A"})
-    diff.add_argument("b", **{**path, "metavar": "B"})
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    for name in ("a", "b"):
+        parser.add_argument(name, **{**_PATH, "metavar": name.upper()})
     for name in ("--atol", "--rtol"):
-        diff.add_argument(
+        parser.add_argument(
             name, type=_tolerance, default=0.0, metavar="X", help="accept atol + rtol * |b|"
         )
-    _add_json(diff)
-    _add_quiet(diff)
+    _add_json(parser)
+    _add_quiet(parser)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

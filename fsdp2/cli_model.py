@@ -24,14 +24,19 @@ class ModelError(Exception):
     """A model that a command was told to use cannot be made."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `load_model` and `sharding_options` read."""
+def add_model_name(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that `load_model` reads."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="what returns the model when called without arguments: package.module:function or "
         "path/to/file.py:function (or a class); it is called on the meta device",
     )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_model` and `sharding_options` read."""
+    add_model_name(parser)
     parser.add_argument(
         "--world-size", type=parse_number, required=True, metavar="N", help="number of ranks"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from .cli_ckpt import parse_bytes
@@ -10,6 +11,7 @@ from .cli_model import (
     DTYPES,
     ModelError,
     add_model,
+    add_model_name,
     find_object,
     load_model,
     parse_number,
@@ -37,12 +39,7 @@ def add_estimate(groups: Any) -> None:
 def add_plan(groups: Any) -> None:
     about = "choose how to shard a model on given hardware"
     parser = groups.add_parser("plan", help=about, description=f"{about[0].upper()}{about[1:]}")
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="what returns the model when called without arguments: package.module:function or "
-        "path/to/file.py:function (or a class); it is called on the meta device",
-    )
+    add_model_name(parser)
     parser.add_argument(
         "--world-size", type=parse_number, required=True, metavar="N", help="number of GPUs"
     )
@@ -112,14 +109,14 @@ def _call(target: str) -> Any:
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Estimate a model that is made on the meta device."""
-    from .estimation import estimate
+    from .estimation import Estimate, estimate
 
-    try:
+    def make() -> Estimate:
         options = {**sharding_options(args), **_step_options(args)}
         model = load_model(args.model)
         with status(args) as show:
             show("running a step on fake tensors", 0, 1)
-            made = estimate(
+            return estimate(
                 model,
                 options.pop("mesh_shape"),
                 options.pop("sample_input"),
@@ -127,22 +124,15 @@ def run_estimate(args: argparse.Namespace) -> int:
                 ranks_per_node=args.ranks_per_node,
                 **options,
             )
-    except (ModelError, ValueError, TypeError) as error:
-        return fail(error)
-    except RuntimeError as error:  # torch's, of the model
-        return fail(f"{args.model} failed on this input: {error}")
-    if args.json:
-        print_json(made.to_dict())
-    else:
-        print(made)
-    return 0
+
+    return _answer(args, make)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan for a model that is made on the meta device."""
-    from .planner import plan
+    from .planner import Plan, plan
 
-    try:
+    def make() -> Plan:
         options = _step_options(args)
         model = load_model(args.model)
         with status(args) as show:
@@ -159,6 +149,18 @@ def run_plan(args: argparse.Namespace) -> int:
             )
         if args.picture:
             made.picture(args.picture)
+        return made
+
+    code = _answer(args, make)
+    if code == 0 and args.picture and not args.json:
+        print(f"\nWritten: {args.picture}")
+    return code
+
+
+def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
+    """Print what ``make`` makes, or why it cannot be made; the exit status."""
+    try:
+        made = make()
     except (ModelError, ValueError, TypeError, ImportError) as error:
         return fail(error)
     except RuntimeError as error:  # torch's, of the model
@@ -167,6 +169,4 @@ def run_plan(args: argparse.Namespace) -> int:
         print_json(made.to_dict())
     else:
         print(made)
-        if args.picture:
-            print(f"\nWritten: {args.picture}")
     return 0

@@ -20,33 +20,7 @@ from torch import nn
 from .hooks import UnitHooks
 from .interop import show_state
 from .param import ORIGINS, ShardedParam
-from .policy import CPUOffloadPolicy, OffloadPolicy
-from .runtime import units_in
-from .unit import Unit
-
-# What users chose for a unit after `fully_shard`, or it got from them otherwise. What is not here
-# is made anew.
-CHOICES = (
-    "name",
-    "reshard_policy",
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "sync_grads",
-    "reduce_grads",
-    "accumulate_sharded",
-    "gathered_once",
-    "strategy",
-    "all_reduce_grads",
-    "divide_factor",
-    "unshard_in_backward",
-    "reduce_unused",
-    "max_input_buffers",
-    "all_reduce_hook",
-    "all_reduce_stream",
-    "link_options",
-    "shared_streams",
-    "keep_frozen",
-)
+from .unit import Unit, units_in
 
 
 class ToBeCopied:
@@ -102,7 +76,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     with ExitStack() as stack:
         for unit in units:
             if unit.runtime is None:
-                unit.adopt_replaced(keep_objects=False)
+                unit.contents.adopt_replaced(keep_objects=False)
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
@@ -140,31 +114,23 @@ def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     """A unit with storages and parameters of its own, still on the modules of ``unit``."""
-    policy = CPUOffloadPolicy(unit.pin_memory) if unit.offload else OffloadPolicy()
-    new = Unit(
-        unit.modules,
-        unit.mesh,
-        unit.device,
-        mp_policy=unit.mp_policy,
-        offload_policy=policy,
-        reshard_after_forward=unit.reshard_policy,
-        direct_min_bytes=unit.direct_min_bytes,
-    )
-    for name in CHOICES:
-        setattr(new, name, getattr(unit, name))
-    if new.shared_streams is None and unit.runtime is not None:
+    settings = unit.settings.for_copy()
+    if settings.shared_streams is None and unit.runtime is not None:
         # What the copy frees can be used by the original at once, and the other way round.
-        new.shared_streams = unit.runtime.streams
+        settings.shared_streams = unit.runtime.streams
+    new = Unit(unit.modules, unit.mesh, unit.device, settings)
+    new.name = unit.name
     memo[id(unit)] = new
     memo[id(unit.registration)] = new.registration
-    new.params = [_copy_param(param, memo) for param in unit.params]
-    locals_ = {id(q): p.local for p, q in zip(unit.params, new.params, strict=True)}
-    new._make_buckets()
-    for bucket in new.buckets:
+    contents = new.contents
+    contents.params = [_copy_param(param, memo) for param in unit.params]
+    locals_ = {id(q): p.local for p, q in zip(unit.params, contents.params, strict=True)}
+    contents.make_buckets()
+    for bucket in contents.buckets:
         # An extension keeps what it is given; the others copy it into their storage.
         sources = [locals_[id(q)].clone() if q.extension else locals_[id(q)] for q in bucket.params]
         bucket.shard_from(sources, whole=False)
-    for param, copied in zip(unit.params, new.params, strict=True):
+    for param, copied in zip(unit.params, contents.params, strict=True):
         memo[id(param.sharded)] = copied.sharded
     for original, (owner, param) in list(ORIGINS.items()):
         if owner is unit:  # a tie to another unit that nobody has resolved yet is one in the copy
@@ -189,14 +155,16 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
     for param, copied in zip(unit.params, new.params, strict=True):
         # A submodule may be copied without all the modules that its parameters are tied to.
         copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
-    new._plan_registration()
-    new.registration.show("sharded")
+    new.contents.register_sharded()
     new.hooks = UnitHooks(new)
     for module in new.modules:
         new.hooks.take_over(unit.hooks, module)
     for module, name, method in unit.hooks.methods:
         wrapped = new.hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
         setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
-    for kind in ("forward_prefetch", "backward_prefetch"):
-        setattr(new, kind, [memo[id(u)] for u in getattr(unit, kind) if id(u) in memo])
+    for chosen, earlier in (
+        (new.settings.forward_prefetch, unit.settings.forward_prefetch),
+        (new.settings.backward_prefetch, unit.settings.backward_prefetch),
+    ):
+        chosen += [memo[id(other)] for other in earlier if id(other) in memo]
     show_state(new)

@@ -18,9 +18,9 @@ from .accounting import BucketFacts, ParameterFacts, buckets_of
 from .collectives import EXCHANGE_MAX_RANKS, backend_name
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .reports import Explanation, ParameterReport, Totals, UnitReport
-from .runtime import units_in
+from .settings import direct_min_bytes_for
 from .strategies import ReshardChoice, Strategy, find_strategy, reshard_of
-from .unit import DIRECT_MIN_BYTES, DIRECT_MIN_BYTES_DEFAULT, Unit
+from .unit import Unit, units_in
 from .wrap import UnitDescription, units_of
 
 
@@ -150,9 +150,7 @@ def _draft(
         )
         for name in unit.params
     ]
-    least = to.direct_min_bytes
-    if least is None:
-        least = DIRECT_MIN_BYTES.get(to.device_type, DIRECT_MIN_BYTES_DEFAULT)
+    least = direct_min_bytes_for(to.device_type, to.direct_min_bytes)
     few = max(num_shards, num_replicas) <= EXCHANGE_MAX_RANKS
     buckets = buckets_of(
         params,
@@ -191,7 +189,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
     drafts = []
     for unit in units:
         inside = any(unit.modules[0] in members[other] for other in units if other is not unit)
-        policy = unit.reshard_policy
+        settings = unit.settings
+        policy = settings.reshard_after_forward
         fqns = [_qualified(names, p.owners[0]) for p in unit.params]
         placements = [tuple(map(_show_placement, p.sharded.placements)) for p in unit.params]  # type: ignore[attr-defined]
         drafts.append(
@@ -204,16 +203,28 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 num_shards=unit.mesh.num_shards,
                 num_replicas=unit.mesh.num_replicas,
                 reshard=inside if policy is None else policy,
+<<<<<<< HEAD
                 unshard_in_backward=unit.unshard_in_backward,
                 offload=unit.offload,
                 reshard_after_backward=unit.reshard_after_backward,
                 forward_prefetch=_unit_names(unit.forward_prefetch, names) or None,
                 backward_prefetch=_unit_names(unit.backward_prefetch, names) or None,
+=======
+                unshard_in_backward=settings.unshard_in_backward,
+                offload=settings.offload,
+                reshard_after_backward=settings.reshard_after_backward,
+                forward_prefetch=tuple(map(unit_name, settings.forward_prefetch)) or None,
+                backward_prefetch=tuple(map(unit_name, settings.backward_prefetch)) or None,
+>>>>>>> main
             )
         )
     runtime = units[0].runtime
     order = () if runtime is None else runtime.last_order(units[0])
+<<<<<<< HEAD
     return _finish(units[0].strategy, drafts, _unit_names(order, names))
+=======
+    return _finish(units[0].settings.strategy, drafts, tuple(map(unit_name, order)))
+>>>>>>> main
 
 
 def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:

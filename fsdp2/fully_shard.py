@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from .collectives import backend_name
+from .copying import refuse_own_deepcopy
 from .hooks import StateDictHooks, UnitHooks
-from .interop import is_replicated, show_state, state_of
+from .interop import TorchFSDPModule, is_replicated, show_state, state_of
 from .mesh import DataParallelMesh, device_of, replicated, resolve_mesh
-from .module import FSDPModule, make_sharded_class, move_to_device
+from .module import FSDPModule
 from .param import ORIGINS, ShardedParam
 from .policy import (
     DataParallelMeshDims,
@@ -22,7 +23,8 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from .unit import Unit
+from .settings import Settings
+from .unit import Unit, set_unit, unit_of
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
@@ -119,10 +121,12 @@ def fully_shard(
         dp_mesh,
         set(ignored_params or ()),
         shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=reshard,
-        direct_min_bytes=direct_min_bytes,
+        Settings(
+            mp_policy,
+            offload_policy,
+            direct_min_bytes=direct_min_bytes,
+            reshard_after_forward=reshard,
+        ),
     )
     return module
 
@@ -187,10 +191,7 @@ def replicate(
         replicated(resolve_mesh(mesh, dp_mesh_dims)),
         set(ignored_params or ()),
         None,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=None,
-        direct_min_bytes=None,
+        Settings(mp_policy, offload_policy),
     )
     return module
 
@@ -200,23 +201,50 @@ def _make_unit(
     mesh: DataParallelMesh,
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
-    **options: Any,
+    settings: Settings,
 ) -> None:
     """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
     device = _checked_device(mesh)
-    _checked_policies(options["mp_policy"], options["offload_policy"])
-    unit = Unit(modules, mesh, device, **options)
+    _checked_policies(settings.mp_policy, settings.offload_policy)
+    unit = Unit(modules, mesh, device, settings)
     tree = _managed_modules(unit.modules)
-    unit.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
-    move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    unit.contents.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
+    _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for sharded in unit.modules:
-        vars(sharded)["_fsdp2_unit"] = unit
-        make_sharded_class(sharded)
+        set_unit(sharded, unit)
+        _make_sharded_class(sharded)
     show_state(unit)
+
+
+# -- modules ---------------------------------------------------------------------------------
+
+_sharded_classes: dict[type, type] = {}
+
+
+def _make_sharded_class(module: nn.Module) -> None:
+    """Make the class of ``module`` a subclass of `FSDPModule`, first in its bases.
+
+    torch's class of the same name is the last one: see `interop`.
+    """
+    cls = type(module)
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(
+            f"FSDP{cls.__name__}",
+            (FSDPModule, cls, TorchFSDPModule),
+            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
+        )
+    module.__class__ = _sharded_classes[cls]
+
+
+def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move buffers (and parameters left unsharded) in place; meta tensors stay."""
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.to(device)
 
 
 # -- arguments -----------------------------------------------------------------------------------
@@ -230,8 +258,7 @@ def _checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Modul
         if not isinstance(item, nn.Module):
             raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
         if isinstance(item, FSDPModule):
-            unit: Unit = vars(item)["_fsdp2_unit"]
-            done = "replicated" if unit.mesh.shard_group is None else "sharded"
+            done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
             raise ValueError(
                 f"{type(item).__mro__[2].__name__} is {done} already: {caller} may be applied "
                 "to a module once. Call it on submodules first and on their parents later"
@@ -340,7 +367,7 @@ def _take_parameters(
             other, theirs = earlier
             if not all(module in names for module, _ in theirs.owners):
                 continue  # tied to a unit beside this one: a common parent will take both
-            other.give_up(theirs)
+            other.contents.give_up(theirs)
             places = sorted(places + theirs.owners, key=lambda place: list(names).index(place[0]))
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name

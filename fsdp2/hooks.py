@@ -29,7 +29,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        policy = unit.mp_policy
+        policy = unit.settings.mp_policy
         self._cast_input = (
             cast_floating(policy.param_dtype)
             if policy.param_dtype is not None and policy.cast_forward_inputs
@@ -91,6 +91,8 @@ class UnitHooks:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
         apart(self._gather, module)
+        if self.unit.registration.substitutes:
+            self.unit.registration.show_substitutes()  # where transforms see it
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._mark_inputs(args, kwargs)
@@ -187,9 +189,9 @@ class UnitHooks:
         """No input needs a gradient: count accumulated gradients instead."""
         unit = self.unit
         self._watching = True
-        if self._watched_generation == unit.generation:
+        if self._watched_generation == unit.contents.generation:
             return
-        self._watched_generation = unit.generation
+        self._watched_generation = unit.contents.generation
         for handle in self._watched:
             handle.remove()
         self._watched = [
@@ -200,7 +202,7 @@ class UnitHooks:
 
     def _accumulated(self, param: torch.Tensor) -> None:
         unit = self.unit
-        if not self._watching or unit.reduce_unused:
+        if not self._watching or unit.settings.reduce_unused:
             return  # (ranks that use different parameters reduce at the end of backward)
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
@@ -270,7 +272,7 @@ def about_to_write(unit: Unit) -> None:
         unit.runtime.reshard(unit)  # what was gathered is about to be out of date
         unit.runtime.optimizer_event = None  # loading writes after the optimizer
     else:
-        unit.adopt_replaced(keep_objects=False)
+        unit.contents.adopt_replaced(keep_objects=False)
     unit.registration.show("sharded")
 
 
@@ -302,7 +304,7 @@ class StateDictHooks:
 
     def before_save(self, *_: Any) -> None:
         if self.unit.runtime is None:
-            self.unit.adopt_replaced(keep_objects=False)
+            self.unit.contents.adopt_replaced(keep_objects=False)
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
 
@@ -320,4 +322,4 @@ class StateDictHooks:
                     states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
 
     def after_load(self, *_: Any) -> None:
-        self.unit.adopt_replaced()
+        self.unit.contents.adopt_replaced()

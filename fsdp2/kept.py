@@ -56,7 +56,7 @@ def choose(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
     used: dict[KeepFrozen, int] = {}
     chosen: dict[Any, list[Bucket]] = {}
     for unit in units:
-        budget: KeepFrozen | None = unit.keep_frozen
+        budget: KeepFrozen | None = unit.settings.keep_frozen
         if budget is None:
             continue
         chosen[unit] = []

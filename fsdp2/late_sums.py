@@ -11,7 +11,6 @@ are summed in one collective. Only small parameters are treated so, and only whe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,8 @@ LATE_MAX_BYTES = 256 * 1024
 class LateSums:
     """Of one unit: whose reduced gradients are still to be summed, and over whom."""
 
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
+    def __init__(self) -> None:
         self.groups: dict[ShardedParam, dist.ProcessGroup] = {}
-
-    @property
-    def allowed(self) -> bool:
-        """Whether nobody looks at sharded gradients of the unit before the end of this backward."""
-        unit = self._unit
-        return (
-            unit.runtime.is_last_backward
-            and unit.all_reduce_grads
-            and unit.all_reduce_hook is None
-            and not unit.accumulated
-            and not unit.offload
-        )
 
     def local_gradient(
         self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool

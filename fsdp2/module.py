@@ -5,20 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .collectives import backend_name
-from .copying import ToBeCopied, refuse_own_deepcopy
+from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
-from .interop import PipelineState, TorchFSDPModule, state_of
+from .interop import PipelineState, state_of
 from .kept import KeepFrozen
-from .runtime import Runtime, build_runtime, units_in
-from .streams import make_streams
-from .unit import Unit
+from .runtime import Runtime, build_runtime
+from .unit import Unit, unit_of, units_in
 
 
 class FSDPModule:
@@ -63,7 +61,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this module's gathered parameters and register the sharded ones."""
-        unit = _unit_of(self)
+        unit = unit_of(self)
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
 
@@ -84,10 +82,7 @@ class FSDPModule:
         """
         units = self._units(recurse)
         for unit in units:
-            unit.sync_grads = unit.all_reduce_grads = requires_gradient_sync
-            unit.reduce_grads = requires_gradient_sync or unit.accumulate_sharded
-            if unit.gathered_once:
-                unit.reshard_after_backward = requires_gradient_sync
+            unit.settings.set_sync(requires_gradient_sync)
         if not requires_gradient_sync:
             for unit in units:
                 if unit.runtime is not None:
@@ -116,8 +111,7 @@ class FSDPModule:
             >>> schedule.step(tokens)  # of torch.distributed.pipelining
         """
         for unit in self._units(recurse):
-            unit.accumulate_sharded = accumulate_sharded
-            unit.reduce_grads = unit.sync_grads or accumulate_sharded
+            unit.settings.accumulate_sharded = accumulate_sharded
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,16 +141,14 @@ class FSDPModule:
                 f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
                 "or use set_requires_gradient_sync(False) if that is what you want"
             )
-        units = self._units(recurse=True)
-        names = ("sync_grads", "reduce_grads", "all_reduce_grads", "reshard_after_backward")
-        before = [(each, {name: getattr(each, name) for name in names}) for each in units]
+        restore = [each.settings.keep_sync() for each in self._units(recurse=True)]
         num_backwards = runtime.num_backwards
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for each, values in before:
-                vars(each).update(values)
+            for call in restore:
+                call()
         if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
             warnings.warn(
                 "No backward ran inside no_sync(): gradients of a backward that runs after it are "
@@ -170,7 +162,7 @@ class FSDPModule:
         With False, gradients are reduce-scattered only and wait for a backward with True.
         """
         for unit in self._units(recurse):
-            unit.all_reduce_grads = requires_all_reduce
+            unit.settings.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for gradient reductions in flight.
@@ -190,7 +182,8 @@ class FSDPModule:
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for unit in self._units(recurse):
-            unit.reshard_policy = unit.reshard_after_forward = reshard_after_forward
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -206,7 +199,7 @@ class FSDPModule:
         """
         units = self._units(recurse)
         for unit in units:
-            unit.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
         if not reshard_after_backward:
             for unit in reversed(units):  # in the order in which backward will want them
                 if unit.runtime is not None:
@@ -239,7 +232,7 @@ class FSDPModule:
         budget = KeepFrozen(max_bytes)
         units = self._units(recurse=True)
         for unit in units:
-            unit.keep_frozen = budget
+            unit.settings.keep_frozen = budget
         for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
             runtime.choose_kept()
 
@@ -252,7 +245,7 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        _unit_of(self).forward_prefetch = [_unit_of(m) for m in _checked(modules)]
+        unit_of(self).settings.forward_prefetch = units_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when the backward of this one begins.
@@ -262,14 +255,14 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        _unit_of(self).backward_prefetch = [_unit_of(m) for m in _checked(modules)]
+        unit_of(self).settings.backward_prefetch = units_of_all(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, not by their number.
 
         Not recursive. Works on every backend.
         """
-        _unit_of(self).divide_factor = factor
+        unit_of(self).settings.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of `set_gradient_divide_factor`; deprecated."""
@@ -286,7 +279,7 @@ class FSDPModule:
         With False nothing is gathered: for modules whose backward does not read their parameters
         (embeddings).
         """
-        _unit_of(self).unshard_in_backward = unshard_in_backward
+        unit_of(self).settings.unshard_in_backward = unshard_in_backward
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -302,7 +295,7 @@ class FSDPModule:
             recurse: whether to set it for sharded submodules too.
         """
         for unit in self._units(recurse):
-            unit.reduce_unused = reduce_scatter_unused_params
+            unit.settings.reduce_unused = reduce_scatter_unused_params
 
     # -- how to communicate -----------------------------------------------------------------
 
@@ -356,11 +349,12 @@ class FSDPModule:
         Raises:
             ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
         """
-        unit = _unit_of(self)
+        unit = unit_of(self)
         self._check_one_mesh("set_all_reduce_hook")
         if stream is not None and unit.mesh.replicate_group is not None:
             raise ValueError("stream cannot be set when using native HSDP")
-        unit.all_reduce_hook, unit.all_reduce_stream = hook, stream
+        settings = unit.settings
+        settings.all_reduce_hook, settings.all_reduce_stream = hook, stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next gathers wait for ``event`` only, not for all work that was queued.
@@ -411,7 +405,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in self._units(recurse):
-            unit.max_input_buffers = max_input_buffers
+            unit.settings.max_input_buffers = max_input_buffers
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether collectives work on flat buffers that the process group allocates (NCCL).
@@ -471,12 +465,12 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves and casts (``.to``, ``.double``, ``to_empty``) act on the sharded parameters."""
-        unit = _unit_of(self)
+        unit = unit_of(self)
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        unit.adopt_replaced()
-        unit.dirty = True
+        unit.contents.adopt_replaced()
+        unit.contents.dirty = True
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -488,16 +482,16 @@ class FSDPModule:
     def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
         if one_mesh:
             self._check_one_mesh(method)
-            if _unit_of(self).link_options.memory is not None:
+            if unit_of(self).settings.link_options.memory is not None:
                 raise RuntimeError(
                     f"{method} cannot be combined with memory of the process group or symmetric "
                     "memory, which has collectives of its own"
                 )
         self.reshard()
-        _unit_of(self).change_links(**options)
+        unit_of(self).contents.change_links(**options)
 
     def _check_one_mesh(self, method: str) -> None:
-        meshes = {param.mesh for param in _unit_of(self).params}
+        meshes = {param.mesh for param in unit_of(self).params}
         if len(meshes) > 1:
             raise ValueError(
                 f"{method} is not supported where shard_placement_fn puts parameters on "
@@ -505,8 +499,8 @@ class FSDPModule:
             )
 
     def _change_memory(self, method: str, kind: str, enable: bool) -> None:
-        unit = _unit_of(self)
-        options = unit.link_options
+        unit = unit_of(self)
+        options = unit.settings.link_options
         if options.all_gather is not None or options.reduce_scatter is not None:
             raise RuntimeError(
                 f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "
@@ -535,64 +529,14 @@ class FSDPModule:
 
     def _units(self, recurse: bool) -> list[Unit]:
         assert isinstance(self, nn.Module)
-        return units_in(self) if recurse else [_unit_of(self)]
+        return units_in(self) if recurse else [unit_of(self)]
 
     def _unit_and_runtime(self) -> tuple[Unit, Runtime]:
         assert isinstance(self, nn.Module)
-        unit = _unit_of(self)
+        unit = unit_of(self)
         if unit.runtime is None:
             build_runtime(self)
         return unit, unit.runtime
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of ``module`` be a forward: parameters are gathered before and freed after it.
-
-    For methods that compute with parameters beside ``forward``: ``generate``, ``encode``. Forward
-    may be called inside the method. Nothing happens if ``module`` is not sharded.
-
-    Args:
-        module: the module.
-        method_name: name of the method.
-
-    Raises:
-        ValueError: if there is no such method.
-
-    Example:
-        >>> fully_shard(model)
-        >>> register_fsdp_forward_method(model, "generate")
-        >>> model.generate(tokens)
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
-    wrapped = _unit_of(module).hooks.wrap_method(module, method_name, method)
-    setattr(module, method_name, MethodType(wrapped, module))
-
-
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the stages of a pipeline on one rank) use the same streams.
-
-    Memory that one of them frees on a stream can then be used by the others at once.
-
-    Raises:
-        ValueError: if one of them is no FSDPModule.
-
-    Example:
-        >>> share_comm_ctx([stage_0, stage_1])
-    """
-    units = [_unit_of(module) for module in _checked(modules)]
-    if not units:
-        return
-    first = units[0]
-    streams = first.shared_streams or (first.runtime and first.runtime.streams)
-    streams = streams or make_streams(first.device)
-    for unit in units:
-        unit.shared_streams = streams
-        if unit.runtime is not None:
-            unit.runtime.streams = streams
 
 
 class UnshardHandle:
@@ -608,38 +552,14 @@ class UnshardHandle:
             unit.runtime.wait_unshard(unit)
 
 
-def _unit_of(module: Any) -> Unit:
-    return vars(module)["_fsdp2_unit"]
+def units_of_all(modules: Iterable[Any]) -> list[Unit]:
+    """The unit of each of ``modules``.
 
-
-def _checked(modules: Iterable[Any]) -> Iterable[Any]:
+    Raises:
+        ValueError: if one of them is no FSDPModule.
+    """
     modules = list(modules)
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return modules
-
-
-_sharded_classes: dict[type, type] = {}
-
-
-def make_sharded_class(module: nn.Module) -> None:
-    """Make the class of ``module`` a subclass of `FSDPModule`, first in its bases.
-
-    torch's class of the same name is the last one: see `interop`.
-    """
-    cls = type(module)
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(
-            f"FSDP{cls.__name__}",
-            (FSDPModule, cls, TorchFSDPModule),
-            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
-        )
-    module.__class__ = _sharded_classes[cls]
-
-
-def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move buffers (and parameters left unsharded) in place; meta tensors stay."""
-    for tensor in tensors:
-        if tensor.device != device and not tensor.is_meta:
-            tensor.data = tensor.to(device)
+    return [unit_of(module) for module in modules]

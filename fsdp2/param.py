@@ -79,14 +79,20 @@ class TensorSpec:
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over ``local``, without communication and outside of autograd."""
         with torch.no_grad():
-            return DTensor.from_local(
-                local,
+            # A DTensor takes over the storage offset, but not the storage: with an offset it
+            # seems to have data, which `copy.deepcopy` and pickle then look for.
+            offset = local.storage_offset()
+            made = DTensor.from_local(
+                local.as_strided(local.shape, local.stride(), 0) if offset else local,
                 self.mesh,
                 self.placements,
                 run_check=False,
                 shape=self.shape,
                 stride=self.stride,
             )
+            if offset:
+                made._local_tensor = local.view_as(local)
+            return made
 
 
 class ShardedParam:

@@ -14,20 +14,22 @@ from functools import partial
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .param import ShardedParam
 from .released import ReleasedParameter
+from .substitutes import fits, in_functional_call, whole_of
 
 _AFTER_SHARDING = (
     "Parametrizations (weight_norm, spectral_norm, orthogonal) have to be registered before "
     "fully_shard"
 )
 _REPLACED = (
-    "To change it, write into it (copy_, load_state_dict). torch.func.functional_call with "
-    "parameters that belong to a sharded module is not supported: use copy.deepcopy of the model "
-    "and load_state_dict, or an unsharded module"
+    "To change it, write into it (copy_, load_state_dict). torch.func.functional_call takes "
+    "DTensors laid out like the sharded parameters, or whole tensors, the same one under each name "
+    "of a tied parameter"
 )
 
 
@@ -47,6 +49,8 @@ class Registration:
 
     Attributes:
         shown: "sharded", "unsharded" or "regrouped".
+        substitutes: in `torch.func.functional_call`, the parameters that it replaced, and with
+            what.
     """
 
     def __init__(self, unit_modules: tuple[nn.Module, ...]) -> None:
@@ -57,6 +61,8 @@ class Registration:
         self.unit_modules = unit_modules
         self.unit_name = type(unit_modules[0]).__name__
         self.shown = "sharded"
+        self.substitutes: list[tuple[ShardedParam, torch.Tensor]] = []
+        self._shown_before = ""  # them
         self._released: list[tuple[ShardedParam, ReleasedParameter]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
@@ -73,6 +79,7 @@ class Registration:
         owners = [(module, name, param) for param in params for module, name in param.owners]
         for kind in ("sharded", "unsharded", "regrouped"):
             fast = self._fast[kind] = []
+            expected: list[tuple[dict[str, Any], str, Any]] = []
             slow = self._slow[kind] = []
             for module, name, param in owners:
                 value = getattr(param, kind)
@@ -80,11 +87,13 @@ class Registration:
                     value = param.sharded  # on a mesh that has no such groups
                 if value is None:
                     continue
+                expected.append((module._parameters, name, value))
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     fast.append((module._parameters, name, value))
                 else:  # recurrent layers keep a second list of their weights
                     slow.append(partial(setattr, module, name, value))
-            dicts, names, values = map(list, zip(*fast, strict=True)) if fast else ([], [], [])
+            columns = map(list, zip(*expected, strict=True)) if expected else ([], [], [])
+            dicts, names, values = columns
             self._expected[kind] = (dicts, names, values)
         self._switch_guards(False)
         guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
@@ -111,20 +120,70 @@ class Registration:
     def check(self) -> None:
         """Before forward: the modules hold what they were last made to hold.
 
-        Else somebody put something else there, and `show` would take it away without a word.
+        Else somebody put something else there, and `show` would take it away without a word. In
+        `torch.func.functional_call` that is noted as ``substitutes``.
 
         Raises:
             RuntimeError: if a parameter was replaced or removed.
         """
+        if self.substitutes:  # of a forward that failed
+            self.substitutes = []
         dicts, names, values = self._expected[self.shown]
         if self._released or all(map(is_, map(dict.get, dicts, names), values)):
             return
         for param in self._params:
+            shown = getattr(param, self.shown)
+            self._check_param(param, param.sharded if shown is None else shown)
+        self._shown_before = self.shown
+
+    def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
+        given = [module._parameters.get(name) for module, name in param.owners]
+        changed = [i for i, value in enumerate(given) if value is not shown]
+        if not changed:
+            return
+        first = given[0]
+        if all(value is first for value in given) and in_functional_call() and fits(first, param):
+            assert first is not None
+            self.substitutes.append((param, first))
+            return
+        module, name = param.owners[changed[0]]
+        gone = name not in module._parameters
+        raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
+
+    def set_aside(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Take out what others have registered in place of the sharded parameters.
+
+        Returns:
+            that: dictionaries, names and values, to be put back.
+        """
+        owners = (
+            (module._parameters, n, p.sharded) for p in self._params for module, n in p.owners
+        )
+        found = [(d, n, d[n], own) for d, n, own in owners if n in d and d[n] is not own]
+        for parameters, name, _, own in found:
+            parameters[name] = own
+        return [(parameters, name, value) for parameters, name, value, _ in found]
+
+    def show_substitutes(self) -> None:
+        """Before forward, after `show`: let them compute."""
+        for param, given in self.substitutes:
+            whole = whole_of(given, param)
             for module, name in param.owners:
-                shown = getattr(param, self.shown)
-                if module._parameters.get(name) is not (param.sharded if shown is None else shown):
-                    gone = name not in module._parameters
-                    raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
+                module._parameters[name] = whole  # type: ignore[assignment]
+
+    def put_back_substitutes(self) -> None:
+        """After forward: what `torch.func.functional_call` registered, for it to take away."""
+        if self.shown != self._shown_before:
+            self.show(self._shown_before)
+        for param, given in self.substitutes:
+            for module, name in param.owners:
+                module._parameters[name] = given  # type: ignore[assignment]
+        self.substitutes = []
+
+    def forget_substitutes(self) -> None:
+        """Of a forward that failed, before backward recomputes an earlier one."""
+        self.substitutes = []
+        self.show(self.shown)
 
     def _switch_guards(self, on: bool) -> None:
         self._guards_are_on = on

@@ -22,7 +22,8 @@ from .kept import choose
 from .late_sums import sum_late
 from .param import ORIGINS
 from .streams import make_streams
-from .unit import State, Unit
+from .substitutes import in_functional_call
+from .unit import State, Unit, unit_of, units_in
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
 # On host-ordered devices little overlaps, and memory counts more.
@@ -44,11 +45,12 @@ class Runtime:
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
         self.units = list(units)
-        shared = (unit.shared_streams for unit in units if unit.shared_streams is not None)
-        self.streams = next(shared, None) or make_streams(device)
+        shared = (unit.settings.shared_streams for unit in units)
+        self.streams = next(filter(None, shared), None) or make_streams(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
+        self._offloads = any(unit.settings.offload for unit in units)
         self.is_last_backward = True
         self.splits_backward = False
         self._lacking: set[Unit] = set()
@@ -75,6 +77,8 @@ class Runtime:
         if self.in_backward and not _autograd_is_running():
             self.reset()
         if self.in_backward:  # recomputation of activations
+            if unit.registration.substitutes:
+                unit.registration.forget_substitutes()
             unit.unshard(self.streams)
             if not unit.backward_began and not unit.forward_indices:
                 unit.recomputes_all = True
@@ -85,8 +89,9 @@ class Runtime:
         unit.unshard(self.streams)
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
-        if unit.forward_prefetch:
-            self._prefetch(unit.forward_prefetch)
+        by_hand = unit.settings.forward_prefetch
+        if by_hand:
+            self._prefetch(by_hand)
             return
         if self._predicted:
             if position < len(order) and order[position] is unit:
@@ -110,7 +115,8 @@ class Runtime:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
             self.take_weight_gradients(other)
-            other.release_gradients()
+            for bucket in other.contents.buckets:
+                bucket.release_gradients()
 
     def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
         """Free ``unit``, as far as its policy says, and note when it ended."""
@@ -121,7 +127,7 @@ class Runtime:
             self.backward_order.append(unit)
         outermost = self.forward_root is unit
         policy = unit.reshard_after_forward
-        if not differentiable and unit.reshard_policy is None:
+        if not differentiable and unit.settings.reshard_after_forward is None:
             policy = True  # what a root keeps for backward is of no use without one
         if policy is not False and not self._runs_next(unit):
             if differentiable and not outermost and self._ends_forward(unit):
@@ -130,13 +136,15 @@ class Runtime:
                 unit.show_sharded()
             else:
                 # Larger shards are for the gather in backward: of no use where there is none.
-                again = differentiable and unit.unshard_in_backward
+                again = differentiable and unit.settings.unshard_in_backward
                 unit.free(self.streams, regroup=type(policy) is int and again)
         elif unit.encloses and differentiable and unit.keeps_only_for_backward:
             unit.release_embeddings(self.streams)
+        if unit.registration.substitutes:
+            unit.registration.put_back_substitutes()
         if outermost:
             self._end_forward()
-            if not differentiable and any(other.offload for other in self.units):
+            if not differentiable and self._offloads:
                 self.streams.synchronize()  # else backward does; then the host may write shards
 
     def _runs_next(self, unit: Unit) -> bool:
@@ -175,8 +183,9 @@ class Runtime:
         """Gather ``unit`` and start the gather of the one that ran before it in forward."""
         if not self.in_backward:
             self._begin_backward()
+        settings = unit.settings
         if unit.backward_began:
-            if unit.state is not State.UNSHARDED and unit.unshard_in_backward:
+            if unit.state is not State.UNSHARDED and settings.unshard_in_backward:
                 unit.unshard(self.streams)
             return
         unit.backward_began = True
@@ -185,16 +194,16 @@ class Runtime:
             if unit.is_stale():
                 unit.free(self.streams)
         # If some were released, all that backward reads is there still.
-        if not unit.released and unit.unshard_in_backward:
+        if not unit.released and settings.unshard_in_backward:
             unit.unshard(self.streams)
         index = unit.forward_indices.pop() if unit.forward_indices else -1
-        if unit.backward_prefetch:
-            self._prefetch_in_backward(unit.backward_prefetch)
-        elif index > 0 and self.backward_order[index - 1].unshard_in_backward:
+        if settings.backward_prefetch:
+            self._prefetch_in_backward(settings.backward_prefetch)
+        elif index > 0 and self.backward_order[index - 1].settings.unshard_in_backward:
             self._prefetch_in_backward(self.backward_order[index - 1 : index])
         unit.backward_index = index
         for parent in unit.enclosing:
-            if parent.params:
+            if parent.contents.params:
                 self._reduce_early(parent)
 
     def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
@@ -215,28 +224,31 @@ class Runtime:
         runs_next = index > 0 and self.backward_order[index - 1] is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        if not (self.is_last_backward or self.splits_backward) and unit.lacks_gradients():
+        if not (self.is_last_backward or self.splits_backward) and unit.gradients.are_lacking():
             self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
         self.reduce(unit)
-        if unit.reshard_after_backward and not runs_next:
+        if unit.settings.reshard_after_backward and not runs_next:
             unit.free(self.streams)
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
         """Start the reduction of the gradients that ``unit`` has."""
-        if not unit.reduce_grads:
-            unit.accumulate_gradients()
+        settings, gradients = unit.settings, unit.gradients
+        if not settings.reduce_grads:
+            gradients.accumulate()
             return
         unit.reduced = True
-        taken = unit.take_gradients(direct_only=direct_only)
+        taken = gradients.take(direct_only=direct_only, may_sum_late=self.is_last_backward)
         if self._lacking and any(taken):
             self._lacking.discard(unit)
-        if unit.encloses and self.in_backward and unit.reshard_after_backward:
+        if unit.encloses and self.in_backward and settings.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
-        reductions = unit.make_reductions(taken, final=final, fill_unused=unit.reduce_unused)
+        reductions = gradients.make_reductions(
+            taken, final=final, fill_unused=settings.reduce_unused
+        )
         if not reductions:
             return
         nbytes = sum(reduction.nbytes for reduction in reductions)
-        self._make_room(nbytes, unit.max_input_buffers)
+        self._make_room(nbytes, settings.max_input_buffers)
         for reduction in reductions:
             if reduction.collides():
                 self._complete_all()
@@ -245,7 +257,7 @@ class Runtime:
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
                 self._advance(tuple(self._reductions)[:-1])
-            if nbytes > self.max_bytes_in_flight and unit.max_input_buffers is None:
+            if nbytes > self.max_bytes_in_flight and settings.max_input_buffers is None:
                 self._complete_all()
 
     def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
@@ -270,9 +282,10 @@ class Runtime:
         The head of a language model belongs to the root, and its gradient is done when backward
         enters the last block. Without this it would be held until the embedding's is done too.
         """
-        if not parent.backward_began or not parent.reduce_grads or parent.holds_earlier_gradients:
+        settings = parent.settings
+        if not (parent.backward_began and settings.reduce_grads) or parent.holds_earlier_gradients:
             return
-        if parent.reduce_unused:
+        if settings.reduce_unused:
             return  # which gradients are complete by now differs from rank to rank
         self.reduce(parent, direct_only=True)
 
@@ -287,29 +300,30 @@ class Runtime:
     def end_backward(self) -> None:
         """Reduce what is left, wait for everything, free all units."""
         if self._lacking:
-            self.splits_backward = any(unit.lacks_gradients() for unit in self._lacking)
+            self.splits_backward = any(unit.gradients.are_lacking() for unit in self._lacking)
             self._lacking.clear()
         if not self.streams.stream_ordered and self.is_last_backward:
             # What waits for an all-reduce is known only when sums over shards are there.
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         for unit in reversed(self.units):
-            if unit.has_gradients() or (unit.reduce_unused and not unit.reduced):
+            settings = unit.settings
+            if unit.gradients.are_left() or (settings.reduce_unused and not unit.reduced):
                 self.reduce(unit, final=True)
             unit.reduced = False
             unit.backward_began = False
-            unit.holds_earlier_gradients = not unit.reduce_grads
+            unit.holds_earlier_gradients = not settings.reduce_grads
         if self.is_last_backward:
             self._complete_all()
-            sum_late(unit.late_sums for unit in self.units)
+            sum_late(unit.gradients.late_sums for unit in self.units)
             self._attached.clear()
             self._forget_backward_order()
         for unit in self.units:
-            unit.late_sums.forget()
-            if unit.state is not State.SHARDED and unit.reshard_after_backward:
+            unit.gradients.late_sums.forget()
+            if unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
-        if any(unit.offload for unit in self.units):
+        if self._offloads:
             self.streams.synchronize()
         self.streams.join_capture()
         self._kept = None
@@ -336,7 +350,7 @@ class Runtime:
 
     def take_weight_gradients(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if self.splits_backward and unit.has_whole_gradients():
+        if self.splits_backward and unit.gradients.has_whole():
             self.reduce(unit)
 
     def gather_for_backward(self, unit: Unit) -> None:
@@ -384,7 +398,7 @@ class Runtime:
             unit.free(self.streams)
             unit.drop_kept(self.streams)
             unit.backward_began = False
-        if any(unit.offload for unit in self.units):
+        if self._offloads:
             self.streams.synchronize()
         self._forget_backward_order()
         self._lacking.clear()
@@ -402,7 +416,7 @@ class Runtime:
             param.grad = None
         self._attached.clear()
         for unit in self.units:
-            unit.drop_gradients()
+            unit.gradients.drop()
 
 
 def _largest_bytes(unit: Unit) -> int:
@@ -426,12 +440,13 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     becomes the root of a new runtime over all units.
     """
     units = units_in(root_module)
-    root: Unit = vars(root_module)["_fsdp2_unit"]
+    root = unit_of(root_module)
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
     _name(root_module, units)
+    lent = [x for u in units for x in u.registration.set_aside()] if in_functional_call() else ()
     for unit in units:
-        unit.adopt_replaced(keep_objects=False)
+        unit.contents.adopt_replaced(keep_objects=False)
     _check_ties(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
@@ -441,14 +456,15 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         unit.encloses = any(
             other.modules[0] in members[unit] for other in units if other is not unit
         )
-        policy = unit.reshard_policy
-        unit.reshard_after_forward = (unit is not root) if policy is None else policy
+        unit.choose_reshard(is_root=unit is root)
     for unit in units:
         unit.materialize()
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime
     runtime.choose_kept()
+    for parameters, name, value in lent:
+        parameters[name] = value
     return runtime
 
 
@@ -486,14 +502,4 @@ def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
                     "over, or put the modules into one unit with fully_shard([module_a, module_b])"
                 )
     for unit in touched:
-        unit.owners_changed()
-
-
-def units_in(module: nn.Module) -> list[Unit]:
-    """All units of the module tree under ``module``, in the order of the tree, each once."""
-    found: dict[Unit, None] = {}
-    for submodule in module.modules():
-        unit = vars(submodule).get("_fsdp2_unit")
-        if unit is not None:
-            found[unit] = None
-    return list(found)
+        unit.contents.register_sharded()

@@ -571,7 +571,9 @@ def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.
     ``torch.save`` writes whole storages, so a plain view would make it write the whole unit.
     """
     numel, shape = slot.local_numel(rank), slot.local_shape(rank)
-    if flat.is_meta or numel == 0:
+    if numel == 0:
+        return flat.new_empty(shape)
+    if flat.is_meta:
         return flat[slot.shard_offset : slot.shard_offset + numel].view(shape)
     start = slot.shard_offset * flat.itemsize
     part = flat.untyped_storage()[start : start + numel * flat.itemsize]

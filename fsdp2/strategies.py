@@ -42,7 +42,7 @@ from .fully_shard import PlacementFn, fully_shard, replicate
 from .mesh import default_mesh, resolve_mesh
 from .module import FSDPModule
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .unit import Unit
+from .unit import unit_of
 from .wrap import UnitDescription, units_of
 
 ReshardChoice = bool | int | Callable[[UnitDescription], bool | int | None] | None
@@ -177,10 +177,10 @@ def shard_model(
         else:
             reshard = reshard_of(unit, chosen, reshard_after_forward)
             fully_shard(whole, reshard_after_forward=reshard, **options)
-        made = _unit_of(members[0])
-        made.strategy = chosen.name
-        made.gathered_once = chosen.gathered_once
-        made.unshard_in_backward = needed_in_backward
+        settings = unit_of(members[0]).settings
+        settings.strategy = chosen.name
+        settings.gathered_once = chosen.gathered_once
+        settings.unshard_in_backward = needed_in_backward
     if prefetch > 1:
         _set_prefetch(units, modules, prefetch)
     return model
@@ -258,13 +258,9 @@ def _set_prefetch(units: list[UnitDescription], modules: dict[str, nn.Module], d
     """Gather up to ``depth`` units ahead, in the order of the model and back."""
     order = {name: i for i, name in enumerate(modules)}
     inner = sorted((u for u in units if not u.is_root), key=lambda u: order[u.modules[0]])
-    tops = [_unit_of(modules[unit.modules[0]]).modules[0] for unit in inner]
+    tops = [unit_of(modules[unit.modules[0]]).modules[0] for unit in inner]
     for i, top in enumerate(tops):
         assert isinstance(top, FSDPModule)
         top.set_modules_to_forward_prefetch(tops[i + 1 : i + 1 + depth])  # type: ignore[arg-type]
         earlier = tops[max(0, i - depth) : i]
         top.set_modules_to_backward_prefetch(earlier[::-1])  # type: ignore[arg-type]
-
-
-def _unit_of(module: nn.Module) -> Unit:
-    return vars(module)["_fsdp2_unit"]

@@ -1,10 +1,13 @@
-"""What holds for every test: the `long` marker, and the end of process groups and ranks."""
+"""What holds for every test: the `long` marker, the number of test files that run at once, and the
+end of process groups and ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import harness
@@ -17,6 +20,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if not item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=long)
+
+
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """How many test files `-n auto` runs at once: each has ranks of its own, which often wait.
+
+    One beside a GPU: tests look at what a GPU does at the same time. A worker with the ranks of
+    all world sizes needs about 5 GiB.
+    """
+    if torch.cuda.is_available():
+        return 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, memory // (5 << 30), 4))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +132,25 @@ def _reset_state() -> None:
     torch.manual_seed(0)
 
 
+# Meshes that the garbage collector does not list any more.
+_frozen_meshes: list[weakref.ref[DeviceMesh]] = []
+
+
+def _meshes() -> list[DeviceMesh]:
+    return [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+
+
+def _freeze() -> None:
+    """Makes collections look only at what is made from now on.
+
+    Modules that jobs import stay for good. With all that the test files of a session import, a
+    collection took 0.3 s, several times what a job takes.
+    """
+    gc.collect()
+    _frozen_meshes.extend(map(weakref.ref, _meshes()))
+    gc.freeze()
+
+
 def _destroy_groups() -> None:
     """Destroys the process groups that a job has made, apart from those of meshes that live on.
 
@@ -138,7 +158,7 @@ def _destroy_groups() -> None:
     """
     if len(c10d._world.pg_map) <= MANY_GROUPS:
         return
-    meshes = [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+    meshes = [*_meshes(), *(mesh for there in _frozen_meshes if (mesh := there()) is not None)]
     kept = {name for mesh in meshes for name in getattr(mesh, "_dim_group_names", ())}
     for module, made in (("collectives", "_separate_groups"), ("mesh", "_whole_groups")):
         groups = getattr(sys.modules.get(f"fsdp2.{module}"), made, {})
@@ -149,6 +169,7 @@ def _destroy_groups() -> None:
 
 
 def _run_job(message: bytes) -> _Outcome:
+    num_modules = len(sys.modules)
     try:
         module, name, args, kwargs = pickle.loads(message)
         function = _resolve(module, name)
@@ -159,6 +180,8 @@ def _run_job(message: bytes) -> _Outcome:
         dist.barrier()
         gc.collect()
         _destroy_groups()
+        if len(sys.modules) != num_modules:
+            _freeze()
         return _Outcome(value=value)
     except pytest.skip.Exception as skip:
         return _Outcome(skipped=str(skip))
@@ -184,8 +207,7 @@ def _serve(
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
-    gc.collect()
-    gc.freeze()  # so that the collection after each job looks only at what the jobs made
+    _freeze()
     connection.send_bytes(pickle.dumps(_Outcome(value="ready")))
     while True:
         try:

@@ -82,8 +82,16 @@ _PLANS: dict[str, Plan] = {
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
-    "host": Plan(host="group"),
-    "host_exchange": Plan(host="exchange"),
+    # Stages of zero-bubble pipelines; from the second micro-batch on the gradients of weights are
+    # known to be computed apart.
+    "pipeline": Plan(
+        reshard=True, steps=(Step(pipeline="FIWFIW"), Step(pipeline="FFIIWW"), Step())
+    ),
+    "pipeline_of_shards": Plan(
+        accumulates_sharded=True,
+        precision="mixed",
+        steps=(Step(pipeline="FIWFIW"), Step(pipeline="FIWFFIIWW"), Step()),
+    ),
 }
 PLANS = {name: dataclasses.replace(plan) for name, plan in _PLANS.items()}
 
@@ -252,7 +260,7 @@ def _run_finish_twice(self: Reduction) -> None:
 def _reset_lazily(self: Runtime) -> None:
     self._reductions.clear()
     for unit in self.units:
-        unit.drop_gradients()
+        unit.gradients.drop()
         for bucket in unit.buckets:
             bucket.in_flight.clear()
         unit.backward_began = False
@@ -285,6 +293,14 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
         if bucket.held and unit.state is State.SHARDED:
             streams.before_free()
             bucket.free()
+
+
+def _believe_gathered(self: Runtime, unit: Unit) -> None:
+    if self.is_last_backward or not self.backward_order or self.in_backward:
+        return
+    if unit.state is State.SHARDED:
+        unit.state = State.UNSHARDED
+    unit.show_unsharded()
 
 
 class _Never:
@@ -479,6 +495,33 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the event of a reduction is recorded before the sums are written back": Mutation(
         "low", READ, lambda: replace(Reduction, "_advance_on_stream", _event_early)
+    ),
+    # pipelines
+    "a stage's gather between forward and backward is not waited for": Mutation(
+        "pipeline",
+        READ,
+        lambda: after(Runtime, "gather_for_backward", lambda _, unit: _drop_in_flight(unit)),
+    ),
+    "a stage takes what was freed after forward for gathered": Mutation(
+        "pipeline", GONE, lambda: replace(Runtime, "gather_for_backward", _believe_gathered)
+    ),
+    "gradients that were computed apart are reduced without a wait for them": Mutation(
+        "pipeline_of_shards",
+        READ,
+        lambda: inside(
+            Runtime,
+            "take_weight_gradients",
+            lambda: replace(D, "reducing", lambda self, **_: self.module.stream(self.reduce)),
+        ),
+    ),
+    "gradients that were computed apart are freed before they are reduced": Mutation(
+        "pipeline_of_shards",
+        FREED,
+        lambda: inside(
+            Runtime,
+            "take_weight_gradients",
+            lambda: after(Reduction, "launch", _forget_gradients),
+        ),
     ),
     # lifetime of gradients
     "gradients are freed before their reduce-scatter is done": Mutation(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -80,6 +82,7 @@ class Step:
     clips: bool = False
     writes_frozen: bool = False  # their shards, beside the optimizer
     thaws: bool = False  # or freezes again, and another choice of what is kept
+    pipeline: str = ""  # instead of micro-batches; see `Training.pipeline`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Plan:
     custom: bool = False  # collectives of the user's
     max_buffers: int | None = None
     keep_frozen: int | None = None  # bytes
+    accumulates_sharded: bool = False
     host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
     steps: tuple[Step, ...] = (Step(), Step(), Step())
 
@@ -268,6 +272,7 @@ class Training:
         self.plan, self.recorder = plan, recorder
         self.control: dict[str, Any] = {"order": None, "fails": None, "wastes": False}
         self.model = sharded(plan, self.control)
+        self.model.set_accumulate_sharded(plan.accumulates_sharded)
         if plan.keep_frozen is not None:
             self.model.set_keep_frozen_gathered(plan.keep_frozen)
         params = [p for p in self.model.parameters() if p.requires_grad]
@@ -303,7 +308,9 @@ class Training:
         if step.reloads:
             state = {name: value.clone() for name, value in self.model.state_dict().items()}
             self.model.load_state_dict(state, assign=True)
-        for micro in step.micros:
+        if step.pipeline:
+            self.pipeline(step.pipeline)
+        for micro in () if step.pipeline else step.micros:
             with suppress(Boom):
                 self.micro(micro)
         if self.plan.in_backward:
@@ -364,6 +371,42 @@ class Training:
         finally:
             if micro.meddles == "unkeeps":
                 model.set_keep_frozen_gathered(self.plan.keep_frozen)
+
+    def pipeline(self, actions: str) -> None:
+        """A stage of a zero-bubble schedule: gradients of weights are computed apart, later.
+
+        Args:
+            actions: for each micro-batch F (forward), then I (the gradients of its input), then W
+                (those of its weights); each kind in the order of micro-batches.
+        """
+        forwards: deque[tuple[Tensor, Tensor]] = deque()
+        waiting: deque[Any] = deque()
+        for action in actions:
+            if action == "F":
+                x = torch.randn(2, 3, DIM, requires_grad=True)
+                forwards.append((x, self.model(x).square().mean()))
+                continue
+            self._say_last(False)
+            if action == "I":
+                x, loss = forwards.popleft()
+                try:
+                    _, parts = stage_backward_input([loss], None, [x], self.model.parameters())
+                except RuntimeError as error:  # of its own
+                    raise error.__cause__ or error from None
+                waiting.append(parts)
+            else:
+                stage_backward_weight(self.model.parameters(), waiting.popleft())
+        self._say_last(True)
+        state = self.model._get_fsdp_state()
+        for unit_state in state._state_ctx.all_states:
+            for group in unit_state._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def _say_last(self, last: bool) -> None:
+        self.model.set_is_last_backward(last)
+        self.model.set_reshard_after_backward(last)
+        self.model.set_requires_gradient_sync(last)
 
 
 class _Buffers:
@@ -459,6 +502,35 @@ def plan_of(seed: int) -> Plan:
     )
     plan = used_once(plan) if plan.in_backward else plan
     return meddling(plan, draw) if plan.keep_frozen == 10**9 else plan
+
+
+SCHEDULES = ("FIW", "FFIIWW", "FIFIWW", "FIWFIW", "FFIFIWIWW", "FIWFFIIWW")
+
+
+def pipelined(plan: Plan, seed: int) -> Plan:
+    """The plan, with the steps of a pipeline's stage.
+
+    Nothing is recomputed, no layer runs twice and none is tied: of the schedules that compute the
+    gradients of weights apart torch finds no weights there.
+    """
+    draw = random.Random(seed)
+
+    def simple(layer: Layer) -> Layer:
+        inside = tuple(map(simple, layer.inside))
+        return dataclasses.replace(layer, repeats=1, recomputed=False, tied=False, inside=inside)
+
+    steps = tuple(
+        dataclasses.replace(step, pipeline=draw.choice(SCHEDULES), thaws=False)
+        for step in plan.steps
+    )
+    return dataclasses.replace(
+        plan,
+        layers=tuple(map(simple, plan.layers)),
+        tokens=False,
+        in_backward=False,
+        accumulates_sharded=draw.random() < 0.5,
+        steps=steps,
+    )
 
 
 def meddling(plan: Plan, draw: random.Random) -> Plan:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from harness import distributed
+from harness import cached_mesh, distributed
 from models import MLP, TRANSFORMER, children
 from reference import assert_same, assert_same_gradients, average_gradients, gathering
 
@@ -100,6 +101,43 @@ def test_with_activation_checkpointing(way: str, recomputed: str) -> None:
 @distributed(2)
 def test_with_mixed_precision() -> None:
     check("compile before", "aot_eager", mp_policy=BF16, recomputed="inside")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@distributed(4)
+def test_tensor_parallel_blocks(recomputed: bool) -> None:
+    """Each block is compiled with its collectives inside: the results of eager blocks."""
+    torch._dynamo.reset()
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
+    )
+    models = []
+    for compiles in (False, True):
+        model = copy.deepcopy(plain)
+        for i, block in enumerate(model):
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+            if compiles:
+                block.compile(backend="aot_eager")
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=True, **gathering())
+            model[i] = checkpoint_wrapper(block) if recomputed else block
+        models.append(fully_shard(model, mesh=mesh["dp"], **gathering()))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp"))
+        x = torch.randn(3, 6, generator=generator)
+        losses = [model(x).square().mean() for model in models]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())  # type: ignore[attr-defined]
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
 
 
 @pytest.mark.long

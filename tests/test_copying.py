@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,13 +23,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from fsdp2 import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
     load_full_state_dict,
     register_fsdp_forward_method,
 )
-from fsdp2.copying import CHOICES
+from fsdp2.settings import Settings
 from fsdp2.unit import Unit
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, MLP, NESTED, TRANSFORMER, Case
@@ -233,8 +233,8 @@ def test_one_unit_of_a_model() -> None:
     run_both(NESTED, model, plain, 0)
     block, plain_block = copy.deepcopy(model[1]), copy.deepcopy(plain[1])
     unit = vars(block)["_fsdp2_unit"]
-    assert [u.modules for u in unit.forward_prefetch] == [(block.inner1,)]
-    assert [u.modules for u in unit.backward_prefetch] == [(block.inner2,)]
+    assert [u.modules for u in unit.settings.forward_prefetch] == [(block.inner1,)]
+    assert [u.modules for u in unit.settings.backward_prefetch] == [(block.inner2,)]
     case = Case("block", lambda: plain_block, lambda model: [], six_wide)
     train_both(case, block, plain_block, range(3))
     assert_same_gradients(model, plain)
@@ -317,7 +317,7 @@ def test_policies(policy: str) -> None:
     model, _ = pair(MLP, dtype=torch.float32, **POLICIES[policy])
     other = copy.deepcopy(model)
     units = [vars(network[2])["_fsdp2_unit"] for network in (model, other)]
-    assert units[0].offload == units[1].offload == (policy == "offload")
+    assert units[0].settings.offload == units[1].settings.offload == (policy == "offload")
     for step in range(2):
         batch = MLP.batch(step, dist.get_rank(), torch.float32)
         losses = [MLP.loss(network, *batch) for network in (model, other)]
@@ -464,33 +464,47 @@ def test_a_copy_made_in_inference_mode_can_be_trained() -> None:
     train_both(MLP, other, copy.deepcopy(plain), range(2))
 
 
-def test_every_choice_of_a_unit_is_copied_or_made_anew() -> None:
-    """A new attribute of `Unit` has to be put on one of the two lists."""
+def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
+    """A new attribute has to be put on one of these lists, or, if it is a choice of a user's, to be
+    a field of `Settings`."""
+    kept = {"mesh", "device", "settings", "name"}
     anew = {
-        # from the arguments of its constructor
-        "modules", "mesh", "device", "mp_policy", "offload", "pin_memory", "direct_min_bytes",
-        # the plan
-        "params", "buckets", "links", "_materialized", "generation", "_tag", "_reduce_plans",
-        "runtime", "hooks", "encloses", "enclosing", "registration",
-        # an iteration
-        "forward_indices", "backward_index", "backward_began", "reduced", "state", "_recalled",
-        "released", "_regrouped_for", "regrouped", "_gather_finish", "_gather_event",
-        "_versions", "dirty", "accumulated", "holds_earlier_gradients",
-        "_waits_for_gather", "late_sums", "recomputes_all",
-        # mapped to units of the copy
-        "forward_prefetch", "backward_prefetch",
+        "modules", "contents", "gradients", "registration", "reshard_after_forward",
+        "runtime", "hooks", "encloses", "enclosing",
+        # the state, and one iteration
+        "state", "released", "regrouped", "_recalled", "_gather_finish", "_gather_event",
+        "_waits_for_gather", "_versions", "forward_indices", "backward_index", "backward_began",
+        "recomputes_all", "reduced", "holds_earlier_gradients",
     }  # fmt: skip
-    policies = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
+    contents = {
+        "params", "buckets", "links", "gather_tags", "reduce_tags", "unsharded", "is_trained",
+        "dirty", "materialized", "generation", "_reduce_plans", "_reserved_tags", "_sharded",
+        "_versioned", "_regrouped_for",
+    }  # fmt: skip
+    given = {"mesh", "device", "_settings", "_registration"}
     mesh: Any = None
-    unit = Unit(
-        (nn.Linear(1, 1),),
-        mesh,
-        torch.device("cpu"),
-        reshard_after_forward=None,
-        direct_min_bytes=None,
-        **policies,
-    )
-    assert vars(unit).keys() == anew | {*CHOICES}
+    unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), Settings())
+    assert vars(unit).keys() == kept | anew
+    assert vars(unit.contents).keys() == contents | given
+    gradients = {"accumulated", "late_sums", "_contents", "_settings", "_offloads"}
+    assert vars(unit.gradients).keys() == gradients
+    assert vars(unit.gradients.late_sums).keys() == {"groups"}
+
+
+def test_every_setting_is_copied() -> None:
+    """A new field of `Settings` is copied by itself; what can be changed in place must not be."""
+    mapped = {"forward_prefetch", "backward_prefetch"}  # to units of the copy
+    names = {field.name for field in fields(Settings)}
+    chosen = Settings()
+    for name in names - mapped:
+        assert not isinstance(getattr(chosen, name), list | dict | set)
+        setattr(chosen, name, object())
+    for name in mapped:
+        getattr(chosen, name).append(object())
+    copied = chosen.for_copy()
+    assert {n for n in names if getattr(copied, n) is getattr(chosen, n)} == names - mapped
+    assert all(getattr(copied, name) == [] for name in mapped)
+    assert vars(chosen).keys() == names
 
 
 @distributed(2)

@@ -105,19 +105,24 @@ def test_parametrizations_after_sharding_are_an_error_that_says_what_to_do(train
 @ours_only("an error of its own")
 @distributed(2)
 def test_functional_calls_with_other_parameters_are_an_error() -> None:
-    """Whole tensors and shards, all and some, before the first forward and after; not computed
-    with the module's own parameters, and the module is as it was after it."""
+    """With such as are neither sharded alike nor whole; the module is as it was after it."""
     for trained in (False, True):
         model, plain = pair(MLP)
         if trained:
             run_both(MLP, model, plain, 0)
         (x,) = MLP.batch(1, dist.get_rank(), torch.float64)
-        doubled = {name: 2 * p.detach() for name, p in model.named_parameters()}
-        whole = {name: 2 * p.detach() for name, p in plain.named_parameters()}
-        for given in (doubled, whole, {"2.weight": whole["2.weight"]}):
-            with pytest.raises(RuntimeError, match=r"was replaced in its .*functional_call"):
-                functional_call(model, given, (x,))
+        weight = model.get_parameter("2.weight").detach()
+        wrong = [
+            weight.to_local().clone(),  # this rank's rows
+            torch.zeros(13, 5, dtype=torch.float64),
+            weight.redistribute(placements=[torch.distributed.tensor.Shard(1)]),
+        ]
+        for value in wrong:
+            with pytest.raises(RuntimeError, match=r"'2\.weight'.*was replaced.*functional_call"):
+                functional_call(model, {"2.weight": value}, (x,))
         assert_same_parameters(model, plain, bitwise=True)
+        model.zero_grad()
+        plain.zero_grad()
         run_both(MLP, model, plain, 1)
         assert_same_gradients(model, plain)
         with torch.no_grad():  # with none replaced

@@ -2,9 +2,6 @@
 
 The model is tiny and the runs are a few steps long. What they show is that the programs work,
 that a resumed run is exactly the run it continues, and how they answer mistakes and Ctrl-C.
-
-Most of such a run would be the import of torch. So where torchrun itself is not what is tested,
-the ranks are forked with torch imported already, and given the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -12,27 +9,31 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from example_runs import (
+    EXAMPLES,
+    TIMEOUT_S,
+    environment,
+    launch,
+    loss_at,
+    loss_values,
+    losses,
+    run_forked,
+    succeed,
+)
 from fsdp2.checkpoint import peek
-from harness import fork_context
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-EXAMPLES = REPOSITORY / "examples"
 TINY = "--dim 32 --hidden 64 --heads 2 --layers 2 --length 32 --eval-bytes 2048 --sample-bytes 8"
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +50,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
+<<<<<<< HEAD
     flags = f"--steps 6 --profile {out.with_name('profile')}"
     succeed(launch(2, "train_lm.py", *train_arguments(flags, text, out)))
+=======
+    train(2, "--steps 6", text, out)
+>>>>>>> main
     return out
-
-
-def environment(**extra: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    # On the CPU also where there is a GPU: these tests are about the programs.
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return os.environ | fixed | extra
-
-
-def launch(num_ranks: int, script: str, *options: str) -> list[str]:
-    """The command that `make` runs."""
-    launcher = [sys.executable, str(EXAMPLES / "launch.py"), "--nproc-per-node", str(num_ranks)]
-    return [*launcher, str(EXAMPLES / script), *options]
 
 
 def train_arguments(flags: str, text: Path, out: Path) -> list[str]:
@@ -75,56 +67,6 @@ def train(num_ranks: int, flags: str, text: Path, out: Path) -> None:
     """Run train_lm.py to its end."""
     out.mkdir(parents=True, exist_ok=True)
     run_forked(num_ranks, "train_lm.py", train_arguments(flags, text, out), out / "printed.txt")
-
-
-def run_forked(num_ranks: int, script: str, options: list[str], printed: Path) -> None:
-    """Run a script to its end, in ranks that are forked and not started by torchrun."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    variables = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        fork_context().Process(
-            target=run_rank,
-            args=({"RANK": rank, "LOCAL_RANK": rank, **variables}, script, options, printed),
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * num_ranks, (codes, printed.read_text())
-
-
-def run_rank(variables: dict[str, Any], script: str, options: list[str], printed: Path) -> None:
-    """The main function of one rank."""
-    output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment(**{name: str(value) for name, value in variables.items()}))
-    sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [str(EXAMPLES / script), *options]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def succeed(command: list[str], **extra: str) -> str:
-    done = subprocess.run(
-        command, env=environment(**extra), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def losses(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
-
-
-def loss_values(out: Path) -> list[float]:
-    return [row["loss"] for row in losses(out)]
 
 
 def test_training_logs_every_step_and_reports(six_steps: Path) -> None:
@@ -160,7 +102,7 @@ def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:
 def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     files = {str(f.relative_to(six_steps)) for f in six_steps.rglob("*") if f.is_file()}
     step = "checkpoints/step-000006"
-    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png"} == {
+    assert {f for f in files if ".fsdp2/" not in f} - {"loss.png", "printed.txt"} == {
         "losses.jsonl",
         f"{step}/model.safetensors",
         f"{step}/optim.safetensors",
@@ -170,7 +112,9 @@ def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
     assert weights["embedding.weight"].shape == (256, 32)
 
 
-@pytest.mark.parametrize("flags", ["", "--bf16 --ac --accumulate 2 --offload"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", marks=pytest.mark.long), "--bf16 --ac --accumulate 2 --offload"]
+)
 def test_resumed_run_is_bitwise_the_uninterrupted_run(
     flags: str, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
@@ -184,7 +128,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(
     assert losses(tmp_path / "parts") == losses(whole)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_resumed_by_another_number_of_processes(
     num_ranks: int, text: Path, six_steps: Path, tmp_path: Path
 ) -> None:
@@ -332,11 +276,6 @@ def test_tensor_parallel_example_learns(tmp_path: Path) -> None:
     printed = (tmp_path / "printed.txt").read_text()
     assert "blocks.0.attention.wo.weight" in printed
     assert "step 10/10: loss" in printed
-
-
-def loss_at(printed: str, step: int, steps: int) -> float:
-    line = next(each for each in printed.splitlines() if each.startswith(f"step {step}/{steps}:"))
-    return float(line.split("loss ")[1].split(",")[0])
 
 
 def test_pipelines(tmp_path: Path) -> None:

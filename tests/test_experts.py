@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
 from harness import cached_mesh, distributed, ours_only, run_on
@@ -192,6 +192,21 @@ def test_experts_with_replicas() -> None:
     up = model[0].experts.up  # type: ignore[union-attr]
     assert isinstance(up, DTensor)
     assert up.placements[0] == Replicate()
+
+
+@distributed(4)
+def test_offload() -> None:
+    model = train(
+        5,
+        expert_mesh(2, 2),
+        cached_mesh(2, 2, names=("replicate", "shard")),
+        steps=3,
+        offload_policy=CPUOffloadPolicy(),
+    )
+    x = batch(9, dist.get_rank())
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(copied(x), model(x))
 
 
 @pytest.mark.long

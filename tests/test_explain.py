@@ -19,7 +19,7 @@ pytestmark = harness.ours_only("explain")
 if not harness.RUNS_ON_TORCH:
     from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, shard_model
     from fsdp2.reports import Explanation, UnitReport
-    from fsdp2.runtime import units_in
+    from fsdp2.unit import units_in
     from traffic import counting, held_by
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

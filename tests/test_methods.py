@@ -353,7 +353,7 @@ def test_sums_only(replicas: int) -> None:
         model.zero_grad()
         plain.zero_grad()
     for unit in MLP.units(model):
-        links = unit._fsdp2_unit.links[0]
+        links = unit._fsdp2_unit.contents.links[0]
         for transport in (links.scatter, links.replicate):
             options = vars(transport) if transport is not None else {}
             for name in ("_reduce_options", "_all_reduce_options"):
@@ -370,7 +370,7 @@ def test_a_group_of_its_own_for_reductions() -> None:
     assert isinstance(model, FSDPModule)
 
     def groups() -> set[tuple[bool, str]]:
-        links = [unit._fsdp2_unit.links[0] for unit in MLP.units(model)]
+        links = [unit._fsdp2_unit.contents.links[0] for unit in MLP.units(model)]
         return {(a.scatter.group is a.gather.group, a.scatter.group.group_name) for a in links}
 
     run_both(MLP, model, plain, 0)

@@ -168,7 +168,9 @@ def test_dims_that_nobody_divides() -> None:
     train(*meshes(), ODD, plan={"local_hidden": False})
 
 
-@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(EVEN, marks=pytest.mark.long), ODD], ids=["even", "odd"]
+)
 @distributed(4)
 def test_activation_checkpointing(sizes: Sizes) -> None:
     if sizes is ODD and RUNS_ON_TORCH:

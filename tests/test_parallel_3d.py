@@ -96,7 +96,11 @@ def check_three_dims(mesh: DeviceMesh, sizes: Sizes, *, accumulate: bool = False
     assert_all_same(named(model), named(plain), "parameter")
 
 
-@pytest.mark.parametrize("sizes", [SMALL, SMALL_ODD], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(SMALL, marks=pytest.mark.long), SMALL_ODD],
+    ids=["even", "odd"],
+)
 @ours_only("torch refuses dims that do not divide")
 @distributed(4, long=(8,))
 def test_hybrid_sharding_with_tensor_parallelism(sizes: Sizes) -> None:

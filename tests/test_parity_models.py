@@ -29,7 +29,7 @@ def test_fp32_with_sgd(name: str) -> None:
 
 
 @every_model
-@distributed(2, 4, long=(1, 3))
+@distributed(2, long=(1, 3, 4))
 def test_fp32_with_adamw_fed_the_reference_gradients(name: str) -> None:
     training = Training(
         dtype=torch.float32,

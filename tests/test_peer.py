@@ -181,7 +181,7 @@ def test_models(model: str) -> None:
     compare(Script(model=model, accumulate=accumulate))
 
 
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "transformer"])
 @pytest.mark.parametrize("mode", RESHARD_MODES)
 @distributed(2, long=(1, 3))
 def test_mixed_precision(mode: bool | None, model: str) -> None:
@@ -191,7 +191,7 @@ def test_mixed_precision(mode: bool | None, model: str) -> None:
 
 @pytest.mark.parametrize("precision", [None, BF16])
 @pytest.mark.parametrize("accumulate", [*LOCAL_MODES, "reduce-scatter"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_hybrid_sharding(
     accumulate: str, precision: tuple[torch.dtype, torch.dtype] | None
 ) -> None:
@@ -219,11 +219,12 @@ def test_offload(precision: tuple[torch.dtype, torch.dtype] | None) -> None:
         compare(Script(offload=True, accumulate=accumulate, precision=precision))
 
 
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "recurrent"])
 @distributed(2, long=(3,))
-def test_fp64() -> None:
+def test_fp64(model: str) -> None:
     for script in scripts(
         dtype=[torch.float64],
-        model=["mlp", "recurrent"],
+        model=[model],
         reshard_after_forward=RESHARD_MODES,
         accumulate=["every", "local"],
     ):

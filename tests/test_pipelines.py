@@ -232,7 +232,17 @@ def check(it: Pipeline, steps: int) -> None:
     "mode",
     [None, pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("kind", [*SINGLE, *LOOPED, *V_SHAPED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *SINGLE,
+        ScheduleLoopedBFS,
+        # The next test has these two in every run.
+        pytest.param(ScheduleInterleaved1F1B, marks=pytest.mark.long),
+        pytest.param(ScheduleInterleavedZeroBubble, marks=pytest.mark.long),
+        *V_SHAPED,
+    ],
+)
 @distributed(4)
 def test_training(kind: Any, mode: bool | None) -> None:
     """Every schedule, whatever is freed after forward."""

@@ -597,6 +597,25 @@ def test_what_was_there_before_an_exception_is_kept(small: nn.Module) -> None:
     assert p.units[0].backward_s > 0
 
 
+def test_time_after_a_failed_forward_is_nobodys() -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    with virtual_host(RANKS, SENT) as (mesh, time):
+        model = layers(mesh, time)
+        train(model)
+        with profile(model) as p:
+            handle = model[2].register_forward_pre_hook(fail)  # type: ignore[index]
+            with pytest.raises(ArithmeticError):
+                train(model)
+            handle.remove()
+            time.work(100.0)
+            train(model)
+    assert len(p.measures.steps) == 2
+    assert 2 * p.measures.total.forward_s == pytest.approx((2 + 3) * FORWARD_S)
+    assert 2 * p.measures.total.backward_s == pytest.approx(3 * BACKWARD_S)
+
+
 # -- steps ---------------------------------------------------------------------------------------
 
 

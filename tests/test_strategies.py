@@ -28,7 +28,7 @@ pytestmark = harness.ours_only("strategies by name")
 
 if not harness.RUNS_ON_TORCH:
     from fsdp2 import FSDPModule, MixedPrecisionPolicy, shard_model, units_of
-    from fsdp2.runtime import units_in
+    from fsdp2.unit import units_in
     from traffic import Held, Peak, Traffic, counting, held_by, optimizer_bytes
 
 STRATEGIES = ["full", "grad", "optimizer", "none", "hybrid"]
@@ -163,7 +163,7 @@ def traffic_of_a_step(model: Any, *, micro: int = 1) -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), 3])
 @distributed(4, long=(2,))
 def test_traffic_is_that_of_the_papers(micro: int) -> None:
     """2 M for replication, and for ZeRO-1 and 2; 3 M for full sharding (arXiv 2304.11277).
@@ -204,7 +204,11 @@ def test_traffic_of_hybrid_sharding_across_nodes() -> None:
     assert traffic_of_a_step(replicated).all_reduced == 3 * traffic.all_reduced
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(None, marks=pytest.mark.long), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @distributed(4, long=(2,))
 def test_memory_is_that_of_zero(dtype: torch.dtype | None) -> None:
     """Parameters, gradients and the states of Adam: 16 bytes per parameter over the ranks that
@@ -324,17 +328,28 @@ def test_arguments_that_do_not_fit() -> None:
 def test_the_reshard_policy_may_be_chosen_per_unit() -> None:
     flat = cached_mesh(2)
     model = shard_model(Even(), flat, wrap=Block, reshard_after_forward=lambda u: u.is_root)
-    assert [unit.reshard_policy for unit in units_in(model)] == [True, *[False] * NUM_BLOCKS]
+    assert [unit.settings.reshard_after_forward for unit in units_in(model)] == [
+        True,
+        *[False] * NUM_BLOCKS,
+    ]
     model = shard_model(Even(), flat, wrap=Block, reshard_after_forward=False)
-    assert [unit.reshard_policy for unit in units_in(model)] == [None, *[False] * NUM_BLOCKS]
+    assert [unit.settings.reshard_after_forward for unit in units_in(model)] == [
+        None,
+        *[False] * NUM_BLOCKS,
+    ]
 
 
 @distributed(2)
 def test_units_gathered_ahead() -> None:
     model = shard_model(Even(), cached_mesh(2), wrap=Block, prefetch=2, direct_min_bytes=0)
     blocks = units_in(model)[1:]
-    assert [u.forward_prefetch for u in blocks] == [blocks[1:3], blocks[2:4], blocks[3:], []]
-    assert [u.backward_prefetch for u in blocks] == [
+    assert [u.settings.forward_prefetch for u in blocks] == [
+        blocks[1:3],
+        blocks[2:4],
+        blocks[3:],
+        [],
+    ]
+    assert [u.settings.backward_prefetch for u in blocks] == [
         [],
         [blocks[0]],
         [blocks[1], blocks[0]],

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.collectives import Exchange
-from fsdp2.runtime import units_in
+from fsdp2.unit import units_in
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ def held_by(model: nn.Module) -> Held:
             for param in bucket.params:
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     held.whole_grads += param.unsharded.grad.nbytes
-        held.whole_grads += sum(grad.nbytes for grad in unit.accumulated.values())
+        held.whole_grads += sum(grad.nbytes for grad in unit.gradients.accumulated.values())
     return held
 
 

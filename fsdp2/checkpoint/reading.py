@@ -327,11 +327,7 @@ def read_verified(
     needed = [(n, target) for target in targets for n in _needed(target.stored, target.box)]
     needed.sort(key=lambda pair: pair[0].place)
     tasks = (task for each, target in needed for task in _verified_tasks(each, target))
-    try:
-        for _ in in_threads(source, tasks, num_threads):
-            pass
-    finally:
-        _note_written(targets)
+    _fill(source, targets, tasks, num_threads)
 
 
 def _check_covered(source: Source, target: Target) -> None:
@@ -406,6 +402,16 @@ def _narrow(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
+def _fill(
+    source: Source, targets: Sequence[Target], tasks: Iterable[Task], num_threads: int
+) -> None:
+    try:
+        for _ in in_threads(source, tasks, num_threads):
+            pass
+    finally:
+        _note_written(targets)
+
+
 def _note_written(targets: Iterable[Target]) -> None:
     for target in targets:
         if target.local.numel():
@@ -421,11 +427,7 @@ def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_
     pairs = [(extent, target) for target in targets for extent in target.stored.extents]
     pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
     tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent))
-    try:
-        for _ in in_threads(source, tasks, num_threads):
-            pass
-    finally:
-        _note_written(targets)
+    _fill(source, targets, tasks, num_threads)
 
 
 def _plain_tasks(target: Target, extent: Extent) -> Iterator[Task]:

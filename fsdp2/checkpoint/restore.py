@@ -170,55 +170,64 @@ def match_optimizers(
     if "optimizers" not in values:
         raise CheckpointMismatch(f"{source.path} was saved without an optimizer")
     names = optimizer_names(optimizers, found)
-    options = {
-        name: group["options"]
+    saved = {
+        name: group
         for groups in values["optimizers"]
         for group in groups
         for name in group["params"]
     }
-    kinds = {
-        name: group.get("optimizer")
-        for groups in values["optimizers"]
-        for group in groups
-        for name in group["params"]
-    }
-    missing = [
-        names[id(p)]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if names[id(p)] not in options
-    ]
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    wanted = [names[id(p)] for _, group in groups for p in group["params"]]
+    missing = [name for name in wanted if name not in saved]
     if missing:
         raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
     load = OptimizerLoad([], [], [])
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            in_group = [names[id(p)] for p in group["params"]]
-            for name in in_group:
-                _check_kind(source, optimizer, group, kinds[name], options[name])
-            if any(options[name] != options[in_group[0]] for name in in_group):
-                raise CheckpointMismatch(
-                    f"{source.path}: parameters of one group of {type(optimizer).__name__} were "
-                    f"saved in groups with different options: {some(in_group)}"
-                )
-            if in_group:
-                saved = {k: decode(v) for k, v in options[in_group[0]].items()}
-                load.groups.append((group, saved))
-            for param in group["params"]:
-                name = names[id(param)]
-                entry = values["optimizer_state"].get(name)
-                if entry is None:  # it never had a gradient
-                    load.state.append((optimizer, param, None))
-                    continue
-                state = {}
-                for key in entry["keys"]:
-                    state[key] = _state_value(
-                        source, load, f"optim.{key}.{name}", key, entry, param, group,
-                        optimizer, own, rank, same_ranks,
-                    )  # fmt: skip
-                load.state.append((optimizer, param, state))
+    own = own if same_ranks else {}
+    for optimizer, group in groups:
+        in_group = [names[id(p)] for p in group["params"]]
+        options = _options_of(source, optimizer, group, in_group, saved)
+        if options is not None:
+            load.groups.append((group, options))
+        for param, name in zip(group["params"], in_group, strict=True):
+            entry = values["optimizer_state"].get(name)
+            if entry is None:  # it never had a gradient
+                load.state.append((optimizer, param, None))
+                continue
+            place = _Place(optimizer, group, param, name)
+            state = {
+                key: _state_value(source, load, key, entry, place, own, rank)
+                for key in entry["keys"]
+            }
+            load.state.append((optimizer, param, state))
     return load
+
+
+def _options_of(
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    names: Sequence[str],
+    saved: dict[str, dict[str, Any]],
+) -> dict[str, Any] | None:
+    """The options that the parameters of a group were saved with; None if it has none.
+
+    Args:
+        names: of the parameters.
+        saved: by name of a parameter, the group that it was in.
+
+    Raises:
+        CheckpointMismatch: if they differ, or are those of another kind of optimizer.
+    """
+    for name in names:
+        _check_kind(source, optimizer, group, saved[name].get("optimizer"), saved[name]["options"])
+    if any(saved[name]["options"] != saved[names[0]]["options"] for name in names):
+        raise CheckpointMismatch(
+            f"{source.path}: parameters of one group of {type(optimizer).__name__} were "
+            f"saved in groups with different options: {some(names)}"
+        )
+    if not names:
+        return None
+    return {key: decode(value) for key, value in saved[names[0]]["options"].items()}
 
 
 def _check_kind(
@@ -241,32 +250,45 @@ def _check_kind(
         )
 
 
+@dataclass
+class _Place:
+    """Where state belongs: to the parameter of this name in a group of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    param: Tensor
+    name: str
+
+
 def _state_value(
     source: Source,
     load: OptimizerLoad,
-    full_name: str,
     key: str,
     entry: dict[str, Any],
-    param: Tensor,
-    group: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
+    place: _Place,
     own: dict[str, Tensor],
     rank: int,
-    same_ranks: bool,
 ) -> Any:
+    """The value ``key`` of a parameter's state; a tensor of the checkpoint is still to be filled.
+
+    Args:
+        entry: what was saved of that state beside tensors.
+        own: tensors that only this rank had, if it is the one that saved them.
+    """
     if key in entry["values"]:
         return decode(entry["values"][key])
+    full_name = f"optim.{key}.{place.name}"
     stored = source.optimizer.get(full_name)
     if stored is None:
-        if full_name in own and same_ranks:
-            return own[full_name].to(param.device)
+        if full_name in own:
+            return own[full_name].to(place.param.device)
         raise CheckpointMismatch(
             f"{source.path}: '{full_name}' does not follow the sharding of its parameter, so it "
             "was saved per rank, and can be loaded only by the same ranks in the same places"
         )
-    old = optimizer.state.get(param, {}).get(key)
+    old = place.optimizer.state.get(place.param, {}).get(key)
     before = _like_before(old, stored)
-    tensor = _make_state(stored, param, group) if before is None else before
+    tensor = _make_state(stored, place.param, place.group) if before is None else before
     held = holding(tensor, full_name, (rank,), rank)
     load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=before is None))
     return tensor

@@ -16,6 +16,7 @@ import torch
 from ..mesh import DataParallelMesh
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime import Runtime
+from ..settings import Settings
 from ..streams import DeviceStreams, Streams
 from ..wrap import UnitDescription
 from .account import Account
@@ -157,23 +158,24 @@ def make_units(trace: StepTrace, setup: Setup, world: World) -> list[CountedUnit
             len(description.modules),
             mesh,
             device,
-            mp_policy=setup.mp_policy,
-            offload_policy=setup.offload_policy,
-            reshard_after_forward=None if choose is None else choose(description),
-            direct_min_bytes=setup.direct_min_bytes,
+            Settings(
+                setup.mp_policy,
+                setup.offload_policy,
+                direct_min_bytes=setup.direct_min_bytes,
+                reshard_after_forward=None if choose is None else choose(description),
+                gathered_once=setup.gathered_once,
+                # As `shard_model`: the backward of an embedding reads the indices only.
+                unshard_in_backward=not trace.embeddings.issuperset(description.modules),
+            ),
         )
         own = [trace.params[i] for i in trace.indices(description.params)]
         unit.take(own, setup.replicate_below)
-        unit.gathered_once = setup.gathered_once
-        # As `shard_model`: the backward of an embedding reads the indices only.
-        unit.unshard_in_backward = not trace.embeddings.issuperset(description.modules)
         units.append(unit)
     for unit, described in zip(units, descriptions, strict=True):
         others = [(u, d) for u, d in zip(units, descriptions, strict=True) if u is not unit]
         unit.enclosing = tuple(u for u, d in others if _contains(d, described))
         unit.encloses = any(_contains(described, d) for _, d in others)
-        policy = unit.reshard_policy
-        unit.reshard_after_forward = (not described.is_root) if policy is None else policy
+        unit.choose_reshard(is_root=described.is_root)
     for unit in units:
         unit.materialize()
     _set_prefetch(units[1:], descriptions[1:], trace, setup.prefetch)
@@ -200,8 +202,8 @@ def _set_prefetch(
     order = sorted(range(len(units)), key=lambda i: place[descriptions[i].modules[0]])
     ordered = [units[i] for i in order]
     for i, unit in enumerate(ordered):
-        unit.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
-        unit.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
+        unit.settings.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
+        unit.settings.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
 
 
 class _ReplayRuntime(Runtime):
@@ -228,7 +230,7 @@ class _Player:
         self.units = make_units(trace, setup, world)
         device = self.units[0].device
         streams = Streams() if world.device is None else DeviceStreams(device, world.device)
-        self.units[0].shared_streams = streams
+        self.units[0].settings.shared_streams = streams
         self.runtime = _ReplayRuntime(self.units[0], self.units, device)
         by_name = {unit.name: unit for unit in self.units}
         self._of_module: dict[int, CountedUnit] = {}
@@ -247,9 +249,7 @@ class _Player:
         for i in range(self.setup.micro_batches):
             last = i == self.setup.micro_batches - 1
             for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
-                unit.reduce_grads = unit.all_reduce_grads = last
-                if unit.gathered_once:
-                    unit.reshard_after_backward = last
+                unit.settings.set_sync(last)
             self._micro_batch()
 
     def drop_gradients(self) -> None:

@@ -1,18 +1,108 @@
-"""An estimate as text."""
+"""An estimate: the numbers, and the same as text."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ..terminal import plural, show_bytes, table
-
-if TYPE_CHECKING:
-    from .estimating import Estimate, RankEstimate
+from .account import Peak
 
 _PHASES = (("forward", "forward"), ("backward", "backward"), ("step", "optimizer step"))
 
 
-def as_text(made: Estimate) -> str:
+@dataclass(frozen=True)
+class RankEstimate:
+    """Bytes on one rank.
+
+    Attributes:
+        rank: among the ranks that share each parameter.
+        parameters, gradients, optimizer: sharded; on the host if they are offloaded.
+        buffers, inputs: of the model, of a batch.
+        forward, backward, step: the highest moments of the phases of a training step; all that is
+            above, wherever it is in the memory of the device, is part of them.
+        host: bytes by category in the memory of the host.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    inputs: int
+    forward: Peak
+    backward: Peak
+    step: Peak
+    host: dict[str, int]
+
+    @property
+    def peak(self) -> Peak:
+        """The highest moment of a training step."""
+        return max((self.forward, self.backward, self.step), key=lambda peak: peak.total)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What a rank sends in one training step by one kind of collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        group: "shard", "regroup" or "replicate".
+        calls: launches; ``messages``: collectives in them.
+        sent: bytes.
+        within_nodes, between_nodes: parts of ``sent`` by the link that they take, on average over
+            the ranks of a node, with rings that enter and leave each node once.
+    """
+
+    kind: str
+    group: str
+    calls: int
+    messages: int
+    sent: int
+    within_nodes: int
+    between_nodes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `estimate` returns; ``print`` shows it as tables.
+
+    Attributes:
+        ranks: the first and the last rank, and between them the one with the highest peak if that
+            is neither.
+        traffic: of the first rank.
+        flops: of a forward and backward of one rank, recomputation included.
+        num_params: of the whole model.
+    """
+
+    mesh_shape: tuple[int, ...]
+    strategy: str
+    num_params: int
+    num_units: int
+    flops: int
+    ranks: list[RankEstimate]
+    traffic: list[TrafficRow]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> RankEstimate:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak.total)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends per step."""
+        return sum(row.sent for row in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "peak_bytes": self.worst.peak.total, "sent_bytes": self.sent}
+
+    def __str__(self) -> str:
+        return _as_text(self)
+
+
+def _as_text(made: Estimate) -> str:
     """Tables: memory by phase and by purpose, other ranks, traffic."""
     shape = " x ".join(map(str, made.mesh_shape))
     worst = made.worst

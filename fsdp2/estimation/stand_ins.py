@@ -23,9 +23,11 @@ from ..late_sums import LateSums
 from ..layout import BucketLayout
 from ..mesh import DataParallelMesh
 from ..reduction import ReducePlan, _is_simple
+from ..settings import Settings
 from ..storage import Bucket
-from ..streams import Streams
 from ..unit import Unit
+from ..unit_contents import UnitContents
+from ..unit_gradients import UnitGradients
 from .account import Account, Held
 from .device import Copy, LaunchDevice, Transfer
 from .events import ParamInfo
@@ -468,6 +470,47 @@ class _NothingLate(LateSums):
         return grad
 
 
+class CountedUnitContents(UnitContents):
+    """Parameters, buckets and transports without tensors and groups."""
+
+    bucket_type = CountedBucket
+    world: World
+
+    def take(
+        self, world: World, unit_name: str, params: Sequence[ParamInfo], replicate_below: int
+    ) -> None:
+        """Plan for these parameters; they are sharded from now on."""
+        self.world = world
+        made = [CountedParam(info, self.mesh, replicate_below) for info in params]
+        self.params = made  # type: ignore[assignment]
+        self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
+        self.make_buckets()
+        for bucket in self.buckets:
+            assert isinstance(bucket, CountedBucket)
+            bucket.world, bucket.unit_name = world, unit_name
+
+    def _make_links(self) -> None:
+        made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
+        self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
+        self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
+
+    def plan_registration(self) -> None:
+        pass
+
+    def make_regrouped(self) -> None:
+        pass
+
+
+class CountedUnitGradients(UnitGradients):
+    """Gradients that are numbers."""
+
+    reduction_type = CountedReduction
+
+    def __init__(self, contents: UnitContents, settings: Settings) -> None:
+        super().__init__(contents, settings)
+        self.late_sums = _NothingLate()
+
+
 class CountedUnit(Unit):
     """A unit of a model that is not sharded.
 
@@ -476,17 +519,25 @@ class CountedUnit(Unit):
         num_accumulated: gradients that this backward has completed.
     """
 
-    bucket_type = CountedBucket
-    reduction_type = CountedReduction
+    contents_type = CountedUnitContents
+    gradients_type = CountedUnitGradients
+    contents: CountedUnitContents
 
     def __init__(
-        self, world: World, name: str, num_modules: int, mesh: Any, device: Any, **kw: Any
-    ):
-        super().__init__((_OTHER,) * num_modules, mesh, device, **kw)
+        self,
+        world: World,
+        name: str,
+        num_modules: int,
+        mesh: Any,
+        device: Any,
+        settings: Settings,
+    ) -> None:
+        super().__init__((_OTHER,) * num_modules, mesh, device, settings)
         self.world = world
         self.name = name
-        self.registration: Any = SimpleNamespace(shown="sharded", show=self._show, check=_nothing)
-        self.late_sums = _NothingLate(self)
+        self.registration: Any = SimpleNamespace(
+            shown="sharded", show=self._show, check=_nothing, substitutes=()
+        )
         self.watching = False
         self.num_accumulated = 0
 
@@ -495,33 +546,11 @@ class CountedUnit(Unit):
 
     def take(self, params: Sequence[ParamInfo], replicate_below: int = 0) -> None:
         """Plan for these parameters; they are sharded from now on."""
-        made = [CountedParam(info, self.mesh, replicate_below) for info in params]
-        self.params = made  # type: ignore[assignment]
-        self._make_buckets()
-        for bucket in self.buckets:
-            assert isinstance(bucket, CountedBucket)
-            bucket.world, bucket.unit_name = self.world, self.name
-        self._unsharded_list = [p.unsharded for p in self.params]
-        self._sharded_list, self._versioned, self._requires_grad = [], [], ()
+        self.contents.take(self.world, self.name, params, replicate_below)
         self.num_trained = sum(info.requires_grad for info in params)
 
-    def _make_links(self) -> None:
-        made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
-        self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
-        self._tag, self._tags_per_bucket = 0, 1
-
-    def _plan_registration(self) -> None:
+    def _show_released(self, param: Any) -> None:
         pass
-
-    def _make_regrouped_params(self) -> None:
-        pass
-
-    def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
-        streams.before_free()
-        with streams.gathering():
-            if not bucket.release(i):
-                return
-        self.released = True
 
     def gradient(self, param: CountedParam, nbytes: int) -> None:
         """Autograd has completed a gradient."""
@@ -530,7 +559,7 @@ class CountedUnit(Unit):
         if own.grad is not None:
             account.touch("unreduced gradients", nbytes)
             return
-        dtype = param.dtype
-        if dtype.is_floating_point and self.mp_policy.param_dtype is not None:
-            dtype = self.mp_policy.param_dtype
+        dtype, policy = param.dtype, self.settings.mp_policy
+        if dtype.is_floating_point and policy.param_dtype is not None:
+            dtype = policy.param_dtype
         own.grad = CountedGradient(account, nbytes, prod(param.full_shape), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..hooks import UnitHooks
 from ..policy import MixedPrecisionPolicy
+from ..settings import Settings
 from ..tree import map_tensors, tensors_in
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
@@ -232,10 +234,11 @@ class _TracedUnit:
     def __init__(self, module: nn.Module, number: int, mp_policy: MixedPrecisionPolicy) -> None:
         self.modules = (module,)
         self.number = number
-        self.mp_policy = mp_policy
+        self.settings = Settings(mp_policy)
         self.device = torch.device("cpu")
         self.backward_began = False
         self.runtime: Any = None
+        self.registration = SimpleNamespace(substitutes=())  # (of functional_call)
 
 
 class _Recorder:

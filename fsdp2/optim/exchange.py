@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from .parts import dtensor_over
+
 if TYPE_CHECKING:
     from ..checkpoint.boxes import Box
 
@@ -78,15 +80,7 @@ class Layout:
         if self.mesh is None:
             return local
         strides = tuple(prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
-        with torch.no_grad():
-            return DTensor.from_local(
-                local,
-                self.mesh,
-                self.placements,
-                run_check=False,
-                shape=torch.Size(self.shape),
-                stride=strides,
-            )
+        return dtensor_over(local, self.mesh, self.placements, self.shape, strides)
 
 
 class Cut:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..estimation.checkpointing import MODES, apply_checkpointing
+from ..estimation.checkpointing import MODES
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.replay import Setup
@@ -18,107 +16,15 @@ from ..estimation.tracing import LossFn, trace_step
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..terminal import show_bytes
 from ..wrap import UnitDescription, units_of
-from .candidates import Candidate, combinations, first_round, second_round, wraps_of
+from .candidates import Candidate, first_round, second_round, wraps_of
 from .hardware import Hardware, find_hardware
-from .simulate import SimulatedStep, Simulator
+from .report import Outcome, Plan, reasons
+from .simulate import Simulator
 
 # Of a GPU's memory: what allocators keep in pieces, and libraries for themselves, is not simulated.
 USABLE_MEMORY = 0.9
 # Steps that differ by less than this are taken to be equally fast.
 SAME_SPEED = 0.005
-
-
-@dataclass
-class Outcome:
-    """A candidate and what its step would be like."""
-
-    candidate: Candidate
-    seconds: float
-    exposed_s: float
-    peak_bytes: int
-    fits: bool
-
-    def __str__(self) -> str:
-        memory = show_bytes(self.peak_bytes)
-        over = "" if self.fits else ", does not fit"
-        return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
-
-
-@dataclass
-class Plan:
-    """What `plan` chose, why, and what else there was.
-
-    Attributes:
-        kwargs: for ``shard_model(model, mesh, **plan.kwargs)``.
-        mesh_shape: of the mesh: (ranks,) or (replicas, shards).
-        activation_checkpointing: "none", "selective" or "full".
-        checkpoint_modules: names of the modules to recompute.
-        step: the simulated step.
-        outcomes: all that was simulated, the best first, what does not fit last.
-        reasons: sentences for people.
-    """
-
-    kwargs: dict[str, Any]
-    mesh_shape: tuple[int, ...]
-    activation_checkpointing: str
-    checkpoint_modules: list[str]
-    hardware: Hardware
-    memory_budget: int
-    chosen: Outcome
-    step: SimulatedStep
-    outcomes: list[Outcome]
-    reasons: list[str] = field(default_factory=list)
-
-    @property
-    def runner_up(self) -> Outcome | None:
-        """The fastest of those that fit and were not chosen."""
-        others = [o for o in self.outcomes if o is not self.chosen and o.fits]
-        return min(others, key=lambda outcome: outcome.seconds, default=None)
-
-    def make_mesh(self, device_type: str = "cuda") -> Any:
-        """The mesh of the plan, over all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        names = ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
-        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
-
-    def apply(self, model: Any, mesh: Any = None) -> Any:
-        """Checkpoint activations and shard ``model``, in place, as planned.
-
-        Args:
-            mesh: made by `make_mesh`; None makes it.
-        """
-        from ..strategies import shard_model
-
-        if self.activation_checkpointing != "none":
-            for name in self.checkpoint_modules:
-                module = model.get_submodule(name)
-                module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
-        return shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
-
-    def picture(self, path: str | Path) -> None:
-        """Write the simulated step as a picture: streams over time, memory below."""
-        from .picture import draw
-
-        draw(self, Path(path))
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        from .report import as_dict
-
-        return as_dict(self)
-
-    def __str__(self) -> str:
-        from .report import as_text
-
-        return as_text(self)
-
-
-def show_seconds(seconds: float) -> str:
-    """``1.23 s`` or ``12.3 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def plan(
@@ -298,8 +204,6 @@ class _Search:
         return same + rest + others
 
     def _conclude(self) -> Plan:
-        from .report import reasons
-
         ranked = self._ranked()
         best = ranked[0]
         if not best.fits:
@@ -332,6 +236,3 @@ class _Search:
         )
         made.reasons = reasons(made) + self.notes
         return made
-
-
-__all__ = ["Candidate", "Outcome", "Plan", "combinations", "plan"]

@@ -1,14 +1,99 @@
-"""A plan in words and tables."""
+"""A plan: what was chosen, and the same in words, tables and a picture."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from ..terminal import show_bytes, table
+from ..estimation.checkpointing import apply_checkpointing
+from ..strategies import shard_model
+from ..terminal import show_bytes, show_seconds, table
+from .candidates import Candidate
+from .hardware import Hardware
+from .picture import draw
+from .simulate import SimulatedStep
 
-if TYPE_CHECKING:
-    from .planning import Outcome, Plan
+
+@dataclass
+class Outcome:
+    """A candidate and what its step would be like."""
+
+    candidate: Candidate
+    seconds: float
+    exposed_s: float
+    peak_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        memory = show_bytes(self.peak_bytes)
+        over = "" if self.fits else ", does not fit"
+        return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
+
+
+@dataclass
+class Plan:
+    """What `plan` chose, why, and what else there was.
+
+    Attributes:
+        kwargs: for ``shard_model(model, mesh, **plan.kwargs)``.
+        mesh_shape: of the mesh: (ranks,) or (replicas, shards).
+        activation_checkpointing: "none", "selective" or "full".
+        checkpoint_modules: names of the modules to recompute.
+        step: the simulated step.
+        outcomes: all that was simulated, the best first, what does not fit last.
+        reasons: sentences for people.
+    """
+
+    kwargs: dict[str, Any]
+    mesh_shape: tuple[int, ...]
+    activation_checkpointing: str
+    checkpoint_modules: list[str]
+    hardware: Hardware
+    memory_budget: int
+    chosen: Outcome
+    step: SimulatedStep
+    outcomes: list[Outcome]
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def runner_up(self) -> Outcome | None:
+        """The fastest of those that fit and were not chosen."""
+        others = [o for o in self.outcomes if o is not self.chosen and o.fits]
+        return min(others, key=lambda outcome: outcome.seconds, default=None)
+
+    def make_mesh(self, device_type: str = "cuda") -> Any:
+        """The mesh of the plan, over all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
+        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
+
+    def apply(self, model: Any, mesh: Any = None) -> Any:
+        """Checkpoint activations and shard ``model``, in place, as planned.
+
+        Args:
+            mesh: made by `make_mesh`; None makes it.
+        """
+        if self.activation_checkpointing != "none":
+            for name in self.checkpoint_modules:
+                module = model.get_submodule(name)
+                module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
+        return shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
+
+    def picture(self, path: str | Path) -> None:
+        """Write the simulated step as a picture: streams over time, memory below."""
+        draw(self.step, Path(path), title=_title(self), memory_budget=self.memory_budget)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return _as_dict(self)
+
+    def __str__(self) -> str:
+        return _as_text(self)
+
+
+# -- in words ----------------------------------------------------------------------------------
 
 
 def reasons(made: Plan) -> list[str]:
@@ -37,8 +122,6 @@ def reasons(made: Plan) -> list[str]:
 
 
 def _bound(made: Plan) -> str:
-    from .planning import show_seconds
-
     step = made.step
     moved = {name: s for name, s in step.stream_s.items() if name != "compute" and s}
     if not moved:
@@ -88,10 +171,8 @@ def _besides(title: str, outcome: Outcome, made: Plan) -> str:
     return f" (and {', '.join(changed)})" if changed else ""
 
 
-def as_text(made: Plan) -> str:
+def _as_text(made: Plan) -> str:
     """The plan, the reasons, the best others."""
-    from .planning import show_seconds
-
     step = made.step
     facts = [
         ("Hardware", f"{made.hardware.name}, {_ranks(made)}"),
@@ -137,7 +218,7 @@ def _rate(made: Plan) -> str:
     return f"{rate:.0f} TFLOPS per rank" if rate >= 10 else f"{rate:.2g} TFLOPS per rank"
 
 
-def as_dict(made: Plan) -> dict[str, Any]:
+def _as_dict(made: Plan) -> dict[str, Any]:
     """For JSON: names, numbers and sentences."""
     step = made.step
     policy = made.kwargs["mp_policy"]
@@ -173,3 +254,13 @@ def as_dict(made: Plan) -> dict[str, Any]:
             for o in made.outcomes
         ],
     }
+
+
+def _title(made: Plan) -> str:
+    step = made.step
+    shape = " x ".join(map(str, made.mesh_shape))
+    exposed = f"{show_seconds(step.exposed_s)} of it waiting for communication"
+    return (
+        f"Predicted training step on {shape} GPUs ({made.hardware.name}): "
+        f"{show_seconds(step.seconds)}, {exposed}; most memory {show_bytes(step.peak.total)}"
+    )

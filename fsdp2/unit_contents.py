@@ -1,0 +1,287 @@
+"""What a unit is made of: parameters, the buckets that store them, and their transports.
+
+Planned when parameters are taken over, and anew whenever somebody replaced them. Nothing here
+knows whether the unit is gathered: that is `unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from .collectives import take_tags
+from .extension import ExtensionBucket
+from .kept import mixes_frozen
+from .links import Links
+from .mesh import DataParallelMesh
+from .param import ShardedParam
+from .reduction import ReducePlan
+from .registration import Registration
+from .settings import Settings, direct_min_bytes_for
+from .storage import Bucket
+
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+
+
+class UnitContents:
+    """Parameters and storages of one unit.
+
+    Attributes:
+        params: all parameters.
+        buckets: their storages: of those that share dtypes and a mesh.
+        links: for each bucket its transports; buckets on the same mesh share one.
+        gather_tags, reduce_tags: for each bucket the first of its message tags.
+        unsharded: of each parameter, what computes; None before the first gather.
+        is_trained: of each parameter, whether it is.
+        dirty: somebody replaced sharded parameters: plan anew before the next use.
+        materialized: whether all is there that a gather needs.
+        generation: grows whenever the unsharded parameters or what is trained change.
+    """
+
+    bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory
+
+    def __init__(
+        self,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        settings: Settings,
+        registration: Registration,
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self._settings = settings
+        self._registration = registration
+        self.params: list[ShardedParam] = []
+        self.buckets: list[Bucket] = []
+        self.links: list[Links] = []
+        self.gather_tags: list[int] = []
+        self.reduce_tags: list[int] = []
+        self.unsharded: list[nn.Parameter | None] = []
+        self.is_trained: tuple[bool, ...] = ()
+        self.dirty = False
+        self.materialized = False
+        self.generation = 0
+        self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+        self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
+        self._sharded: list[nn.Parameter] = []
+        self._versioned: list[torch.Tensor] = []
+        self._regrouped_for: Any = None  # what the parameters to show were made for
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def shard(self, params: list[ShardedParam]) -> None:
+        """Take over whole parameters: plan the buckets and keep this rank's shards."""
+        self.params = params
+        policy = self._settings.mp_policy
+        if getattr(policy, "cast_frozen_params", False):
+            for param in params:
+                if param.dtype.is_floating_point and not param.sharded.requires_grad:
+                    param.dtype = policy.param_dtype or param.dtype
+        self.make_buckets()
+        for bucket in self.buckets:
+            wholes = [p.sharded.detach() for p in bucket.params]
+            bucket.shard_from([getattr(w, "_local_tensor", w) for w in wholes], whole=True)
+        self.register_sharded()
+
+    def reshard_storage(self) -> None:
+        """Plan anew from the sharded parameters as they are now.
+
+        For when somebody replaced their local tensors: a move to another device or dtype, or
+        ``load_state_dict(assign=True)``. The Parameter objects stay.
+        """
+        self.dirty = False
+        for param in self.params:
+            param.dtype = param.local.dtype
+        locals_ = {id(p): p.local for p in self.params}
+        self.make_buckets()
+        for bucket in self.buckets:
+            bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
+        self.register_sharded()
+
+    def give_up(self, param: ShardedParam) -> None:
+        """Leave a tied parameter to the unit of a module that contains both its owners."""
+        self.params.remove(param)
+        self.reshard_storage()
+
+    def adopt_replaced(self, *, keep_objects: bool = True) -> None:
+        """Take the parameters that somebody put into the modules in place of the sharded ones.
+
+        Args:
+            keep_objects: after ``load_state_dict(assign=True)``: where shape, dtype and device are
+                as before, copy the data and put the old Parameter object back, which an
+                optimizer may hold. Without, before the first use, when what a user assigned is
+                what optimizers were given.
+        """
+        for bucket in self.buckets:
+            rank = bucket.rank
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+                module, name = param.owners[0]
+                new = module._parameters.get(name)
+                if new is param.sharded:
+                    continue
+                if not isinstance(new, nn.Parameter):
+                    self._registration.check()  # (raises)
+                    continue
+                before = param.sharded
+                param.replace_sharded(new, slot, rank, keep_object=keep_objects)
+                self.dirty = self.dirty or param.sharded is not before
+        self.register_sharded()
+
+    def make_buckets(self) -> None:
+        """Plan where every parameter lies; the buckets have no storage yet."""
+        settings, policy = self._settings, self._settings.mp_policy
+        groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
+        for param in self.params:
+            gather_dtype = param.dtype
+            if param.dtype.is_floating_point and policy.param_dtype is not None:
+                gather_dtype = policy.param_dtype
+            alone = param if param.extension else None
+            # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
+            trained = param.sharded.requires_grad
+            key = (param.mesh, gather_dtype, param.dtype, trained, alone)
+            groups.setdefault(key, []).append(param)
+        self.buckets = [
+            (ExtensionBucket if alone else self.bucket_type)(
+                params,
+                mesh,
+                mp_policy=policy,
+                gather_dtype=gather_dtype,
+                reduce_dtype=policy.reduce_dtype or gather_dtype,
+                device=self.device,
+                shard_device=torch.device("cpu") if settings.offload else self.device,
+                pin_memory=settings.pins_memory(self.device),
+                direct_min_bytes=direct_min_bytes_for(self.device.type, settings.direct_min_bytes),
+            )
+            for (mesh, gather_dtype, _, _, alone), params in groups.items()
+        ]
+        self._forget_plans()
+
+    def change_links(self, **options: Any) -> None:
+        """Communicate in another way from the next gather on; fields of `LinkOptions`."""
+        self._settings.link_options = replace(self._settings.link_options, **options)
+        self.links.clear()
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self.materialized = False
+        self._reduce_plans.clear()
+
+    def reduce_plan(self, index: int, present: Collection[int]) -> ReducePlan:
+        """How to reduce the gradients of bucket ``index`` that are ``present``."""
+        key = (index, tuple(present))
+        plan = self._reduce_plans.get(key)
+        if plan is None:
+            bucket, scatter = self.buckets[index], self.links[index].scatter
+            stageable = () if scatter is None else scatter.stageable(bucket)
+            plan = ReducePlan(bucket.layout, sorted(present), stageable)
+            self._reduce_plans[key] = plan
+        return plan
+
+    # -- what the first gather needs --------------------------------------------------------
+
+    def materialize(self, *, regroup_to: bool | int, split: bool) -> None:
+        """Make what is needed from the first gather on: transports, gathered storages, views.
+
+        Args:
+            regroup_to: an int: the ranks that larger shards are kept over after forward.
+            split: give large parameters memory of their own.
+
+        Raises:
+            RuntimeError: if parameters are still on the meta device.
+        """
+        if self.dirty or mixes_frozen(self.buckets):
+            self.reshard_storage()
+        self._check_materialized()
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_links()
+            for bucket, links in zip(self.buckets, self.links, strict=True):
+                bucket.materialize(regroup_to=links.regroup(regroup_to), split=split)
+        self.plan_registration()
+        self.materialized = True
+        self.generation += 1
+
+    def _check_materialized(self) -> None:
+        if any(bucket.is_meta for bucket in self.buckets):
+            names = [p.fqn for p in self.params if p.local.is_meta]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {names} (unit "
+                f"'{self._registration.unit_name}'). Call model.to_empty(device=...) and "
+                "initialize them, or load a checkpoint with load_state_dict(..., assign=True)"
+            )
+
+    def _make_links(self) -> None:
+        made = {links.mesh: links for links in self.links}
+        for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
+            if mesh not in made:
+                made[mesh] = Links(mesh, self.device, self._settings.link_options)
+        self.links = [made[bucket.mesh] for bucket in self.buckets]
+        if self._reserved_tags[0] < 0:
+            self._reserve_tags()
+        first, count = self._reserved_tags
+        self.gather_tags = [first + count * i for i in range(len(self.buckets))]
+        self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
+
+    def _reserve_tags(self) -> None:
+        """Every bucket has two tags per parameter (gather, reduce) and two for its pack."""
+        meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
+        groups = [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
+        count = 2 * len(self.params) + 2
+        self._reserved_tags = (take_tags(groups, count * max(1, len(self.params))), count)
+
+    # -- the parameters in the modules ------------------------------------------------------
+
+    def plan_registration(self) -> None:
+        """Note the parameters as they are now, here and in what registers them."""
+        self._registration.plan(self.params)
+        self._sharded = [p.sharded for p in self.params]
+        self.unsharded = [p.unsharded for p in self.params]
+        locals_ = [p.local for p in self.params if p.is_sharded]
+        self._versioned = [*locals_, *self._sharded]
+        self.is_trained = tuple(map(_requires_grad, self._sharded))
+
+    def register_sharded(self) -> None:
+        """After parameters were made anew or got other owners: these see the sharded ones."""
+        self.plan_registration()
+        self._registration.show("sharded")
+
+    def make_regrouped(self) -> None:
+        """Make the parameters to show while larger shards are kept after forward."""
+        saved = [b.regrouped is not None and b.regrouped.saved for b in self.buckets]
+        if self._regrouped_for == (self.generation, saved):
+            return
+        self._regrouped_for = (self.generation, saved)
+        for bucket, links in zip(self.buckets, self.links, strict=True):
+            regrouped, mesh = bucket.regrouped, links.regroup_mesh
+            for i, param in enumerate(bucket.params):
+                param.regrouped = None  # show the sharded one
+                if regrouped is None or mesh is None or not regrouped.saved:
+                    continue
+                param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
+        self.plan_registration()
+
+    def follow_freezing(self) -> bool:
+        """Users freeze and thaw the sharded parameters: let the unsharded ones be the same.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        now = tuple(map(_requires_grad, self._sharded))
+        if now == self.is_trained:
+            return False
+        self.is_trained = now
+        self.generation += 1
+        for param in self.params:
+            assert param.unsharded is not None
+            param.unsharded.requires_grad_(param.sharded.requires_grad)
+        return True
+
+    def versions(self) -> int:
+        """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
+        return sum(map(_version, self._versioned))

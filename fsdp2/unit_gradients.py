@@ -1,0 +1,177 @@
+"""The gradients of a unit that no reduction has taken yet.
+
+Autograd leaves them on the unsharded parameters. What the backward of a micro-batch without
+gradient sync leaves waits there for the last one, or, where gradients are reduced in another
+dtype, in ``accumulated``, in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from .gradients import Reduction
+from .late_sums import LateSums
+from .settings import Settings
+from .storage import Bucket
+from .unit_contents import UnitContents
+
+Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
+
+
+class UnitGradients:
+    """Unreduced gradients of one unit.
+
+    Attributes:
+        accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
+        late_sums: what is still to be summed over tensor-parallel ranks.
+    """
+
+    reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
+
+    def __init__(self, contents: UnitContents, settings: Settings) -> None:
+        self._contents = contents
+        self._settings = settings
+        self._offloads = settings.offload
+        self.accumulated: dict[int, torch.Tensor] = {}
+        self.late_sums = LateSums()
+
+    # -- is there anything? -----------------------------------------------------------------
+
+    def has_whole(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(map(_has_grad, self._contents.unsharded)) or bool(self.accumulated)
+
+    def are_lacking(self) -> bool:
+        """Whether backward went through the unit and left no gradient."""
+        return any(self._contents.is_trained) and not self.has_whole()
+
+    def are_left(self) -> bool:
+        """Whether anything is left to reduce; sums that wait for an all-reduce count."""
+        if self.has_whole():
+            return True
+        return any(bucket.partial_present for bucket in self._contents.buckets)
+
+    # -- taking and keeping -----------------------------------------------------------------
+
+    def take(self, *, direct_only: bool = False, may_sum_late: bool = False) -> Taken:
+        """Remove the gradients from the unsharded parameters.
+
+        Args:
+            direct_only: only of parameters that are not packed.
+            may_sum_late: whether this is the last backward before somebody looks at ``.grad``.
+        """
+        may_sum_late = may_sum_late and self._may_sum_late()
+        taken = []
+        for bucket in self._contents.buckets:
+            grads: dict[int, torch.Tensor] = {}
+            for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
+                grad = unsharded.grad
+                if grad is not None:
+                    unsharded.grad = None
+                    if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
+                        param = bucket.params[i]
+                        may_wait = may_sum_late and not bucket.is_reducing(i)
+                        grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)
+                    grads[i] = grad
+            if self.accumulated:
+                self._add_accumulated(bucket, grads)
+            taken.append(grads)
+        return taken
+
+    def _may_sum_late(self) -> bool:
+        """Whether nobody looks at sharded gradients before the end of the last backward."""
+        settings = self._settings
+        return (
+            settings.all_reduce_grads
+            and settings.all_reduce_hook is None
+            and not self.accumulated
+            and not self._offloads
+        )
+
+    def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """What backwards without sync have left, in the dtype of the reduction."""
+        for i, param in enumerate(bucket.params):
+            earlier = self.accumulated.pop(id(param), None)
+            if earlier is not None:
+                grads[i] = earlier.add_(grads[i]) if i in grads else earlier
+
+    def accumulate(self) -> None:
+        """Without sync: keep gradients unsharded, in the dtype of the reduction."""
+        for bucket in self._contents.buckets:
+            if bucket.reduce_dtype == bucket.gather_dtype:
+                continue  # autograd accumulates in .grad, in the right dtype
+            for param in bucket.params:
+                grad = param.unsharded.grad  # type: ignore[union-attr]
+                if grad is None:
+                    continue
+                param.unsharded.grad = None  # type: ignore[union-attr]
+                grad = param.local_gradient(grad)
+                if id(param) in self.accumulated:
+                    self.accumulated[id(param)].add_(grad)
+                else:
+                    self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
+
+    def drop(self) -> None:
+        """Forget them, after a backward that failed."""
+        self.accumulated.clear()
+        self.late_sums.forget()
+        for param in self._contents.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for bucket in self._contents.buckets:
+            bucket.partial = None
+            bucket.partial_present.clear()
+
+    # -- reducing ---------------------------------------------------------------------------
+
+    def make_reductions(
+        self, taken: Taken, *, final: bool, fill_unused: bool = False
+    ) -> list[Reduction]:
+        """One `Reduction` per bucket that has gradients.
+
+        Args:
+            final: the last one of this backward; sums that wait for an all-reduce are due, also
+                of parameters that have no gradient now.
+            fill_unused: reduce zeros for trained parameters without a gradient.
+        """
+        contents, settings = self._contents, self._settings
+        reductions = []
+        for index, (bucket, grads) in enumerate(zip(contents.buckets, taken, strict=True)):
+            if fill_unused:
+                self._fill_unused(bucket, grads)
+            present: Collection[int] = grads.keys()
+            if final and settings.all_reduce_grads and bucket.partial_present:
+                if not grads:
+                    present = bucket.partial_present  # nothing new: only the all-reduce is due
+                for i in bucket.partial_present - set(present):
+                    shape = bucket.params[i].full_shape
+                    grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=bucket.device)
+            if not present:
+                continue
+            reductions.append(
+                self.reduction_type(
+                    bucket,
+                    contents.reduce_plan(index, present),
+                    [grads.get(i) for i in range(len(bucket.params))],
+                    links=contents.links[index],
+                    all_reduce=settings.all_reduce_grads,
+                    factor=settings.divide_factor,
+                    hook=settings.all_reduce_hook,
+                    hook_stream=settings.all_reduce_stream,
+                    tag=contents.reduce_tags[index],
+                )
+            )
+        return reductions
+
+    def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """Zeros for parameters that this rank did not use: others may have, and wait for us."""
+        dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
+        for i, param in enumerate(bucket.params):
+            if i not in grads and param.sharded.requires_grad:
+                grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
+
+
+def _has_grad(param: torch.Tensor | None) -> bool:
+    return param is not None and param.grad is not None

@@ -1,0 +1,322 @@
+"""`torch.func.functional_call` of sharded modules: a forward with other parameters than their own.
+
+The peer computes with its own, without a word (and puts them into the dictionary it was given).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, stack_module_state
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from harness import cached_mesh, distributed, ours_only
+from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
+from reference import (
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    average_gradients,
+    own_part,
+    pair,
+    run_both,
+    shard_case,
+)
+
+pytestmark = ours_only("torch's ignores other parameters")
+
+
+class Called(nn.Module):
+    """A loss computes with a model of this class as with any other."""
+
+    def __init__(self, model: nn.Module, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = lambda *args: functional_call(model, given, args)
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(*args)
+
+
+def other_weights(plain: nn.Module) -> nn.Module:
+    """A plain model with weights of its own."""
+    other = copy.deepcopy(plain)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.5).add_(0.1)
+    return other
+
+
+def given_as(kind: str, model: nn.Module, other: nn.Module) -> dict[str, Tensor]:
+    """The weights of ``other`` as a user has them: sharded, or whole, or of another model."""
+    if kind == "whole":
+        return {name: p.detach() for name, p in other.named_parameters()}
+    if kind == "model":  # an average of weights, for example
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(other.state_dict())
+        return dict(twin.named_parameters())
+    given = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        value = other.get_parameter(name).detach()
+        given[name] = param.detach().clone()
+        given[name].to_local().copy_(own_part(value, param))
+    return given
+
+
+def assert_unharmed(
+    case: Case, model: nn.Module, plain: nn.Module, given: dict[str, Tensor], before: dict
+) -> None:
+    """The module computes with its own parameters again, and the dictionary holds what it held."""
+    assert given.keys() == before.keys()
+    assert all(given[name] is value for name, value in before.items())
+    assert_sharded(model)
+    assert_same_parameters(model, plain, bitwise=True)
+    run_both(case, model, plain, 7)
+    assert_same_gradients(model, plain)
+    model.zero_grad()
+    plain.zero_grad()
+
+
+KINDS = ["sharded", "whole", "model"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+EVALUATIONS = [
+    *((name, kind, "plain") for name in ("mlp", "transformer") for kind in KINDS),
+    *((name, "sharded", "plain") for name in ("nested", "lora", "recurrent")),
+    *(("transformer", "sharded", options) for options in ("kept", "offload")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), EVALUATIONS)
+@distributed(2, long=(3, 4))
+def test_evaluation_with_other_weights(name: str, kind: str, options: str) -> None:
+    """Before the first forward, after one, and between a forward and its backward."""
+    case = BY_NAME[name]
+    model, plain = pair(case, **OPTIONS[options])
+    other = other_weights(plain)
+    given = given_as(kind, model, other)
+    before = dict(given)
+    batch = case.batch(3, dist.get_rank(), torch.float64)
+    for _ in range(2):
+        with torch.no_grad():
+            loss = case.loss(Called(model, given), *batch)
+            assert_same(loss, case.loss(other, *batch), "loss")
+        assert_unharmed(case, model, plain, given, before)
+    waiting = case.loss(model, *batch)
+    with torch.no_grad():
+        assert_same(case.loss(Called(model, given), *batch), case.loss(other, *batch), "loss")
+    waiting.backward()
+    case.loss(plain, *batch).backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("options", ["plain", "kept"])
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+@distributed(2, 3, long=(4,))
+def test_gradients_of_what_is_given(name: str, options: str) -> None:
+    """Averaged over ranks, and sharded like it; the model's own parameters get none."""
+    case = BY_NAME[name]
+    model, plain = pair(case, **OPTIONS[options])
+    other = other_weights(plain)
+    given = {n: p.requires_grad_() for n, p in given_as("sharded", model, other).items()}
+    before = dict(given)
+    batch = case.batch(3, dist.get_rank(), torch.float64)
+    for _ in range(2):
+        case.loss(Called(model, given), *batch).backward()
+        case.loss(other, *batch).backward()
+        average_gradients(other)
+        for key, value in given.items():
+            expected = other.get_parameter(key).grad
+            assert value.grad is not None
+            assert expected is not None
+            assert isinstance(value.grad, DTensor)
+            assert value.grad.placements == value.placements  # type: ignore[attr-defined]
+            assert_same(value.grad, expected, f"gradient of {key}")
+            value.grad = None
+        assert all(p.grad is None for p in model.parameters())
+        other.zero_grad()
+        assert_unharmed(case, model, plain, given, before)
+
+
+@distributed(2)
+def test_some_parameters_are_given() -> None:
+    """The others are the module's own, and get their gradients as always."""
+    model, plain = pair(MLP)
+    names = ["0.weight", "2.bias"]
+    given = {n: p.requires_grad_() for n, p in given_as("sharded", model, plain).items()}
+    given = {name: given[name] for name in names}
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+    functional_call(model, given, (x,)).square().mean().backward()
+    plain(x).square().mean().backward()
+    average_gradients(plain)
+    for name, param in plain.named_parameters():
+        grad = given[name].grad if name in names else model.get_parameter(name).grad
+        assert grad is not None
+        assert param.grad is not None
+        assert_same(grad, param.grad, name)
+    assert all(model.get_parameter(name).grad is None for name in names)
+
+
+@distributed(4)
+def test_replicas() -> None:
+    case = BY_NAME["mlp"]
+    model, plain = pair(case, mesh=cached_mesh(2, 2, names=("replicate", "shard")))
+    other = other_weights(plain)
+    given = {n: p.requires_grad_() for n, p in given_as("sharded", model, other).items()}
+    batch = case.batch(3, dist.get_rank(), torch.float64)
+    case.loss(Called(model, given), *batch).backward()
+    case.loss(other, *batch).backward()
+    average_gradients(other)
+    for key, value in given.items():
+        expected = other.get_parameter(key).grad
+        assert value.grad is not None
+        assert expected is not None
+        assert_same(value.grad, expected, f"gradient of {key}")
+    assert_unharmed(case, model, plain, given, dict(given))
+
+
+@distributed(2)
+def test_replicated_units_and_smaller_groups() -> None:
+    case = BY_NAME["mlp"]
+    model, plain = pair(case, reshard_after_forward=1)
+    units = copy.deepcopy(plain)
+    for unit in case.units(units):
+        replicate(unit)
+    replicate(units)
+    other = other_weights(plain)
+    batch = case.batch(3, dist.get_rank(), torch.float64)
+    for sharded in (model, units):
+        given = given_as("sharded", sharded, other)
+        before = dict(given)
+        with torch.no_grad():
+            loss = case.loss(Called(sharded, given), *batch)
+        assert_same(loss, case.loss(other, *batch), "loss")
+        assert_unharmed(case, sharded, copy.deepcopy(plain), given, before)
+
+
+@distributed(2)
+def test_mixed_precision() -> None:
+    """What is given is cast as the module's own parameters are."""
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plain = MLP.build()
+    model = shard_case(MLP, copy.deepcopy(plain), mp_policy=policy)
+    other = other_weights(plain)
+    twin = shard_case(MLP, copy.deepcopy(other), mp_policy=policy)
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float32)
+    expected = twin(x)
+    for kind in ("sharded", "whole"):
+        given = {n: p.requires_grad_() for n, p in given_as(kind, model, other).items()}
+        output = functional_call(model, given, (x,))
+        assert torch.equal(output, expected)
+        output.sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in given.values())
+
+
+@distributed(2)
+def test_after_a_forward_that_failed() -> None:
+    model, plain = pair(MLP)
+    other = other_weights(plain)
+    given = given_as("sharded", model, other)
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+    handle = model[2].register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            functional_call(model, given, (x,))
+    handle.remove()
+    with torch.no_grad():
+        assert_same(functional_call(model, given, (x,)), other(x), "output")
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_a_forward_fails_before_the_backward_of_an_earlier_one() -> None:
+    """Which recomputes its activations, with the module's own parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    model = copy.deepcopy(plain)
+    inner = nn.Sequential(model[0], model[1], model[2])
+    fully_shard(inner)
+
+    def loss(x: Tensor) -> Tensor:
+        result = checkpoint(inner, x, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result.square().mean()
+
+    given = {name: p.detach() * 2 for name, p in inner.named_parameters()}
+    x = torch.randn(3, 4, dtype=torch.float64)
+    waiting = loss(x)
+    handle = inner[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        functional_call(inner, given, (x,))
+    handle.remove()
+    waiting.backward()
+    plain(x).square().mean().backward()
+    average_gradients(plain)
+    assert_same_gradients(inner, plain)
+
+
+@distributed(2)
+def test_tied_parameters_have_one_value() -> None:
+    model, plain = pair(TRANSFORMER)
+    given = given_as("sharded", model, other_weights(plain))
+    tokens, _ = TRANSFORMER.batch(1, dist.get_rank(), torch.float64)
+    several = {**given, "head.weight": given["embedding.weight"].clone()}
+    with pytest.raises((RuntimeError, ValueError), match=r"tied|same one under each name"):
+        functional_call(model, several, (tokens,), tie_weights=False)
+
+
+@distributed(2)
+def test_transforms_of_whole_parameters() -> None:
+    """An ensemble of plain models, computed by the hooks of a sharded one; gradients of them."""
+    model, plain = pair(MLP)
+    others = [plain, other_weights(plain)]
+    stacked, _ = stack_module_state(others)
+    (x,) = MLP.batch(3, dist.get_rank(), torch.float64)
+
+    def loss(parameters: Any) -> Tensor:
+        return functional_call(model, parameters, (x,)).square().mean()
+
+    losses = torch.vmap(loss)({name: value.detach() for name, value in stacked.items()})
+    for other, actual in zip(others, losses, strict=True):
+        expected = other(x).square().mean()
+        assert_same(actual, expected, "loss")
+        expected.backward()
+        found = grad(loss)({name: p.detach() for name, p in other.named_parameters()})
+        for name, param in other.named_parameters():
+            assert param.grad is not None
+            assert_same(found[name], param.grad, name)
+    other.zero_grad()
+    plain.zero_grad()
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_frozen_parameters_kept_gathered() -> None:
+    model, plain = pair(LORA)
+    model.set_keep_frozen_gathered()  # type: ignore[operator]
+    run_both(LORA, model, plain, 0)
+    model.zero_grad()
+    plain.zero_grad()
+    other = other_weights(plain)
+    given = given_as("sharded", model, other)
+    batch = LORA.batch(3, dist.get_rank(), torch.float64)
+    with torch.no_grad():
+        assert_same(LORA.loss(Called(model, given), *batch), LORA.loss(other, *batch), "loss")
+    assert_unharmed(LORA, model, plain, given, dict(given))

@@ -1,0 +1,100 @@
+"""The layers: files import only what stands before them in the tables of ``docs/design.md``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fsdp2"
+
+
+def tables() -> list[list[str]]:
+    """Of each row of the tables of layers, the files and folders, relative to the package."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text.split("## Layers\n")[1].split("\n## ")[0]
+    rows = []
+    for cell in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE):
+        names: list[str] = []
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            folder = name[: name.rfind("/") + 1] or folder
+            names.append(name if "/" in name else folder + name)
+        rows.append(names)
+    return rows
+
+
+def layers() -> list[str]:
+    """All files in the order of the tables: a folder stands for the files of its own table."""
+    names = [name for row in tables() for name in row]
+    inside = {name: [n for n in names if n.startswith(name) and n != name] for name in names}
+    return [
+        file
+        for name in names
+        if name.endswith("/") or "/" not in name
+        for file in (inside[name] if name.endswith("/") else [name])
+    ]
+
+
+@cache
+def imported(path: Path) -> tuple[str, ...]:
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The files of the package that ``path`` imports, also within functions, not for types only."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        node
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.level or node in for_types:
+            continue
+        base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        if base.with_suffix(".py").exists() and base != PACKAGE:
+            yield str(base.with_suffix(".py").relative_to(PACKAGE))
+            continue
+        for alias in node.names:
+            file = base / f"{alias.name}.py"
+            yield str((file if file.exists() else base / "__init__.py").relative_to(PACKAGE))
+
+
+def upward(order: list[str]) -> list[str]:
+    """Imports of what comes later, or is the file itself."""
+    rank = {name: i for i, name in enumerate(order)}
+    for folder in {name.split("/")[0] for name in order if "/" in name}:
+        inside = [i for name, i in rank.items() if name.startswith(f"{folder}/")]
+        rank[f"{folder}/__init__.py"] = max(inside)  # its face: as its last file
+    return [
+        f"{name} imports {other}"
+        for name in order
+        for other in imported(PACKAGE / name)
+        if rank.get(other, len(order)) >= rank[name]
+    ]
+
+
+def test_every_file_has_its_layer() -> None:
+    files = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
+    order = layers()
+    assert sorted(order) == sorted(files)
+
+
+def test_files_import_only_what_stands_before_them() -> None:
+    assert upward(layers()) == []
+
+
+def test_any_other_order_of_two_files_that_know_each_other_is_refused() -> None:
+    """What the tests above rely on: imports are found, and the order matters."""
+    order = layers()
+    known = [(a, b) for a, b in pairwise(order) if a in imported(PACKAGE / b)]
+    assert len(known) > 20
+    for a, b in known:
+        swapped = [{a: b, b: a}.get(name, name) for name in order]
+        assert f"{b} imports {a}" in upward(swapped)
