@@ -38,11 +38,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
-<<<<<<< HEAD
     "Profile",
-=======
     "RanksDisagreeError",
->>>>>>> main
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",

@@ -203,28 +203,16 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 num_shards=unit.mesh.num_shards,
                 num_replicas=unit.mesh.num_replicas,
                 reshard=inside if policy is None else policy,
-<<<<<<< HEAD
-                unshard_in_backward=unit.unshard_in_backward,
-                offload=unit.offload,
-                reshard_after_backward=unit.reshard_after_backward,
-                forward_prefetch=_unit_names(unit.forward_prefetch, names) or None,
-                backward_prefetch=_unit_names(unit.backward_prefetch, names) or None,
-=======
                 unshard_in_backward=settings.unshard_in_backward,
                 offload=settings.offload,
                 reshard_after_backward=settings.reshard_after_backward,
-                forward_prefetch=tuple(map(unit_name, settings.forward_prefetch)) or None,
-                backward_prefetch=tuple(map(unit_name, settings.backward_prefetch)) or None,
->>>>>>> main
+                forward_prefetch=_unit_names(settings.forward_prefetch, names) or None,
+                backward_prefetch=_unit_names(settings.backward_prefetch, names) or None,
             )
         )
     runtime = units[0].runtime
     order = () if runtime is None else runtime.last_order(units[0])
-<<<<<<< HEAD
-    return _finish(units[0].strategy, drafts, _unit_names(order, names))
-=======
-    return _finish(units[0].settings.strategy, drafts, tuple(map(unit_name, order)))
->>>>>>> main
+    return _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
 
 
 def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:

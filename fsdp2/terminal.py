@@ -49,9 +49,6 @@ def show_bytes(num: float) -> str:
     return f"{num:.{decimals}f} {unit}"
 
 
-<<<<<<< HEAD
-def table(rows: Iterable[Sequence[str]], right: Collection[str] = "", indent: int = 2) -> str:
-=======
 def show_seconds(seconds: float) -> str:
     """``1.23 s`` or ``12.3 ms``."""
     if seconds >= 1:
@@ -59,8 +56,7 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def table(rows: Iterable[Sequence[str]], right: str = "", indent: int = 2) -> str:
->>>>>>> main
+def table(rows: Iterable[Sequence[str]], right: Collection[str] = "", indent: int = 2) -> str:
     """Columns of text, aligned.
 
     Args:

@@ -50,12 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
-<<<<<<< HEAD
-    flags = f"--steps 6 --profile {out.with_name('profile')}"
-    succeed(launch(2, "train_lm.py", *train_arguments(flags, text, out)))
-=======
-    train(2, "--steps 6", text, out)
->>>>>>> main
+    train(2, f"--steps 6 --profile {out.with_name('profile')}", text, out)
     return out
 
 

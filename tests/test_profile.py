@@ -424,9 +424,14 @@ def state(model: nn.Module) -> dict[str, Any]:
     """Everything that a unit and what belongs to it has as attributes, by identity."""
     found = {}
     for unit in units_in(model):
-        owned = [unit, unit.hooks, unit.registration, unit.runtime, unit.late_sums]
-        owned += [unit.runtime.streams, *unit.links, *unit.buckets]
-        owned += [t for links in unit.links for t in (links.gather, links.scatter) if t is not None]
+        owned = [unit, unit.hooks, unit.registration, unit.runtime, unit.gradients, unit.contents]
+        owned += [unit.runtime.streams, *unit.contents.links, *unit.buckets]
+        owned += [
+            t
+            for links in unit.contents.links
+            for t in (links.gather, links.scatter)
+            if t is not None
+        ]
         for thing in owned:
             for name, value in getattr(thing, "__dict__", {}).items():
                 if callable(value) or "__self__" in dir(value):
@@ -512,18 +517,18 @@ def test_gradients_are_freed_when_they_are_without_a_profile() -> None:
         try:
             with profile(model):
                 units = units_in(model)
-                make = units[1].make_reductions
+                make = units[1].gradients.make_reductions
 
                 def making(*args: Any, **kwargs: Any) -> Any:
                     made = make(*args, **kwargs)
                     freed.extend(weakref.ref(reduction) for reduction in made)
                     return made
 
-                vars(units[1])["make_reductions"] = making
+                vars(units[1].gradients)["make_reductions"] = making
                 train(model)
                 assert freed
                 assert [ref() for ref in freed] == [None] * len(freed)
-                vars(units[1])["make_reductions"] = make
+                vars(units[1].gradients)["make_reductions"] = make
         finally:
             gc.enable()
 

@@ -41,9 +41,9 @@ class Held:
     def note_accumulated(self, unit: Unit) -> None:
         """After a backward of ``unit``: what it leaves unsharded, without sync of gradients."""
         nbytes = 0
-        if not unit.reduce_grads:
+        if not unit.settings.reduce_grads:
             grads = [p.unsharded.grad for p in unit.params if p.unsharded is not None]
-            grads += unit.accumulated.values()
+            grads += unit.gradients.accumulated.values()
             nbytes = sum(_nbytes(grad) for grad in grads if grad is not None)
         self._accumulated[unit] = nbytes
 

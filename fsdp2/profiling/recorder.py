@@ -91,7 +91,8 @@ class Recorder:
             wrap("launch_gather", self._launch_gather)
             wrap("finish_gather", self._finish_gather)
             wrap("free", self._free)
-            wrap("make_reductions", self._make_reductions)
+            make_reductions = partial(self._make_reductions, unit)
+            self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
             self._patches.wrap(unit.hooks, "_gather", partial(self._forward_begins, unit))
             if unit.runtime is not None:
                 self._watch(unit.runtime)
@@ -275,7 +276,7 @@ class Recorder:
         with streams.gathering():
             end = self.clock.mark()
         num_ranks, nbytes, sent = 0, 0, 0
-        for bucket, links in zip(unit.buckets, unit.links, strict=True):
+        for bucket, links in zip(unit.buckets, unit.contents.links, strict=True):
             if bucket in held or links.gather is None:
                 continue
             facts = self._facts_of(unit, bucket)
@@ -314,7 +315,7 @@ class Recorder:
     # -- reductions -------------------------------------------------------------------------
 
     def _make_reductions(
-        self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any
+        self, unit: Unit, _: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Reduction]:
         reductions = original(*args, **kwargs)
         for reduction in reductions:
