@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule
+from fsdp2 import FSDPModule, Profile
 from text_data import Text, ngram_bits_per_byte, validation_starts
 
 try:
@@ -298,3 +298,17 @@ def report(
     print(f"loss curve   {curve}")
     print(f"checkpoint   {out} (a larger --steps with --resume trains on)")
     print(f"sample\n{sample}", flush=True)
+
+
+def show_profile(profiled: Profile, folder: Path) -> None:
+    """What a step of this rank did: rank 0 prints the table, every rank writes its own files."""
+    rank = dist.get_rank()
+    if rank == 0:
+        print(profiled.table(), flush=True)
+    profiled.export_chrome_trace(folder / f"rank{rank}.json")
+    try:
+        profiled.save_picture(folder / f"rank{rank}.png")
+    except ImportError as error:
+        print(f"no picture: {error}", flush=True)
+    if rank == 0:
+        print(f"profile      {folder} (traces are for https://ui.perfetto.dev)", flush=True)

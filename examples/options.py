@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 # What a resumed run may set anew. Everything else shapes the loss curve or the shards, and comes
 # from the checkpoint.
-FREE_ON_RESUME = {"resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes"}
+FREE_ON_RESUME = {
+    *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -149,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop-at", None, "stop after this step, to go on later with --resume")
     add("--minutes", None, "stop after this many minutes", positive_number, "M")
     add("--save-every", None, "save a checkpoint every N steps, besides the one at the end")
+    add("--profile", None, "record a step: table, and trace and picture into DIR", str, "DIR")
     switch("--resume", "go on from the checkpoint in --out")
 
     add("--batch", 4, "sequences per rank in one forward")

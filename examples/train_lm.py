@@ -21,6 +21,7 @@ import argparse
 import math
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ from fsdp2 import (
     OffloadPolicy,
     clip_grad_norm_,
     fully_shard,
+    profile,
 )
 from fsdp2.checkpoint import Checkpointer
 from lm_model import LanguageModel, ModelConfig, init_std
-from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report
+from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report, show_profile
 from options import checkpoint_folder, fail, options_to_save, parse_options
 from processes import set_earlier_run_aside, start_processes
 from text_data import Batches, Text, read_text, validation_starts, windows_at
@@ -198,16 +200,18 @@ def train(run: Run) -> int:
     progress = Progress(first_step=first_step, last_step=last_step, units_per_step=tokens)
     end_time = time.monotonic() + 60 * (options.minutes or math.inf)
 
+    # By the fourth step storages are planned and the order of the units is known.
+    profiled_step = min(first_step + 4, last_step) if options.profile else None
+    profiled = profile(model)
+
     step, stop = first_step, bool(run.numbers.of_all_ranks(stop_requested()).any())
     while step < last_step and not stop:
         step += 1
         learning_rate = learning_rate_at(step, options)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = forward_backward(run)
-        grad_norm = float(clip_grad_norm_(model.parameters(), max_norm=1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+        with profiled if step == profiled_step else nullcontext():
+            loss, grad_norm = train_step(run)
 
         # What each rank knows is made known to all: the mean loss, the largest memory, and
         # whether to stop, which all ranks must do after the same step.
@@ -229,7 +233,18 @@ def train(run: Run) -> int:
     checkpoints.close()
     progress.close()
     log.close()
+    if profiled_step is not None and first_step < profiled_step <= step:
+        show_profile(profiled, Path(options.profile))
     return step
+
+
+def train_step(run: Run) -> tuple[float, float]:
+    """One optimizer step; returns this rank's loss and the norm of all gradients."""
+    loss = forward_backward(run)
+    grad_norm = float(clip_grad_norm_(run.model.parameters(), max_norm=1.0))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss, grad_norm
 
 
 def learning_rate_at(step: int, options: argparse.Namespace) -> float:

@@ -23,6 +23,7 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .profiling import Profile, profile
 from .reports import Explanation
 from .strategies import shard_model
 from .wrap import UnitDescription, units_of
@@ -37,6 +38,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
+    "Profile",
     "RanksDisagreeError",
     "ShardPlacementResult",
     "UnitDescription",
@@ -53,6 +55,7 @@ __all__ = [
     "load_full_state_dict",
     "optim",
     "plan",
+    "profile",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",

@@ -88,15 +88,23 @@ class BucketFacts:
     @property
     def sent_by_reduce(self) -> int:
         """Bytes that a rank sends in one reduce-scatter of all its gradients."""
+        return self.sent_in_reduce(self._reduced)
+
+    def sent_in_reduce(self, plan: ReducePlan) -> int:
+        """The same for the gradients of one reduction."""
         wire = self.reduce_dtype
         if self.exchanged and self.gather_dtype.itemsize < wire.itemsize:
             wire = self.gather_dtype
-        numel = sum(numel for _, numel in self._reduced.spans)
+        numel = sum(numel for _, numel in plan.spans)
         return (self.num_shards - 1) * numel * wire.itemsize
 
     @property
     def sent_by_all_reduce(self) -> int:
         """Bytes that a rank sends in one all-reduce over the replicas (ring)."""
+        return self.sent_in_all_reduce(self._reduced)
+
+    def sent_in_all_reduce(self, plan: ReducePlan) -> int:
+        """The same for the gradients of one reduction."""
         if self.num_replicas == 1:
             return 0
         dtype = self.reduce_dtype
@@ -104,7 +112,7 @@ class BucketFacts:
             dtype = torch.float32
         if self.exchanged and self.orig_dtype.itemsize > dtype.itemsize:
             dtype = self.orig_dtype
-        numel = sum(numel for _, numel in self._reduced.ranges)
+        numel = sum(numel for _, numel in plan.ranges)
         return 2 * numel * dtype.itemsize * (self.num_replicas - 1) // self.num_replicas
 
     @cached_property

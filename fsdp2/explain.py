@@ -186,9 +186,6 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
     names = {module: name for name, module in model.named_modules()}
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
 
-    def unit_name(unit: Unit) -> str:
-        return ", ".join(names.get(m, "?") or "(root)" for m in unit.modules)
-
     drafts = []
     for unit in units:
         inside = any(unit.modules[0] in members[other] for other in units if other is not unit)
@@ -198,10 +195,10 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
         placements = [tuple(map(_show_placement, p.sharded.placements)) for p in unit.params]  # type: ignore[attr-defined]
         drafts.append(
             _Draft(
-                unit_name(unit),
+                unit_name(unit, names),
                 tuple(names.get(m, "?") for m in unit.modules),
                 not inside,
-                [_facts_of(unit, bucket, names) for bucket in unit.buckets],
+                [facts_of(unit, bucket, names) for bucket in unit.buckets],
                 placements=dict(zip(fqns, placements, strict=True)),
                 num_shards=unit.mesh.num_shards,
                 num_replicas=unit.mesh.num_replicas,
@@ -209,16 +206,26 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 unshard_in_backward=settings.unshard_in_backward,
                 offload=settings.offload,
                 reshard_after_backward=settings.reshard_after_backward,
-                forward_prefetch=tuple(map(unit_name, settings.forward_prefetch)) or None,
-                backward_prefetch=tuple(map(unit_name, settings.backward_prefetch)) or None,
+                forward_prefetch=_unit_names(settings.forward_prefetch, names) or None,
+                backward_prefetch=_unit_names(settings.backward_prefetch, names) or None,
             )
         )
     runtime = units[0].runtime
     order = () if runtime is None else runtime.last_order(units[0])
-    return _finish(units[0].settings.strategy, drafts, tuple(map(unit_name, order)))
+    return _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
 
 
-def _facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFacts:
+def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:
+    """Of a unit of the model whose modules have these qualified names."""
+    return ", ".join(names.get(m, "?") or "(root)" for m in unit.modules)
+
+
+def _unit_names(units: Sequence[Unit], names: dict[nn.Module, str]) -> tuple[str, ...]:
+    return tuple(unit_name(unit, names) for unit in units)
+
+
+def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFacts:
+    """What a bucket of a sharded model holds and sends; ``names`` are the model's modules."""
     mesh = bucket.mesh
     group = mesh.shard_group or mesh.replicate_group
     sizes = (mesh.num_shards, mesh.num_replicas)

@@ -43,6 +43,8 @@ class ExtensionPlan:
 class ExtensionBucket(Bucket):
     """One such parameter: a bucket whose gathered storage is what the parameter makes of it."""
 
+    _storages: Sequence[torch.UntypedStorage] = ()
+
     def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
         (param,), (slot,), (source,) = self.params, self.layout.slots, sources
         local = own_rows(source, slot, self.rank) if whole else source
@@ -91,6 +93,10 @@ class ExtensionBucket(Bucket):
     @property
     def gathered_bytes(self) -> int:
         return sum(self._sizes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(storage.size() for storage in self._storages)
 
     def allocate(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):

@@ -304,6 +304,7 @@ class Bucket:
         # HSDP without all-reduce: what reductions over shards only have left, and for whom.
         self.partial: torch.Tensor | None = None
         self.partial_present: set[int] = set()
+        self.gathered: Segments | None = None
         self.regrouped: RegroupedShards | None = None
         self.kept = False
         self.held = False
@@ -343,7 +344,7 @@ class Bucket:
             split: give large parameters a piece of memory of their own.
         """
         self.staged: torch.Tensor | None = None
-        self.gathered: Segments | None = None
+        self.gathered = None
         self._references: dict[int, tuple[int, int]] = {}
         self.regrouped = None
         if self.aliases_shards:
@@ -402,6 +403,11 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         return 0 if self.gathered is None else self.gathered.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the gathered storage, what has memory now."""
+        return 0 if self.gathered is None else sum(s.size() for s in self.gathered.storages)
 
     def allocate(self) -> None:
         if self.gathered is not None:

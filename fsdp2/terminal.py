@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,11 +56,11 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def table(rows: Iterable[Sequence[str]], right: str = "", indent: int = 2) -> str:
+def table(rows: Iterable[Sequence[str]], right: Collection[str] = "", indent: int = 2) -> str:
     """Columns of text, aligned.
 
     Args:
-        right: the numbers of the columns that are aligned to the right.
+        right: the numbers of the columns that are aligned to the right, as digits.
     """
     cells = [[shown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -74,7 +74,9 @@ def table(rows: Iterable[Sequence[str]], right: str = "", indent: int = 2) -> st
     return "\n".join(lines)
 
 
-def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> str:
+def plain_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ""
+) -> str:
     """`table` with a header, not indented."""
     return table([header, *rows], right=right, indent=0)
 

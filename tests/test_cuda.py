@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import timeline
 from benchmarks.ledger import Ledger
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, profile
 from fsdp2.testing import SimulatedGroup, simulated_mesh
 from fsdp2.testing.simulated import tile_rows
 
@@ -354,6 +354,25 @@ def test_a_spin_takes_the_time_of_the_link(device: str) -> None:
     end.synchronize()
     # 12 MB at 1 GB/s and the latency; the clock may run 10 % faster than when it was measured.
     assert begin.elapsed_time(end) >= 0.9 * 13
+
+
+@each_device
+def test_a_profile_sees_the_time_of_the_link(device: str) -> None:
+    """From below: whatever is busy makes things slower, never faster."""
+    seconds = 2e-3
+    with simulated_mesh(4, latency=seconds, device_type=device) as mesh:
+        model = shard(matrices(3, 256).to(device), mesh=mesh)
+        for i in range(2):
+            model(batch(i, 256, device)).sum().backward()
+        with profile(model) as p:
+            model(batch(2, 256, device)).sum().backward()
+    assert p.measures.host_timed == (device == "cpu")
+    for unit in p.units[1:]:
+        for traffic in (unit.gather, unit.reduce_scatter):
+            assert traffic.count >= 1
+            assert traffic.seconds > 0.9 * seconds * traffic.count
+    assert p.measures.total.exposed_s > 0.9 * seconds  # of the first gather
+    assert all(sample.total for sample in p.recording.memory)
 
 
 @each_device

@@ -50,7 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
-    train(2, "--steps 6", text, out)
+    train(2, f"--steps 6 --profile {out.with_name('profile')}", text, out)
     return out
 
 
@@ -75,6 +75,13 @@ def test_training_logs_every_step_and_reports(six_steps: Path) -> None:
     for key in ("parameters", "parameter_bytes", "optimizer_bytes"):
         assert sum(rank[key] for rank in ranks) == whole[key]
         assert ranks[0][key] == whole[key] / 2
+
+
+def test_a_step_is_profiled(six_steps: Path) -> None:
+    for rank in range(2):
+        trace = json.loads((six_steps.with_name("profile") / f"rank{rank}.json").read_text())
+        names = {event["args"].get("name") for event in trace["traceEvents"]}
+        assert {f"rank {rank} (cpu)", "all-gather", "reduce-scatter"} <= names
 
 
 def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: streams over time, memory below, a stretch of both enlarged."""
+"""A simulated step as a picture."""
 
 from __future__ import annotations
 
@@ -6,30 +6,8 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from ..terminal import show_bytes
+from ..drawing import BACKWARD, COMPUTE, OPTIMIZER, Bar, Picture, save
 from .simulate import SimulatedStep
-
-# Name of a stream, what it says beside the lane, and its colours (two, in turns).
-_LANES = {
-    "compute": ("GPU computes", ("#6d9bc8", "#a9c6e2")),
-    "all-gather": ("all-gather:\nfetch parameters", ("#5fb386", "#a4d8bb")),
-    "reduce-scatter": ("reduce-scatter:\nsum gradients", ("#df8a55", "#f2c0a0")),
-    "all-reduce": ("all-reduce:\nacross replicas", ("#a07cc5", "#cdb8e4")),
-}
-_BACKWARD = ("#b5b567", "#d9d9a3")
-_OPTIMIZER = "#555555"
-_WAITS = "#d62728"
-# From the bottom up; what is not listed comes last.
-_MEMORY = {
-    "parameters": ("parameters (this rank's part)", "#9ecae1"),
-    "optimizer state": ("optimizer state", "#6baed6"),
-    "gradients": ("gradients (this rank's part)", "#3182bd"),
-    "activations": ("activations", "#fdd0a2"),
-    "gathered parameters": ("gathered parameters", "#74c476"),
-    "regrouped parameters": ("parameters kept after forward", "#a1d99b"),
-    "unreduced gradients": ("gradients not summed yet", "#fd8d3c"),
-    "communication buffers": ("communication buffers", "#bcbddc"),
-}
 
 
 def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> None:
@@ -41,120 +19,43 @@ def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[train]``).
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "Pictures need matplotlib: pip install matplotlib, or fsdp2[train]"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    scale, unit = (1.0, "s") if step.seconds >= 2 else (1e3, "ms")
-    figure, axes = pyplot.subplots(3, figsize=(15, 10), height_ratios=[1.5, 2, 1.5])
-    whole = (0.0, step.seconds)
-    _draw_streams(axes[0], step, scale, whole)
-    _draw_memory(axes[1], step, scale, memory_budget / 2**30)
-    part = _stretch(step)
-    _draw_streams(axes[2], step, scale, part, names=True)
-    for axis in axes[:2]:
-        axis.set_xlim(0, whole[1] * scale * 1.002)
-    axes[0].axvspan(part[0] * scale, part[1] * scale, color="0.85", zorder=0)
-    axes[0].set_title("The whole step: what runs when (grey: enlarged at the bottom)", loc="left")
-    axes[1].set_title("Memory of one GPU at the same time", loc="left")
-    axes[2].set_title(
-        "A moment of it, enlarged: while one unit computes, the next one's parameters arrive and "
-        "the last one's gradients leave",
-        loc="left",
-    )
-    for axis in axes:
-        axis.set_xlabel(f"time in {unit}")
-    figure.suptitle(title, fontsize=13, x=0.01, ha="left", fontweight="bold")
-    figure.tight_layout(rect=(0, 0, 1, 0.98))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
-
-
-# -- streams -------------------------------------------------------------------------------------
-
-
-def _draw_streams(
-    axis: Any, step: SimulatedStep, scale: float, window: tuple[float, float], names: bool = False
-) -> None:
-    lanes = [lane for lane in _LANES if lane in step.stream_s]
-    begin, end = window
-    rows = {lane: len(lanes) - 1 - i for i, lane in enumerate(lanes)}
     bars = _bars(step)
-    for lane, bar_unit, phase, left, right, number in bars:
-        if right < begin or left > end:
-            continue
-        left, right = max(left, begin), min(right, end)
-        colours = _BACKWARD if lane == "compute" and phase == "backward" else _LANES[lane][1]
-        axis.broken_barh(
-            [(left * scale, (right - left) * scale)],
-            (rows[lane] - 0.38, 0.76),
-            facecolors=colours[number % 2],
-        )
-        if names and right - left > 0.005 * (end - begin):
-            wide = right - left > 0.06 * (end - begin)
-            place = (left + right) / 2 if wide else right + 0.003 * (end - begin)
-            axis.text(
-                place * scale, rows[lane], _short(bar_unit, lane, phase),
-                ha="center" if wide else "left", va="center", fontsize=8, clip_on=True,
-            )  # fmt: skip
-    for left, right in _waits(step):
-        if right > begin and left < end:
-            axis.broken_barh(
-                [(max(left, begin) * scale, (min(right, end) - max(left, begin)) * scale)],
-                (rows["compute"] - 0.38, 0.76),
-                facecolors="white", edgecolor=_WAITS, hatch="////", linewidth=0,
-            )  # fmt: skip
-    last = step.seconds - step.optimizer_s
-    if end > last:
-        axis.broken_barh(
-            [(last * scale, step.optimizer_s * scale)], (rows["compute"] - 0.38, 0.76),
-            facecolors=_OPTIMIZER,
-        )  # fmt: skip
-    axis.set_yticks([rows[lane] for lane in lanes], [_LANES[lane][0] for lane in lanes])
-    axis.set_ylim(-0.6, len(lanes) - 0.4)
-    axis.set_xlim(begin * scale, end * scale)
-    if not names:
-        _stream_legend(axis, bool(_waits(step)))
+    times, samples = _over_time(step)
+    if step.optimizer_s:
+        last = step.seconds - step.optimizer_s
+        bars.append(Bar(COMPUTE, "", OPTIMIZER, last, step.seconds))
+    picture = Picture(
+        title=title,
+        device="GPU",
+        seconds=step.seconds,
+        bars=bars,
+        waits=[(begin, end, "") for begin, end in _waits(step)],
+        times=times,
+        samples=samples,
+        memory_title="Memory of one GPU at the same time",
+        stretch=_stretch(step),
+        stretch_title="A moment of it, enlarged: while one unit computes, the next one's "
+        "parameters arrive and the last one's gradients leave",
+        budget=memory_budget,
+    )
+    save(picture, path)
 
 
-def _stream_legend(axis: Any, waits: bool) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [
-        Patch(color=_LANES["compute"][1][0], label="forward"),
-        Patch(color=_BACKWARD[0], label="backward"),
-        Patch(color=_OPTIMIZER, label="optimizer"),
-    ]
-    if waits:
-        patches.append(Patch(facecolor="white", edgecolor=_WAITS, hatch="////", label="GPU waits"))
-    axis.legend(handles=patches, loc="lower right", ncols=4, fontsize=9, frameon=False,
-                bbox_to_anchor=(1.0, 0.99))  # fmt: skip
-
-
-def _bars(step: SimulatedStep) -> list[tuple[str, str, str, float, float, int]]:
-    """(lane, unit, phase, begin, end, count within the lane): neighbours of one unit joined."""
+def _bars(step: SimulatedStep) -> list[Bar]:
+    """What ran on each stream: neighbours of one unit joined."""
     bars: list[list[Any]] = []
     last: dict[str, int] = {}
-    counts: dict[str, int] = {}
     for launch, span in zip(step.launches, step.spans, strict=True):
-        lane = launch.stream
+        lane, unit = launch.stream, launch.unit or "(root)"
         index = last.get(lane)
-        if index is not None:
+        if index is not None and lane == COMPUTE:
             bar = bars[index]
-            same = bar[1] == launch.unit and bar[2] == launch.phase
-            if same and lane == "compute" and span.begin - bar[4] <= 1e-9:
+            if bar[1:3] == [unit, launch.phase] and span.begin - bar[4] <= 1e-9:
                 bar[4] = span.end
                 continue
-        counts[lane] = counts.get(lane, -1) + 1
         last[lane] = len(bars)
-        bars.append([lane, launch.unit, launch.phase, span.begin, span.end, counts[lane]])
-    return [tuple(bar) for bar in bars]
+        bars.append([lane, unit, launch.phase, span.begin, span.end])
+    return [Bar(*bar) for bar in bars]
 
 
 def _waits(step: SimulatedStep) -> list[tuple[float, float]]:
@@ -162,7 +63,7 @@ def _waits(step: SimulatedStep) -> list[tuple[float, float]]:
     ended = 0.0
     gaps = []
     for launch, span in zip(step.launches, step.spans, strict=True):
-        if launch.stream == "compute":
+        if launch.stream == COMPUTE:
             if span.begin - ended > 1e-4 * step.seconds:
                 gaps.append((ended, span.begin))
             ended = span.end
@@ -172,61 +73,21 @@ def _waits(step: SimulatedStep) -> list[tuple[float, float]]:
     return gaps
 
 
-def _short(unit: str, lane: str, phase: str) -> str:
-    name = unit or "(root)"
-    if len(name) > 18:
-        name = f"{name[:15]}..."
-    return f"{name}\n{phase}" if lane == "compute" else name
-
-
 def _stretch(step: SimulatedStep) -> tuple[float, float]:
     """About four units around the middle of backward."""
-    bars = [b for b in _bars(step) if b[0] == "compute" and b[2] == "backward"]
-    wide = sorted(bars, key=lambda b: b[3])
-    if not wide:
+    bars = [bar for bar in _bars(step) if bar.lane == COMPUTE and bar.phase == BACKWARD]
+    if not bars:
         return 0.0, step.seconds
-    middle = len(wide) // 2
-    chosen = wide[max(0, middle - 2) : middle + 3]
-    return chosen[0][3], chosen[-1][4]
-
-
-# -- memory --------------------------------------------------------------------------------------
-
-
-def _draw_memory(axis: Any, step: SimulatedStep, scale: float, budget: float) -> None:
-    times, samples = _over_time(step)
-    known = list(_MEMORY)
-    rest = sorted({name for parts in samples for name in parts} - set(known))
-    seen = 0.003 * step.peak.total  # thinner than a line otherwise
-    names = [n for n in (*known, *rest) if max(parts.get(n, 0) for parts in samples) > seen]
-    values = [[parts.get(name, 0) / 2**30 for parts in samples] for name in names]
-    labels = [_MEMORY.get(name, (name, ""))[0] for name in names]
-    colours = [_MEMORY[name][1] if name in _MEMORY else "0.7" for name in names]
-    axis.stackplot(
-        [t * scale for t in times], values, labels=labels, colors=colours, step="post", linewidth=0
-    )
-    most = step.peak.total / 2**30
-    axis.set_ylabel("GiB")
-    axis.set_ylim(0, 1.18 * max(most, budget if budget < 2.5 * most else 0))
-    if budget < 2.5 * most:
-        axis.axhline(budget, color=_WAITS, linestyle="--", linewidth=1)
-        axis.text(0, budget, f" may be used: {budget:.0f} GiB", color=_WAITS, va="bottom")
-    totals = [sum(parts.values()) for parts in samples]
-    at = times[max(range(len(totals)), key=totals.__getitem__)] * scale
-    axis.annotate(
-        f"most: {show_bytes(step.peak.total)}", (at, most),
-        xytext=(40, -6), textcoords="offset points", fontsize=9,
-        arrowprops={"arrowstyle": "-", "color": "0.3"},
-    )  # fmt: skip
-    handles, texts = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], texts[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5),
-                fontsize=8, frameon=False)  # fmt: skip
+    bars.sort(key=lambda bar: bar.begin_s)
+    middle = len(bars) // 2
+    chosen = bars[max(0, middle - 2) : middle + 3]
+    return chosen[0].begin_s, chosen[-1].end_s
 
 
 def _over_time(step: SimulatedStep) -> tuple[list[float], list[dict[str, int]]]:
     """Memory is given and taken by the host, in the order of launches: a change counts from the
     begin of the last computation that was launched before it."""
-    numbers = [x.number for x in step.launches if x.stream == "compute"]
+    numbers = [x.number for x in step.launches if x.stream == COMPUTE]
     begins = [step.spans[number].begin for number in numbers]
     times: list[float] = []
     samples: list[dict[str, int]] = []

@@ -1,0 +1,15 @@
+"""What the units of a model did: `profile`."""
+
+from .events import Recording
+from .measures import Measures, StepMeasures, Traffic, UnitMeasures
+from .profiling import Profile, profile
+
+__all__ = [
+    "Measures",
+    "Profile",
+    "Recording",
+    "StepMeasures",
+    "Traffic",
+    "UnitMeasures",
+    "profile",
+]

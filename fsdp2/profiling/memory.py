@@ -1,0 +1,98 @@
+"""Who holds how much memory: bytes of a unit by purpose, and of the process or device in all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..unit import Unit
+
+# Purposes, as `fsdp2.estimate` names them.
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+GATHERED, REGROUPED = "gathered parameters", "regrouped parameters"
+UNREDUCED = "unreduced gradients"
+PARTS = (PARAMETERS, GRADIENTS, GATHERED, REGROUPED, UNREDUCED)
+
+
+class Held:
+    """Bytes that units hold on the device, by purpose; kept up to date unit by unit.
+
+    Attributes:
+        now: of all units that were measured.
+    """
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(PARTS, 0)
+        self._of_unit: dict[Unit, dict[str, int]] = {}
+        self._accumulated: dict[Unit, int] = {}
+
+    def measure(self, unit: Unit) -> None:
+        """Look at one unit again."""
+        parts = _parts(unit)
+        parts[UNREDUCED] += self._accumulated.get(unit, 0)
+        before = self._of_unit.get(unit, {})
+        for name, nbytes in parts.items():
+            self.now[name] += nbytes - before.get(name, 0)
+        self._of_unit[unit] = parts
+
+    def note_accumulated(self, unit: Unit) -> None:
+        """After a backward of ``unit``: what it leaves unsharded, without sync of gradients."""
+        nbytes = 0
+        if not unit.settings.reduce_grads:
+            grads = [p.unsharded.grad for p in unit.params if p.unsharded is not None]
+            grads += unit.gradients.accumulated.values()
+            nbytes = sum(_nbytes(grad) for grad in grads if grad is not None)
+        self._accumulated[unit] = nbytes
+
+    def take(self, nbytes: int) -> None:
+        """A reduction has so many bytes of gradients; negative: no longer."""
+        self.now[UNREDUCED] += nbytes
+
+
+def _parts(unit: Unit) -> dict[str, int]:
+    buckets = unit.buckets
+    here = [b for b in buckets if b.shard_device == b.device]  # else in host memory
+    stores = [b.grads.storage.size() for b in here if b.grads is not None]
+    regrouped = [b.regrouped.storage.size() for b in buckets if b.regrouped is not None]
+    return {
+        PARAMETERS: sum(b.shards.nbytes for b in here),
+        GRADIENTS: sum(stores),
+        GATHERED: sum(b.allocated_bytes for b in buckets),
+        REGROUPED: sum(regrouped),
+        UNREDUCED: sum(b.partial.nbytes for b in buckets if b.partial is not None),
+    }
+
+
+def _nbytes(grad: torch.Tensor) -> int:
+    return getattr(grad, "_local_tensor", grad).nbytes
+
+
+def total_reader(device: torch.device) -> Callable[[], int | None]:
+    """What tells how much memory is in use: of a device by its allocator, else of the process.
+
+    None where nobody knows. Takes microseconds and waits for nothing.
+    """
+    if device.type == "cuda":
+        # (torch.cuda.memory_allocated makes a flat dict of all statistics first)
+        stats = torch.cuda.memory.memory_stats_as_nested_dict
+
+        def allocated() -> int:
+            found: Any = stats(device).get("allocated_bytes", {})
+            return found.get("all", {}).get("current", 0)
+
+        return allocated
+    if device.type != "cpu":
+        return lambda: torch.get_device_module(device).memory_allocated(device)
+    return _resident_reader()
+
+
+def _resident_reader() -> Callable[[], int | None]:
+    try:
+        file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 (as long as the reader)
+    except OSError:
+        return lambda: None  # not Linux
+    page = os.sysconf("SC_PAGE_SIZE")
+    return lambda: int(os.pread(file.fileno(), 100, 0).split()[1]) * page

@@ -1,0 +1,31 @@
+"""Methods of single objects, replaced for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """What was replaced, and how to put it back. Classes are never touched."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Calls of ``owner.name(...)`` become ``around(owner, original, ...)``."""
+        original = getattr(owner, name)
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        vars(owner)[name] = partial(around, owner, original)
+
+    def undo(self) -> None:
+        """Put everything back as it was; may be called again."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is _ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before

@@ -1,0 +1,182 @@
+"""`profile`: what the units of a model did, step by step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from ..runtime import units_in
+from ..unit import Unit
+from .events import Recording
+from .measures import Measures, UnitMeasures, measure
+from .recorder import Recorder
+
+# Units that are being profiled.
+_profiled: WeakSet[Unit] = WeakSet()
+
+
+def profile(model: nn.Module) -> Profile:
+    """Record what the units of a sharded model do: time, bytes, bandwidth, waiting, memory.
+
+    Per unit and step: how long its gathers and reductions take and how many bytes they send, how
+    long compute stood still for them (exposed time), how long compute was in it, and the memory
+    over the step. Each rank records itself, and shows itself.
+
+    While the profile runs, methods of this model's units and runtime are replaced by ones that
+    record; at its end, also after an exception, they are put back. Without a profile nothing is
+    recorded and nothing checks whether it should be. On CUDA, times are those of events on the
+    streams that do the work; the host waits for the device once at the beginning and once when the
+    first result is asked for. On the CPU, times are the host's: see ``docs/profiling.md`` for what
+    is measured how.
+
+    Args:
+        model: sharded by `fully_shard`, `shard_model` or `replicate`, or a module that contains
+            such modules (``nn.ModuleDict({"generator": ..., "critic": ...})``), on one device.
+
+    Returns:
+        A context manager; see `Profile`. Ask it for results after the ``with`` block.
+
+    Raises:
+        ValueError: if nothing in the model is sharded.
+        RuntimeError: on entry, if a unit of the model is being profiled already.
+
+    Example:
+        >>> train_step()  # the first step plans storages and finds the order: better left out
+        >>> with fsdp2.profile(model) as p:
+        ...     for _ in range(3):
+        ...         train_step()
+        >>> print(p.table())
+        >>> p.export_chrome_trace("trace.json")  # for https://ui.perfetto.dev
+        >>> p.save_picture("profile.png")
+    """
+    units = units_in(model)
+    if not units:
+        raise ValueError(
+            "The model is not sharded, so there are no units to profile: call fully_shard(model) "
+            "or shard_model(model) first. For other models there is torch.profiler"
+        )
+    return Profile(model, units)
+
+
+class Profile:
+    """What `profile` returns: a context manager, and after it the results of this rank."""
+
+    def __init__(self, model: nn.Module, units: list[Unit]) -> None:
+        self._model: nn.Module | None = model
+        self._found: list[Unit] = units
+        self._recorder: Recorder | None = None
+        self._running = False
+        self._measures: Measures | None = None
+
+    def __enter__(self) -> Profile:
+        if self._model is None:
+            raise RuntimeError("A profile records once: call fsdp2.profile(model) again")
+        twice = [unit.name for unit in self._found if unit in _profiled]
+        if twice:
+            raise RuntimeError(
+                f"Unit '{twice[0]}' is being profiled already: leave the other profile of this "
+                "model first"
+            )
+        self._recorder = Recorder(self._model, self._found)
+        self._model = None
+        _profiled.update(self._found)
+        self._running = True
+        try:
+            self._recorder.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._recorder is not None
+        self._recorder.stop()
+        _profiled.difference_update(self._found)
+        self._found = []
+        self._running = False
+
+    def step(self) -> None:
+        """Say that a step of training is over.
+
+        Without, a step begins with a root's forward: with the first one after an optimizer's step
+        if optimizers step in the profile, else with each.
+
+        Raises:
+            RuntimeError: outside of the ``with`` block.
+        """
+        if not self._running or self._recorder is None:
+            raise RuntimeError("step() belongs inside the with block of the profile")
+        self._recorder.moment("step")
+
+    @property
+    def recording(self) -> Recording:
+        """All that was recorded, event by event.
+
+        Raises:
+            RuntimeError: before the end of the ``with`` block.
+        """
+        if self._running or self._recorder is None:
+            raise RuntimeError("There are results only after the with block of the profile")
+        return self._recorder.result()
+
+    @property
+    def measures(self) -> Measures:
+        """Steps, units and totals; `Measures` says what each number is."""
+        recording = self.recording
+        if self._measures is None:
+            self._measures = measure(recording)
+        return self._measures
+
+    @property
+    def units(self) -> tuple[UnitMeasures, ...]:
+        """One `UnitMeasures` per unit, the root first, then in the order of the model."""
+        return self.measures.units
+
+    def as_dict(self) -> dict[str, Any]:
+        """The measures as dicts, lists, strings and numbers."""
+        return self.measures.to_dict()
+
+    def table(self) -> str:
+        """The measures of this rank as a table, for people."""
+        from .report import as_text
+
+        return as_text(self.recording, self.measures)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Write a trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+        One process, named by the rank; a row each for compute, gathers, reduce-scatters,
+        all-reduces and what the host launched; memory as a counter. Traces of several ranks can be
+        put together by joining their ``traceEvents``; their clocks begin at each rank's own start.
+
+        Args:
+            path: a file; folders above it are made.
+        """
+        from .trace import trace_events
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace = {"traceEvents": trace_events(self.recording), "displayTimeUnit": "ms"}
+        path.write_text(json.dumps(trace))
+
+    def save_picture(self, path: str | Path, step: int = -1) -> None:
+        """Write one step as a picture: streams over time, memory below.
+
+        Args:
+            path: a file; its suffix says of which kind (``.png``, ``.svg``).
+            step: which step; the last by default.
+
+        Raises:
+            ImportError: without matplotlib.
+            IndexError: if there is no such step.
+        """
+        from .picture import draw
+
+        draw(self.recording, self.measures, Path(path), step)

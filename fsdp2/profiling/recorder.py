@@ -1,0 +1,406 @@
+"""Watches the units of one model while they run, and makes a `Recording` of it.
+
+The runtime knows nothing of this. For the time of a profile, methods of these units, of their
+hooks and of their runtime are replaced, on the objects themselves; reductions, which live for one
+backward, get transports that note when they are called. So a model that is not profiled runs the
+code that it runs without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..accounting import BucketFacts
+from ..explain import facts_of, unit_name
+from ..gradients import Reduction
+from ..runtime import Runtime
+from ..storage import Bucket
+from ..streams import Streams
+from ..unit import Unit
+from . import events
+from .clocks import Mark, make_clock
+from .events import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, REDUCE_SCATTER
+from .memory import Held, total_reader
+from .patches import Patches
+from .timed import Operation, TimedTransport
+
+
+@dataclass
+class _OnItsWay:
+    """One reduction: its bytes, and what it has launched so far."""
+
+    nbytes: int
+    operations: list[Operation]
+
+
+class Recorder:
+    """From `start` to `stop` everything is written down; `result` makes data of it.
+
+    Args:
+        model: whose names are used.
+        units: of the model, on one device.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._names = {unit: unit_name(unit, self._modules) for unit in units}
+        self._units = tuple(self._names.values())
+        self._device = units[0].device
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self._runtimes: list[Runtime] = []
+        self._recorded: events.Recording | None = None
+        # What is written down.
+        self._borders: list[tuple[bool, str, str, int, Mark]] = []
+        self._operations: list[Operation] = []
+        self._waits: list[tuple[Operation, Mark, Mark]] = []
+        self._samples: list[tuple[Mark, dict[str, int], int | None]] = []
+        self._moments: list[tuple[str, Mark]] = []
+        # What is going on.
+        self._open: list[tuple[Unit | None, str]] = []
+        self._gathering: dict[Unit, Operation] = {}
+        self._facts: dict[Bucket, BucketFacts] = {}
+        self._held = Held()
+        self._total = total_reader(self._device)
+        self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+    # -- beginning and end ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """From now on."""
+        self.clock = make_clock(self._device)
+        self._last: Mark = self.clock.mark()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        for unit in self._names:
+            wrap = partial(self._patches.wrap, unit)
+            wrap("launch_gather", self._launch_gather)
+            wrap("finish_gather", self._finish_gather)
+            wrap("free", self._free)
+            make_reductions = partial(self._make_reductions, unit)
+            self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
+            self._patches.wrap(unit.hooks, "_gather", partial(self._forward_begins, unit))
+            if unit.runtime is not None:
+                self._watch(unit.runtime)
+                self._held.measure(unit)
+        self._sample(self._last)
+
+    def stop(self) -> None:
+        """Until now. Puts everything back; waits for nothing."""
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stopped = self.clock.mark()
+        for unit, phase in reversed(self._open):
+            self._borders.append((False, *self._key(unit, phase), self._last))
+        # Nothing of the model is held any longer.
+        self._open.clear()
+        self._names.clear()
+        self._modules.clear()
+        self._runtimes.clear()
+        self._gathering.clear()
+        self._facts.clear()
+        self._held = Held()
+        self._total = lambda: None
+
+    def _watch(self, runtime: Runtime) -> None:
+        """Runtimes are made by the first forward of a root."""
+        if any(runtime is known for known in self._runtimes):
+            return
+        self._runtimes.append(runtime)
+        for name in ("post_forward", "pre_backward", "post_backward", "reduce"):
+            self._patches.wrap(runtime, name, getattr(self, f"_{name}"))
+        self._patches.wrap(runtime, "end_backward", self._end_backward)
+        self._patches.wrap(runtime, "reset", self._reset)
+
+    def moment(self, kind: str) -> None:
+        """Something that steps are found by; see `events.Moment`."""
+        self._moments.append((kind, self.clock.mark()))
+
+    def operation(self, unit: Unit, kind: str, num_ranks: int, sizes: tuple[int, int]) -> Operation:
+        """Something begins on the current stream; ``sizes``: whole, sent."""
+        backward = unit.runtime is not None and unit.runtime.in_backward
+        return Operation(
+            self._names.get(unit, ""),  # (a reduction may outlast the profile)
+            kind,
+            BACKWARD if backward else FORWARD,
+            num_ranks,
+            *sizes,
+            launched_s=self.clock.host_s(),
+            begin=self.clock.mark(),
+        )
+
+    def launched(self, operation: Operation, *, end: Mark = None) -> None:
+        """The host has launched it; ``end``: on its stream, if that is known."""
+        operation.launch_s = self.clock.host_s() - operation.launched_s
+        operation.end = end
+        self._operations.append(operation)
+
+    def waited(self, operation: Operation, begin: Mark, end: Mark) -> None:
+        """Compute stood still for it."""
+        self._waits.append((operation, begin, end))
+
+    # -- compute ----------------------------------------------------------------------------
+
+    def _forward_begins(
+        self, unit: Unit, hooks: Any, original: Callable[..., Any], module: nn.Module
+    ) -> None:
+        mark = self.clock.mark()
+        original(module)
+        runtime = unit.runtime
+        self._watch(runtime)
+        if not runtime.in_backward and self._begins_forward(unit):
+            self._moments.append(("root", mark))
+            for other in self._names:
+                if other.runtime is runtime:
+                    self._held.measure(other)
+        self._enter(unit, RECOMPUTE if runtime.in_backward else FORWARD, mark)
+        self._note_memory(unit)
+
+    def _begins_forward(self, unit: Unit) -> bool:
+        """Whether this is the forward of a root, or of the outermost unit that is profiled."""
+        root = unit.runtime.forward_root
+        if root in self._names:
+            return root is unit
+        return not any(phase == FORWARD for _, phase in self._open)
+
+    def _post_forward(
+        self, runtime: Runtime, original: Callable[..., Any], unit: Unit, **kwargs: Any
+    ) -> None:
+        mark = self.clock.mark()
+        self._leave(unit, RECOMPUTE if runtime.in_backward else FORWARD, mark)
+        original(unit, **kwargs)
+        self._note_memory(unit)
+
+    def _pre_backward(self, runtime: Runtime, original: Callable[..., Any], unit: Unit) -> None:
+        mark = self.clock.mark()
+        original(unit)
+        self._leave(unit, RECOMPUTE, mark)  # an early stop: its forward has no end
+        if (unit, BACKWARD) not in self._open:
+            self._enter(unit, BACKWARD, mark)
+        self._note_memory(unit)
+
+    def _post_backward(self, runtime: Runtime, original: Callable[..., Any], unit: Unit) -> None:
+        original(unit)
+        self._leave(unit, BACKWARD, self.clock.mark())
+        self._note_memory(unit)
+
+    def _reduce(
+        self, runtime: Runtime, original: Callable[..., Any], unit: Unit, **kwargs: Any
+    ) -> None:
+        original(unit, **kwargs)
+        if not kwargs.get("direct_only"):
+            # A unit whose inputs need no gradient ends when its last gradient is there.
+            self._leave(unit, BACKWARD, self.clock.mark())
+        self._held.note_accumulated(unit)
+        self._note_memory(unit)
+
+    def _end_backward(self, runtime: Runtime, original: Callable[..., Any]) -> None:
+        original()
+        self._leave_all(runtime, (BACKWARD, RECOMPUTE), self.clock.mark())
+
+    def _reset(self, runtime: Runtime, original: Callable[..., Any], **kwargs: Any) -> None:
+        original(**kwargs)
+        for unit in list(self._gathering):
+            if unit.runtime is runtime:
+                del self._gathering[unit]
+        # Nobody knows when what failed did: it ends with the last thing that is known.
+        self._leave_all(runtime, (FORWARD, BACKWARD, RECOMPUTE), self._last)
+
+    def _enter(self, unit: Unit | None, phase: str, mark: Mark) -> None:
+        if unit is None or unit in self._names:
+            self._open.append((unit, phase))
+            self._borders.append((True, *self._key(unit, phase), mark))
+            self._last = mark
+
+    def _leave(self, unit: Unit | None, phase: str, mark: Mark) -> None:
+        if (unit, phase) in self._open:
+            self._open.remove((unit, phase))
+            self._borders.append((False, *self._key(unit, phase), mark))
+            self._last = mark
+
+    def _leave_all(self, runtime: Runtime, phases: tuple[str, ...], mark: Mark) -> None:
+        for unit, phase in reversed(self._open):
+            if unit is not None and unit.runtime is runtime and phase in phases:
+                self._leave(unit, phase, mark)
+
+    def _key(self, unit: Unit | None, phase: str) -> tuple[str, str, int]:
+        """Of a border: name, phase and depth. The optimizer is inside of all."""
+        if unit is None:
+            return "", phase, len(self._names)
+        return self._names[unit], phase, len(unit.enclosing)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_ours(optimizer):
+            self._enter(None, OPTIMIZER, self.clock.mark())
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_ours(optimizer):
+            self._leave(None, OPTIMIZER, self.clock.mark())
+            self._moments.append(("optimizer", self._last))
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it holds a parameter of the model."""
+        known = self._ours.get(optimizer)
+        if known is None:
+            ours = {id(param.sharded) for unit in self._names for param in unit.params}
+            groups = optimizer.param_groups
+            known = any(id(param) in ours for group in groups for param in group["params"])
+            self._ours[optimizer] = known
+        return known
+
+    # -- gathers ----------------------------------------------------------------------------
+
+    def _launch_gather(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
+        held = [b for b in unit.buckets if b.held and b.holds()]
+        regrouped = unit.regrouped
+        # Enqueued on the stream of gathers, before and after.
+        with streams.gathering():
+            operation = self.operation(unit, ALL_GATHER, 0, (0, 0))
+        original(streams)
+        with streams.gathering():
+            end = self.clock.mark()
+        num_ranks, nbytes, sent = 0, 0, 0
+        for bucket, links in zip(unit.buckets, unit.contents.links, strict=True):
+            if bucket in held or links.gather is None:
+                continue
+            facts = self._facts_of(unit, bucket)
+            link = links.gather
+            if regrouped and links.regather is not None and bucket.regrouped is not None:
+                link = links.regather
+            num_ranks = max(num_ranks, link.group.size())
+            nbytes += facts.numel * facts.gather_dtype.itemsize
+            sent += facts.sent_by_regather(link.group.size())
+        if num_ranks:
+            operation.num_ranks, operation.nbytes, operation.sent_bytes = num_ranks, nbytes, sent
+            self.launched(operation, end=end if streams.stream_ordered else None)
+            self._gathering[unit] = operation
+        self._note_memory(unit)
+
+    def _finish_gather(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
+        operation = self._gathering.pop(unit, None)
+        begin = self.clock.mark()
+        original(streams)
+        if operation is not None:
+            end = self.clock.mark()
+            self.waited(operation, begin, end)
+            if not streams.stream_ordered:
+                operation.end = end
+
+    def _free(self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._note_memory(unit)
+
+    def _facts_of(self, unit: Unit, bucket: Bucket) -> BucketFacts:
+        facts = self._facts.get(bucket)
+        if facts is None:
+            facts = self._facts[bucket] = facts_of(unit, bucket, self._modules)
+        return facts
+
+    # -- reductions -------------------------------------------------------------------------
+
+    def _make_reductions(
+        self, unit: Unit, _: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Reduction]:
+        reductions = original(*args, **kwargs)
+        for reduction in reductions:
+            if reduction.scatter is not None or reduction.replicate is not None:
+                self._follow(unit, reduction)
+        return reductions
+
+    def _follow(self, unit: Unit, reduction: Reduction) -> None:
+        facts, plan = self._facts_of(unit, reduction.bucket), reduction.plan
+        itemsize = facts.reduce_dtype.itemsize
+        on_its_way = _OnItsWay(reduction.nbytes, [])
+        if reduction.scatter is not None:
+            sizes = (plan.numel * itemsize, facts.sent_in_reduce(plan))
+            reduction.scatter = TimedTransport(
+                reduction.scatter, self, unit, REDUCE_SCATTER, sizes, on_its_way.operations
+            )
+        if reduction.replicate is not None:
+            numel = sum(numel for _, numel in plan.ranges)
+            sizes = (numel * itemsize, facts.sent_in_all_reduce(plan))
+            reduction.replicate = TimedTransport(
+                reduction.replicate, self, unit, ALL_REDUCE, sizes, on_its_way.operations
+            )
+        for name in ("complete", "discard"):
+            vars(reduction)[name] = partial(self._end_reduction, reduction, name, unit, on_its_way)
+        self._held.take(on_its_way.nbytes)
+
+    def _end_reduction(
+        self, reduction: Reduction, name: str, unit: Unit, on_its_way: _OnItsWay, streams: Streams
+    ) -> Any:
+        # First, so that nothing refers to the reduction but who did before.
+        del vars(reduction)["complete"], vars(reduction)["discard"]
+        begin = self.clock.mark()
+        result = getattr(reduction, name)(streams)
+        if streams.stream_ordered and on_its_way.operations:
+            self.waited(on_its_way.operations[-1], begin, self.clock.mark())
+        self._held.take(-on_its_way.nbytes)
+        self._note_memory(unit)
+        return result
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def _note_memory(self, unit: Unit) -> None:
+        if unit in self._names:
+            self._held.measure(unit)
+            self._sample(self.clock.mark())
+
+    def _sample(self, mark: Mark) -> None:
+        self._samples.append((mark, dict(self._held.now), self._total()))
+
+    # -- as data ----------------------------------------------------------------------------
+
+    def result(self) -> events.Recording:
+        """What was recorded; waits for the device at the first call."""
+        if self._recorded is None:
+            self.clock.wait()
+            self._recorded = self._read()
+            self._borders.clear()
+            self._operations.clear()
+            self._waits.clear()
+            self._samples.clear()
+        return self._recorded
+
+    def _read(self) -> events.Recording:
+        read = self.clock.read
+        waits = [
+            events.Wait(operation.unit, operation.kind, read(begin), read(end))
+            for operation, begin, end in self._waits
+        ]
+        borders = [
+            events.Border(enters, unit, phase, depth, read(mark))
+            for enters, unit, phase, depth, mark in self._borders
+        ]
+        return events.Recording(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            device=str(self._device),
+            stream_ordered=self.clock.stream_ordered,
+            units=self._units,
+            compute=events.exclusive(borders, waits),
+            communications=tuple(
+                operation.read(read) for operation in self._operations if operation.end is not None
+            ),
+            waits=tuple(waits),
+            memory=tuple(
+                events.Sample(read(mark), parts, total) for mark, parts, total in self._samples
+            ),
+            moments=tuple(events.Moment(kind, read(mark)) for kind, mark in self._moments),
+            end_s=read(self._stopped),
+        )

@@ -1,0 +1,99 @@
+"""A communication while it is recorded, and the transport that notes when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..collectives import Finish, Transport
+from ..unit import Unit
+from .clocks import Mark
+from .events import Communication
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+
+@dataclass
+class Operation:
+    """A `Communication` whose moments are still marks; without an end it is not over."""
+
+    unit: str
+    kind: str
+    phase: str
+    num_ranks: int
+    nbytes: int
+    sent_bytes: int
+    launched_s: float
+    begin: Mark
+    launch_s: float = 0.0
+    end: Mark = None
+
+    def read(self, read: Callable[[Mark], float]) -> Communication:
+        """As data."""
+        return Communication(
+            self.unit,
+            self.kind,
+            self.phase,
+            self.num_ranks,
+            self.nbytes,
+            self.sent_bytes,
+            self.launched_s,
+            self.launch_s,
+            read(self.begin),
+            read(self.end),
+        )
+
+
+class TimedTransport:
+    """The transport of one reduction, which takes it over.
+
+    Args:
+        sizes: bytes of the whole, and bytes sent.
+        operations: where what is launched is added.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        recorder: Recorder,
+        unit: Unit,
+        kind: str,
+        sizes: tuple[int, int],
+        operations: list[Operation],
+    ) -> None:
+        self._transport = transport
+        self._recorder = recorder
+        self._unit = unit
+        self._kind = kind
+        self._sizes = sizes
+        self._operations = operations
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def reduce_scatter(self, *args: Any) -> Finish | None:
+        return self._timed(self._transport.reduce_scatter, *args)
+
+    def all_reduce(self, *args: Any) -> Finish | None:
+        return self._timed(self._transport.all_reduce, *args)
+
+    def _timed(self, launch: Callable[..., Finish | None], *args: Any) -> Finish | None:
+        recorder = self._recorder
+        num_ranks = self._transport.group.size()
+        operation = recorder.operation(self._unit, self._kind, num_ranks, self._sizes)
+        self._operations.append(operation)
+        finish = launch(*args)
+        if finish is None:  # on a stream
+            recorder.launched(operation, end=recorder.clock.mark())
+            return None
+        recorder.launched(operation)
+
+        def timed_finish() -> None:
+            begin = recorder.clock.mark()
+            finish()
+            operation.end = recorder.clock.mark()
+            recorder.waited(operation, begin, operation.end)
+
+        return timed_finish
