@@ -19,7 +19,7 @@ endif
 
 # Two or more test files at a time where pytest-xdist is installed, one otherwise.
 HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)
-PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && echo -n auto --dist loadfile)
+PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && printf %s '-n auto --dist loadfile')
 
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 

@@ -10,6 +10,7 @@ reduction. They do not free anything: a frozen weight may still be needed for wh
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -194,13 +195,22 @@ class UnitHooks:
         self._watched_generation = unit.contents.generation
         for handle in self._watched:
             handle.remove()
+        myself = weakref.ref(self)
+
+        def accumulated(param: torch.Tensor) -> None:
+            # The collector does not see what hooks of tensors hold: held strongly, a sharded model
+            # would never be freed.
+            hooks = myself()
+            if hooks is not None:
+                hooks._accumulated()
+
         self._watched = [
-            p.unsharded.register_post_accumulate_grad_hook(self._accumulated)
+            p.unsharded.register_post_accumulate_grad_hook(accumulated)
             for p in unit.params
             if p.unsharded is not None and p.unsharded.requires_grad
         ]
 
-    def _accumulated(self, param: torch.Tensor) -> None:
+    def _accumulated(self) -> None:
         unit = self.unit
         if not self._watching or unit.settings.reduce_unused:
             return  # (ranks that use different parameters reduce at the end of backward)
