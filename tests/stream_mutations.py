@@ -82,6 +82,8 @@ _PLANS: dict[str, Plan] = {
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
+    "host": Plan(host="group"),
+    "host_exchange": Plan(host="exchange"),
     # Stages of zero-bubble pipelines; from the second micro-batch on the gradients of weights are
     # known to be computed apart.
     "pipeline": Plan(
