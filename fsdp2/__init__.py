@@ -8,6 +8,7 @@ from . import optim, wrap
 from .agreement import check_ranks_agree, watch_ranks
 from .estimation import Estimate, estimate
 from .explain import explain
+from .finalization import GradientReductionHandle
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
 from .functions import register_fsdp_forward_method, share_comm_ctx
@@ -34,6 +35,7 @@ __all__ = [
     "Estimate",
     "Explanation",
     "FSDPModule",
+    "GradientReductionHandle",
     "Hardware",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -38,6 +38,11 @@ class PipelineState:
         return self
 
     @property
+    def _comm_ctx(self) -> Any:
+        """What stages share whose reductions could not overlap: by default nothing."""
+        return self._unit.runtime or self._unit
+
+    @property
     def all_states(self) -> list[PipelineState]:
         """Of all units of the tree."""
         runtime = self._unit.runtime

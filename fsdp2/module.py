@@ -13,6 +13,7 @@ from torch import nn
 from .collectives import backend_name
 from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
+from .finalization import GradientReductionHandle
 from .interop import PipelineState, state_of
 from .kept import KeepFrozen
 from .runtime import Runtime, build_runtime
@@ -170,6 +171,59 @@ class FSDPModule:
         With False, ``.grad`` of the last units reduced may not be there after backward.
         """
         self._unit_and_runtime()[1].is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the caller ends an iteration, by `finalize_backward`, and not its last backward.
+
+        For schedules that run several backwards, or parts of them, and none that is known to be
+        the last: pipelines. What `set_is_last_backward` says is ignored then. Whether backwards
+        reduce, and whether they free parameters, stays what it was set to.
+
+        Args:
+            enabled: to be called on the root, before backward.
+
+        Raises:
+            RuntimeError: if this is not the root; or if the mode would change after a backward
+                began, before `finalize_backward` or `reset_iter_state`.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> model.set_requires_gradient_sync(False)
+            >>> for micro_batch in batch:
+            ...     loss_of(model, micro_batch).backward()
+            >>> model.set_requires_gradient_sync(True)
+            >>> model.finalize_backward()
+            >>> optimizer.step()
+        """
+        unit = unit_of(self)
+        runtime = unit.runtime
+        if runtime is not None:
+            self._check_root("set_manual_backward_finalization")
+            runtime.choose_finalization(manual=enabled)
+        unit.settings.manual_finalization = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End an iteration: reduce the gradients that its backwards have left, free parameters.
+
+        Follows the choices of the moment, so turn gradient sync and resharding on again before.
+        Does nothing before the first forward.
+
+        Args:
+            async_op: return at once, while gradients are on their way. The handle must be waited
+                for before gradients are used and before the next forward.
+
+        Returns:
+            A handle if ``async_op``, else None.
+
+        Raises:
+            RuntimeError: without `set_manual_backward_finalization`, inside of backward, while the
+                handle of an earlier call is to be waited for, or if this is not the root.
+        """
+        runtime = unit_of(self).runtime
+        if runtime is None:
+            return GradientReductionHandle() if async_op else None
+        self._check_root("finalize_backward")
+        return runtime.finalize_backward(wait=not async_op)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the ``reshard_after_forward`` argument of `fully_shard`.
@@ -442,13 +496,8 @@ class FSDPModule:
         Raises:
             RuntimeError: if this is not the root.
         """
-        unit, runtime = self._unit_and_runtime()
-        if runtime.root is not unit:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root FSDP module '{runtime.root.name}', "
-                f"not on '{unit.name}'"
-            )
-        runtime.reset(discard=True)
+        self._check_root("reset_iter_state")
+        self._unit_and_runtime()[1].reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, those of the sharded parameters too while others are registered."""
@@ -489,6 +538,14 @@ class FSDPModule:
                 )
         self.reshard()
         unit_of(self).contents.change_links(**options)
+
+    def _check_root(self, method: str) -> None:
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"{method} must be called on the root FSDP module '{runtime.root.name}', "
+                f"not on '{unit.name}'"
+            )
 
     def _check_one_mesh(self, method: str) -> None:
         meshes = {param.mesh for param in unit_of(self).params}

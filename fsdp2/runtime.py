@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from .finalization import Finalization, GradientReductionHandle
 from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
@@ -38,6 +39,7 @@ class Runtime:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
+        finalization: whether the caller ends the iteration instead.
         splits_backward: whether a backward went through a unit without gradients for it: a
             pipeline computes those of weights apart, later, without any hook being called.
     """
@@ -52,6 +54,7 @@ class Runtime:
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
         self._offloads = any(unit.settings.offload for unit in units)
         self.is_last_backward = True
+        self.finalization = Finalization(root.settings.manual_finalization)
         self.splits_backward = False
         self._lacking: set[Unit] = set()
         self.optimizer_event: Any = None
@@ -69,6 +72,7 @@ class Runtime:
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
         self._kept: Unit | None = None
+        self._finalizing = False  # inside of `finalize_backward`
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class Runtime:
                 self._predicted = False
 
     def _begin_forward(self, unit: Unit) -> None:
+        self.finalization.check_forward()
         if self.forward_root is not None:
             self.reset()
         self.forward_root = unit
@@ -213,6 +218,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.finalization.active = True
         self.num_backwards += 1
         self.forward_root = None
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -224,7 +230,7 @@ class Runtime:
         runs_next = index > 0 and self.backward_order[index - 1] is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        if not (self.is_last_backward or self.splits_backward) and unit.gradients.are_lacking():
+        if not (self.ends_iteration or self.splits_backward) and unit.gradients.are_lacking():
             self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
         self.reduce(unit)
         if unit.settings.reshard_after_backward and not runs_next:
@@ -237,7 +243,7 @@ class Runtime:
             gradients.accumulate()
             return
         unit.reduced = True
-        taken = gradients.take(direct_only=direct_only, may_sum_late=self.is_last_backward)
+        taken = gradients.take(direct_only=direct_only, may_sum_late=self.ends_iteration)
         if self._lacking and any(taken):
             self._lacking.discard(unit)
         if unit.encloses and self.in_backward and settings.reshard_after_backward:
@@ -297,28 +303,90 @@ class Runtime:
         while self._reductions:
             self._complete_oldest()
 
+    @property
+    def ends_iteration(self) -> bool:
+        """Whether the reductions that start now are the last ones before users look at ``.grad``:
+        those of the last backward, or of a manual finalization."""
+        if self.finalization.manual:
+            return self._finalizing
+        return self.is_last_backward
+
     def end_backward(self) -> None:
-        """Reduce what is left, wait for everything, free all units."""
+        """Reduce what is left, and free all units; after the last backward, wait for everything."""
         if self._lacking:
             self.splits_backward = any(unit.gradients.are_lacking() for unit in self._lacking)
             self._lacking.clear()
-        if not self.streams.stream_ordered and self.is_last_backward:
+        self._reduce_left()
+        if self.ends_iteration:
+            self._complete_iteration()
+        self._free_units()
+        self._kept = None
+        self.in_backward = False
+
+    def finalize_backward(self, *, wait: bool) -> GradientReductionHandle | None:
+        """End an iteration whose backwards are all over: reduce what they left, free all units.
+
+        Args:
+            wait: for the reductions; otherwise the handle that is returned does.
+
+        Raises:
+            RuntimeError: if the caller may not end it now; see `Finalization`.
+        """
+        self.finalization.check_finalize(in_backward=self.in_backward)
+        self._finalizing = True
+        try:
+            self._reduce_left()
+        finally:
+            self._finalizing = False
+        if wait:
+            self._complete_iteration()
+            self._free_units()
+            return None
+        self._free_units()
+        self.finalization.pending = GradientReductionHandle(self._finish_finalization)
+        return self.finalization.pending
+
+    def _finish_finalization(self, handle: GradientReductionHandle) -> None:
+        self.finalization.check_handle(handle)
+        self._complete_iteration()
+        if self._offloads:
+            self.streams.synchronize()
+        self.streams.join_capture()
+
+    def _reduce_left(self) -> None:
+        """Reduce what no hook has reduced; or accumulate it, where gradients are not in sync.
+
+        With manual finalization, that is left to the finalization: how many backwards are to come
+        is not known, and ranks must agree on the number of reductions.
+        """
+        if not self.streams.stream_ordered and self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
+        leaves_sync = self.finalization.manual and not self._finalizing
         for unit in reversed(self.units):
-            settings = unit.settings
-            if unit.gradients.are_left() or (settings.reduce_unused and not unit.reduced):
-                self.reduce(unit, final=True)
-            unit.reduced = False
+            settings, gradients = unit.settings, unit.gradients
+            leave = leaves_sync and settings.sync_grads
+            if not leave:
+                if gradients.are_left() or (settings.reduce_unused and not unit.reduced):
+                    self.reduce(unit, final=True)
+                unit.reduced = False
             unit.backward_began = False
-            unit.holds_earlier_gradients = not settings.reduce_grads
-        if self.is_last_backward:
-            self._complete_all()
-            sum_late(unit.gradients.late_sums for unit in self.units)
-            self._attached.clear()
-            self._forget_backward_order()
+            unit.holds_earlier_gradients = not settings.reduce_grads or (
+                leave and gradients.has_whole()
+            )
+
+    def _complete_iteration(self) -> None:
+        """Wait for the reductions; ``.grad`` is what users may look at."""
+        self._complete_all()
+        sum_late(unit.gradients.late_sums for unit in self.units)
         for unit in self.units:
             unit.gradients.late_sums.forget()
+        self._attached.clear()
+        self._forget_backward_order()
+        self.finalization.end()
+
+    def _free_units(self) -> None:
+        for unit in self.units:
             if unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
@@ -326,8 +394,6 @@ class Runtime:
         if self._offloads:
             self.streams.synchronize()
         self.streams.join_capture()
-        self._kept = None
-        self.in_backward = False
 
     def _forget_backward_order(self) -> None:
         self.backward_order.clear()
@@ -359,7 +425,7 @@ class Runtime:
         Backward waits for it, except where gradients of weights are computed apart: nothing is
         called there, so it is waited for at once.
         """
-        if self.is_last_backward or not self.backward_order or self.in_backward:
+        if self.ends_iteration or not self.backward_order or self.in_backward:
             return
         if self.splits_backward:
             unit.unshard(self.streams)
@@ -369,6 +435,10 @@ class Runtime:
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
         unit.show_unsharded()
+
+    def choose_finalization(self, *, manual: bool) -> None:
+        """Whether the caller ends iterations."""
+        self.finalization.choose(manual, in_backward=_autograd_is_running())
 
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)
@@ -404,6 +474,7 @@ class Runtime:
         self._lacking.clear()
         self._kept = None
         self.in_backward = False
+        self.finalization.end()
         self.forward_root = None
 
     def _discard_gradients(self) -> None:
@@ -441,9 +512,10 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     """
     units = units_in(root_module)
     root = unit_of(root_module)
+    _name(root_module, units)
+    _check_finalization(root, units)
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
-    _name(root_module, units)
     lent = [x for u in units for x in u.registration.set_aside()] if in_functional_call() else ()
     for unit in units:
         unit.contents.adopt_replaced(keep_objects=False)
@@ -466,6 +538,18 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for parameters, name, value in lent:
         parameters[name] = value
     return runtime
+
+
+def _check_finalization(root: Unit, units: list[Unit]) -> None:
+    """Only a root ends iterations, and nothing may begin while reductions are waited for."""
+    for unit in units:
+        if unit.runtime is not None:
+            unit.runtime.finalization.check_forward()
+        if unit is not root and unit.settings.manual_finalization:
+            raise RuntimeError(
+                "set_manual_backward_finalization must be called on the root FSDP module "
+                f"'{root.name}', not on '{unit.name}'"
+            )
 
 
 def _name(root_module: nn.Module, units: list[Unit]) -> None:

@@ -47,6 +47,7 @@ class Settings:
         sync_grads: whether backward is the last one of a step, which reduces gradients.
         accumulate_sharded: whether the ones before it reduce-scatter too.
         all_reduce_grads: whether reduced gradients are summed over replicas.
+        manual_finalization: whether the caller ends an iteration; of the root only.
         reduce_unused: whether parameters without a gradient take part in reductions.
         divide_factor: what sums of gradients are divided by; None: the number of ranks.
         all_reduce_hook, all_reduce_stream: called on reduced gradients, on that stream.
@@ -72,6 +73,7 @@ class Settings:
     sync_grads: bool = True
     accumulate_sharded: bool = False
     all_reduce_grads: bool = True
+    manual_finalization: bool = False
     reduce_unused: bool = False
     divide_factor: float | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
