@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from .layout import BucketLayout, plan_bucket, regroup
+from .policy import compute_dtype
 from .reduction import ReducePlan
 
 
@@ -134,6 +135,7 @@ class ParameterFacts:
     Attributes:
         shape: as this rank sees it.
         replicated: every rank is to hold it whole.
+        param_dtype: what the mixed-precision policy says for it.
     """
 
     name: str
@@ -141,6 +143,7 @@ class ParameterFacts:
     dtype: torch.dtype
     trained: bool = True
     replicated: bool = False
+    param_dtype: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +155,6 @@ def buckets_of(
     num_shards: int,
     num_replicas: int,
     *,
-    param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     direct_min_bytes: int,
     exchanged: bool = False,
@@ -163,20 +165,19 @@ def buckets_of(
     Args:
         params: of one unit, in its order.
         num_shards, num_replicas: of the mesh.
-        param_dtype, reduce_dtype: of the mixed-precision policy.
+        reduce_dtype: of the mixed-precision policy.
         direct_min_bytes: as of `fully_shard`, a number.
         exchanged: see `BucketFacts`.
         offloaded: shards live in host memory.
     """
     groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
     for param in params:
-        cast = param.dtype.is_floating_point and param_dtype is not None
-        gather = param_dtype if cast and param_dtype is not None else param.dtype
+        gather = compute_dtype(param.dtype, param.param_dtype)
         groups.setdefault((param.replicated, gather, param.dtype, param.trained), []).append(param)
     buckets = []
     for (replicated, gather, orig, _), members in groups.items():
         shards = 1 if replicated else num_shards
-        reduce = reduce_dtype or gather
+        reduce = reduce_dtype or orig
         layout = plan_bucket(
             [param.shape for param in members],
             [0 if param.shape else None for param in members],

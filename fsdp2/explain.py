@@ -8,7 +8,7 @@ allocated, so both work on the meta device.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from .accounting import BucketFacts, ParameterFacts, buckets_of
 from .collectives import EXCHANGE_MAX_RANKS, backend_name
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, param_dtype_of
 from .reports import Explanation, ParameterReport, Totals, UnitReport
 from .settings import direct_min_bytes_for
 from .strategies import ReshardChoice, Strategy, find_strategy, reshard_of
@@ -110,11 +110,19 @@ def _in_model_order(model: nn.Module, units: list[UnitDescription]) -> list[Unit
 
 
 def _parameter_facts(
-    name: str, param: nn.Parameter, replicate_below: int, *, sharded: bool
+    name: str,
+    param: nn.Parameter,
+    replicate_below: int,
+    policy: MixedPrecisionPolicy,
+    *,
+    sharded: bool,
 ) -> ParameterFacts:
     local = getattr(param, "_local_tensor", param)
-    facts = ParameterFacts(name, tuple(local.shape), local.dtype, param.requires_grad)
-    return replace(facts, replicated=not sharded or facts.nbytes < replicate_below)
+    whole = not sharded or local.nbytes < replicate_below
+    param_dtype = param_dtype_of(policy, param)
+    return ParameterFacts(
+        name, tuple(local.shape), local.dtype, param.requires_grad, whole, param_dtype
+    )
 
 
 def _placements(param: ParameterFacts, num_dims: int) -> tuple[str, ...]:
@@ -146,6 +154,7 @@ def _draft(
             name,
             model.get_parameter(name),
             to.replicate_below,
+            to.mp_policy,
             sharded=to.strategy.sharded,
         )
         for name in unit.params
@@ -156,7 +165,6 @@ def _draft(
         params,
         num_shards,
         num_replicas,
-        param_dtype=to.mp_policy.param_dtype,
         reduce_dtype=to.mp_policy.reduce_dtype,
         direct_min_bytes=least,
         exchanged=to.device_type == "cpu" and few,

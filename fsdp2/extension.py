@@ -100,11 +100,13 @@ class ExtensionBucket(Bucket):
 
     def allocate(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
-            resize(storage, size)
+            if storage.size() != size:
+                resize(storage, size)
 
     def free(self) -> None:
-        for storage in self._storages:
-            resize(storage, 0)
+        if not self.keeps_storage:
+            for storage in self._storages:
+                resize(storage, 0)
 
     # -- gathering --------------------------------------------------------------------------
 

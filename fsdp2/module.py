@@ -259,6 +259,20 @@ class FSDPModule:
                 if unit.runtime is not None:
                     unit.runtime.gather_for_backward(unit)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters keep their memory, and so their addresses, when freed.
+
+        For CUDA graphs: what was captured reads and writes the same addresses in every replay.
+        Costs the memory of all parameters in whole; they are gathered as often as before.
+
+        Args:
+            keep: False gives the memory back when the parameters are freed next.
+            recurse: whether to set it for sharded submodules too.
+        """
+        for unit in self._units(recurse):
+            unit.settings.keep_unsharded_storage = keep
+            unit.contents.keep_storage(keep)
+
     def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
         """Keep frozen parameters gathered, from one micro-batch and step to the next.
 

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
+from .policy import compute_dtype
 
 # Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
 # original that the sharding did not reach, which means that the parameter is tied across units.
@@ -108,6 +109,7 @@ class ShardedParam:
         "is_sharded",
         "mesh",
         "owners",
+        "param_dtype",
         "regrouped",
         "sharded",
         "sharded_spec",
@@ -149,6 +151,7 @@ class ShardedParam:
         self.extension = is_extension(whole, self.fqn)
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
+        self.param_dtype: torch.dtype | None = None  # of the mixed-precision policy
         if whole.ndim and not -whole.ndim <= dim < whole.ndim:
             raise ValueError(
                 f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}"
@@ -163,6 +166,11 @@ class ShardedParam:
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
         self.regrouped: nn.Parameter | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        return compute_dtype(self.dtype, self.param_dtype)
 
     @property
     def local(self) -> torch.Tensor:

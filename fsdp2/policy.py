@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,19 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
             backward. ``None`` keeps the original dtype. Integer and bool parameters are never
             cast.
-        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means the dtype of
-            computation. Where the backend lets this library do the summing itself (gloo), sums of
-            a low-precision dtype are kept in float32, and a wider ``reduce_dtype`` does not make
-            more bytes travel: the low-precision gradients are sent and widened before they are
-            added. With gradient sync turned off, gradients accumulate in this dtype.
+        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means that of the
+            sharded parameters, whatever computation is in (as in torch from 2.15 on; before, it
+            was the dtype of computation). Where the backend lets this library do the summing
+            itself (gloo), sums of a low-precision dtype are kept in float32, and a wider
+            ``reduce_dtype`` does not make more bytes travel: the low-precision gradients are sent
+            and widened before they are added. With gradient sync turned off, gradients accumulate
+            in this dtype.
         output_dtype: dtype to cast the floating-point outputs of forward to; ``None`` leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        param_dtype_override_fn: called once with each parameter when `fully_shard` takes it.
+            Returns the parameter's own dtype to compute with it uncast, or ``param_dtype`` or
+            None for what ``param_dtype`` says; the same on every rank. Inputs are cast to
+            ``param_dtype`` all the same. A keyword argument.
         cast_frozen_params: whether parameters that are frozen when `fully_shard` is called are
             stored in ``param_dtype`` too: nothing updates them, so the bits that computation does
             not see are not needed. ``state_dict`` shows that dtype. Ours only, not in torch.
@@ -33,13 +41,48 @@ class MixedPrecisionPolicy:
     Example:
         >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         >>> fully_shard(block, mp_policy=bf16)
+        >>> norms = set(model.norm.parameters())
+        >>> keep_norms = MixedPrecisionPolicy(
+        ...     torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p in norms else None
+        ... )
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
     cast_frozen_params: bool = False
+
+
+def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:
+    """The ``param_dtype`` that ``policy``, ours or torch's, has for one parameter.
+
+    Raises:
+        ValueError: if its ``param_dtype_override_fn`` returns something else than it may.
+    """
+    choose = getattr(policy, "param_dtype_override_fn", None)  # not there in torch before 2.15
+    chosen = None if choose is None else choose(param)
+    if chosen is None:
+        return policy.param_dtype
+    if not isinstance(chosen, torch.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn must return a torch.dtype or None but got {type(chosen)}"
+        )
+    if chosen not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
+            f"dtype but got {chosen} for a parameter with dtype {param.dtype} and param_dtype "
+            f"{policy.param_dtype}"
+        )
+    return chosen
+
+
+def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter of ``dtype`` is cast to by ``param_dtype``; integers never are."""
+    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
 @dataclass

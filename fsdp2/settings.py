@@ -41,6 +41,7 @@ class Settings:
         unshard_in_backward: whether they are gathered for backward.
         forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
             begins, instead of the one that the order of the last forward predicts.
+        keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
         keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
         strategy: the name that was given to `shard_model`, for people.
         gathered_once: parameters stay gathered after a backward without gradient sync.
@@ -66,6 +67,7 @@ class Settings:
     unshard_in_backward: bool = True
     forward_prefetch: list[Any] = field(default_factory=list)
     backward_prefetch: list[Any] = field(default_factory=list)
+    keep_unsharded_storage: bool = False
     keep_frozen: KeepFrozen | None = None
     strategy: str | None = None
     gathered_once: bool = False

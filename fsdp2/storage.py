@@ -63,7 +63,8 @@ class Segments:
 
     def allocate(self) -> None:
         for storage, size in zip(self.storages, self.sizes, strict=True):
-            resize(storage, size)
+            if storage.size() != size:  # else it would move
+                resize(storage, size)
 
     def free(self) -> None:
         for storage in self.storages:
@@ -306,6 +307,7 @@ class Bucket:
         self.partial_present: set[int] = set()
         self.gathered: Segments | None = None
         self.regrouped: RegroupedShards | None = None
+        self.keeps_storage = False  # so that addresses stay: for graphs that were captured
         self.kept = False
         self.held = False
         self._held_versions = 0
@@ -414,7 +416,7 @@ class Bucket:
             self.gathered.allocate()
 
     def free(self) -> None:
-        if self.gathered is not None:
+        if self.gathered is not None and not self.keeps_storage:
             self.gathered.free()
 
     def hold(self) -> None:
@@ -465,7 +467,7 @@ class Bucket:
         accumulates the gradient, which holds the parameter too), backward will not read it.
         """
         gathered = self.gathered
-        if gathered is None or i not in self._references:
+        if gathered is None or self.keeps_storage or i not in self._references:
             return False
         slot = self.layout.slots[i]
         piece = gathered.piece(slot.full_offset)

@@ -20,6 +20,7 @@ from .kept import mixes_frozen
 from .links import Links
 from .mesh import DataParallelMesh
 from .param import ShardedParam
+from .policy import MixedPrecisionPolicy, param_dtype_of
 from .reduction import ReducePlan
 from .registration import Registration
 from .settings import Settings, direct_min_bytes_for
@@ -79,10 +80,11 @@ class UnitContents:
         """Take over whole parameters: plan the buckets and keep this rank's shards."""
         self.params = params
         policy = self._settings.mp_policy
-        if getattr(policy, "cast_frozen_params", False):
-            for param in params:
-                if param.dtype.is_floating_point and not param.sharded.requires_grad:
-                    param.dtype = policy.param_dtype or param.dtype
+        cast_frozen = getattr(policy, "cast_frozen_params", False)
+        for param in params:
+            param.param_dtype = param_dtype_of(policy, param.sharded)
+            if cast_frozen and not param.sharded.requires_grad:
+                param.dtype = param.compute_dtype
         self.make_buckets()
         for bucket in self.buckets:
             wholes = [p.sharded.detach() for p in bucket.params]
@@ -138,21 +140,18 @@ class UnitContents:
         settings, policy = self._settings, self._settings.mp_policy
         groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
         for param in self.params:
-            gather_dtype = param.dtype
-            if param.dtype.is_floating_point and policy.param_dtype is not None:
-                gather_dtype = policy.param_dtype
             alone = param if param.extension else None
             # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
             trained = param.sharded.requires_grad
-            key = (param.mesh, gather_dtype, param.dtype, trained, alone)
+            key = (param.mesh, param.compute_dtype, param.dtype, trained, alone)
             groups.setdefault(key, []).append(param)
         self.buckets = [
             (ExtensionBucket if alone else self.bucket_type)(
                 params,
                 mesh,
-                mp_policy=policy,
+                mp_policy=_policy_for(params[0], policy),
                 gather_dtype=gather_dtype,
-                reduce_dtype=policy.reduce_dtype or gather_dtype,
+                reduce_dtype=policy.reduce_dtype or params[0].dtype,
                 device=self.device,
                 shard_device=torch.device("cpu") if settings.offload else self.device,
                 pin_memory=settings.pins_memory(self.device),
@@ -160,7 +159,13 @@ class UnitContents:
             )
             for (mesh, gather_dtype, _, _, alone), params in groups.items()
         ]
+        self.keep_storage(settings.keep_unsharded_storage)
         self._forget_plans()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether the buckets leave memory behind the gathered storages when they are freed."""
+        for bucket in self.buckets:
+            bucket.keeps_storage = keep
 
     def change_links(self, **options: Any) -> None:
         """Communicate in another way from the next gather on; fields of `LinkOptions`."""
@@ -285,3 +290,10 @@ class UnitContents:
     def versions(self) -> int:
         """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
         return sum(map(_version, self._versioned))
+
+
+def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` as it is for ``param``: what an extension is told."""
+    if param.param_dtype == policy.param_dtype:
+        return policy
+    return replace(policy, param_dtype=param.param_dtype)

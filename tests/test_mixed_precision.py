@@ -290,3 +290,60 @@ def test_parameters_that_are_bf16_themselves() -> None:
         torch.testing.assert_close(full, expected, rtol=2**-7, atol=1e-6)
         if one_order_only():
             assert torch.equal(full, expected), name
+
+
+# ------------------------------------------------------------------- dtypes of single parameters
+
+
+class Normed(nn.Module):
+    """A norm that computes in the dtype of its weight, among layers in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.down = nn.Linear(10, 6)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {p.dtype for p in self.norm.parameters()}
+        y = self.up(x)
+        return self.down(self.norm(y.to(self.norm.weight.dtype)).to(y.dtype))
+
+
+@distributed(1, 2, 3)
+def test_parameters_that_are_not_cast() -> None:
+    """The function is called once with each parameter, when it is sharded."""
+    torch.manual_seed(0)
+    plain = Normed()
+    model = copy.deepcopy(plain)
+    norms = set(model.norm.parameters())
+    asked = []
+
+    def choose(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return torch.float32 if param in norms else None
+
+    expected_order = list(model.parameters())
+    policy = MixedPrecisionPolicy(LOW, torch.float32, param_dtype_override_fn=choose)
+    sharded = fully_shard(model, mp_policy=policy)
+    for step in range(2):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step + dist.get_rank()))
+        sharded.zero_grad()
+        plain.zero_grad()
+        sharded(x).square().mean().backward()
+        low = {n: p if "norm" in n else p.to(LOW) for n, p in plain.named_parameters()}
+        functional_call(plain, low, (x.to(LOW),)).square().mean().backward()
+        average_gradients(plain)
+        assert_same_gradients(sharded, plain, bitwise=one_order_only())
+        assert model.seen == {torch.float32}
+    assert len(asked) == len(expected_order)
+    assert set(map(id, asked)) == set(map(id, expected_order))
+
+
+@distributed(1)
+def test_overrides_that_make_no_sense() -> None:
+    for returned, message in (("fp32", "must return a torch.dtype or None"), (torch.float64, "")):
+        policy = MixedPrecisionPolicy(LOW, param_dtype_override_fn=lambda _, r=returned: r)
+        with pytest.raises(ValueError, match=message or "parameter's original dtype but got"):
+            fully_shard(nn.Linear(2, 2), mp_policy=policy)

@@ -100,6 +100,7 @@ class ParamInfo:
     Attributes:
         name: its first qualified name.
         dtype: in which it is stored.
+        param_dtype: what the mixed-precision policy says for it.
         is_embedding: whether it is the weight of exactly one ``nn.Embedding``.
     """
 
@@ -108,6 +109,7 @@ class ParamInfo:
     dtype: torch.dtype
     requires_grad: bool
     is_embedding: bool
+    param_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:

@@ -22,6 +22,7 @@ from ..gradients import Reduction
 from ..late_sums import LateSums
 from ..layout import BucketLayout
 from ..mesh import DataParallelMesh
+from ..policy import compute_dtype
 from ..reduction import ReducePlan, _is_simple
 from ..settings import Settings
 from ..storage import Bucket
@@ -88,6 +89,8 @@ class CountedParam:
         self.info = info
         self.mesh = mesh
         self.dtype = info.dtype
+        self.param_dtype = info.param_dtype
+        self.compute_dtype = compute_dtype(info.dtype, info.param_dtype)
         self.extension = False
         self.full_shape = info.shape
         self.dim = 0 if info.shape else None
@@ -193,7 +196,8 @@ class CountedBucket(Bucket):
                 self._held[i] = Held(self.world.account, "gathered parameters", nbytes)
 
     def free(self) -> None:
-        self._held = [None] * len(self._pieces)
+        if not self.keeps_storage:
+            self._held = [None] * len(self._pieces)
 
     def fill_own_slices(self) -> None:
         self._staged_held = Held(self.world.account, "communication buffers", self.shard_bytes)
@@ -559,7 +563,4 @@ class CountedUnit(Unit):
         if own.grad is not None:
             account.touch("unreduced gradients", nbytes)
             return
-        dtype, policy = param.dtype, self.settings.mp_policy
-        if dtype.is_floating_point and policy.param_dtype is not None:
-            dtype = policy.param_dtype
-        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), dtype)
+        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), param.compute_dtype)

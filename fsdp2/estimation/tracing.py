@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as _Dynami
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..hooks import UnitHooks
-from ..policy import MixedPrecisionPolicy
+from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of
 from ..settings import Settings
 from ..tree import map_tensors, tensors_in
 from ..wrap import parameters_of
@@ -64,7 +64,7 @@ def trace_step(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
-        params=describe_params(model),
+        params=describe_params(model, mp_policy),
     )
     meter = StorageMeter()
     recorder = _Recorder(trace, meter)
@@ -116,7 +116,7 @@ def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder:
     recorder.flush()
 
 
-def describe_params(model: nn.Module) -> list[ParamInfo]:
+def describe_params(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> list[ParamInfo]:
     """The parameters of ``model``, each once, in its order."""
     described = []
     for name, param, owners in parameters_of(model):
@@ -127,7 +127,14 @@ def describe_params(model: nn.Module) -> list[ParamInfo]:
             )
         embedding = len(owners) == 1 and type(next(iter(owners))) is nn.Embedding
         described.append(
-            ParamInfo(name, tuple(param.shape), param.dtype, param.requires_grad, embedding)
+            ParamInfo(
+                name,
+                tuple(param.shape),
+                param.dtype,
+                param.requires_grad,
+                embedding,
+                param_dtype_of(mp_policy, param),
+            )
         )
     return described
 
@@ -163,9 +170,7 @@ def _replace_tensors(
     made: dict[int, nn.Parameter] = {}
     numbers: dict[nn.Parameter, int] = {}
     for i, (_, param, owners) in enumerate(list(parameters_of(model))):
-        dtype = param.dtype
-        if dtype.is_floating_point and mp_policy.param_dtype is not None:
-            dtype = mp_policy.param_dtype
+        dtype = compute_dtype(param.dtype, param_dtype_of(mp_policy, param))
         if fake or param.is_meta:
             data = torch.empty(param.shape, dtype=dtype, device="cpu")
         else:
