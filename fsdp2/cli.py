@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+import torch
+
 from .cli_ckpt import add_ckpt
 from .cli_explain import add_explain
 from .cli_plan import add_estimate, add_plan
 from .terminal import BROKEN_PIPE, INTERRUPTED, fail
+from .versions import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +66,14 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(f"{message} (see {self.prog} --help)")
 
 
+def _versions() -> str:
+    python = platform.python_version()
+    return f"fsdp2 {__version__} (torch {torch.__version__}, Python {python})"
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fsdp2", description="Tools of the fsdp2 package.")
+    parser.add_argument("--version", action="version", version=_versions())
     groups = parser.add_subparsers(metavar="COMMAND", required=True)
     add_ckpt(groups)
     add_explain(groups)

@@ -1,25 +1,44 @@
-"""What holds for every test: the `long` marker, the number of test files that run at once, and the
-end of process groups and ranks."""
+"""What holds for every test: the `long` marker, the choice of tests that depend on torch's version,
+the number of test files that run at once, and the end of process groups and ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import harness
+from torch_versions import DEPEND_ON_TORCH_VERSION
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--torch-versions",
+        action="store_true",
+        help="only the tests that depend on torch's version: about a fifth (torch_versions.py)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the long tests out unless the -m expression asks for them."""
-    if "long" in config.getoption("-m"):
-        return
-    long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
-    config.hook.pytest_deselected(items=long)
+    """Leaves the long tests out unless the -m expression asks for them, and with
+    ``--torch-versions`` the files that do not depend on it."""
+    if "long" not in config.getoption("-m"):
+        _keep(config, items, lambda item: not item.get_closest_marker("long"))
+    if config.getoption("--torch-versions"):
+        here = Path(__file__).parent
+        files = {here / name for name in DEPEND_ON_TORCH_VERSION}
+        _keep(config, items, lambda item: item.path in files)
+
+
+def _keep(
+    config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]
+) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = [item for item in items if wanted(item)]
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist

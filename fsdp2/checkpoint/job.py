@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save as safetensors_bytes
 
+from ..versions import __version__
 from .attempt import Attempt, sweep
 from .capture import Captured
 from .disk import Disk
@@ -135,22 +136,13 @@ class SaveJob:
 def describe_writer() -> dict[str, Any]:
     """Who writes, for people who find the checkpoint later."""
     return {
-        "fsdp2": _version(),
+        "fsdp2": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fsdp2")
-    except PackageNotFoundError:
-        return "source"
 
 
 class _named:  # noqa: N801

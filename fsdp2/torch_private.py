@@ -1,0 +1,275 @@
+"""Every private name of torch that this package uses, what for, and what happens without it.
+
+A private name is one that has a part with a leading underscore: a module, a function or an
+attribute. Code that runs in every step goes on using such a name where it needs it; the name is
+listed here all the same. `tests/unit/test_torch_private.py` goes through the source of the package
+and fails at a name that is not in the list, and looks every listed name up in the torch that runs
+the tests.
+
+`check` runs when the package is imported: where torch lacks a name that we cannot do without, the
+import fails with all such names and their use, instead of a step with an `AttributeError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .versions import tested_torch
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """One name.
+
+    Attributes:
+        name: where it is found: a dotted path, in which ``()`` stands for an instance made without
+            arguments (``torch.nn.Module()._parameters``).
+        use: what for.
+        without: what happens where torch lacks it; empty: the package cannot be imported.
+        checked: the releases of torch in which the name was looked up and its use tested.
+    """
+
+    name: str
+    use: str
+    without: str = ""
+    checked: tuple[str, ...] = tested_torch()
+
+
+def _names(use: str, *names: str, without: str = "") -> tuple[PrivateName, ...]:
+    return tuple(PrivateName(name, use, without) for name in names)
+
+
+AUTOGRAD = (
+    *_names("whether a backward is running", "torch._C._current_graph_task_id"),
+    *_names(
+        "the callback at the end of backward",
+        "torch.autograd.Variable._execution_engine",
+    ),
+    *_names(
+        "hooks that must see each gradient before it is reduced together with others",
+        "torch.Tensor._post_accumulate_grad_hooks",
+    ),
+    *_names("whether shards were written since they were gathered", "torch.Tensor._version"),
+    *_names("hooks on what a view was made of, for a use in place", "torch.Tensor._base"),
+    *_names(
+        "filling the unsharded tensors of an extension without a change that autograd sees",
+        "torch.autograd._unsafe_preserve_version_counter",
+    ),
+)
+
+MEMORY = (
+    *_names(
+        "whether anything still refers to memory that may be freed or written",
+        "torch._C._storage_Use_Count",
+        "torch.UntypedStorage._cdata",
+        "torch.Tensor._use_count",
+    ),
+    *_names(
+        "a parameter without memory in place of one that was freed early",
+        "torch.Tensor._make_wrapper_subclass",
+        "torch._C.DisableTorchFunctionSubclass",
+    ),
+    *_names(
+        "one kernel for many tensors",
+        "torch._foreach_copy_",
+        "torch._foreach_div_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._foreach_zero_",
+        "torch._chunk_cat",
+        "torch._utils._flatten_dense_tensors",
+        "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
+    ),
+)
+
+DISTRIBUTED = (
+    *_names(
+        "this rank's part of a DTensor without autograd and dispatch",
+        "torch.distributed.tensor.DTensor._local_tensor",
+    ),
+    *_names(
+        "a dim that tensor parallelism and we both cut",
+        "torch.distributed.tensor.placement_types._StridedShard",
+    ),
+    *_names(
+        "meshes of some dims of a mesh, and the mesh that one was cut from",
+        "torch.distributed.device_mesh.DeviceMesh._flatten",
+        "torch.distributed.device_mesh.DeviceMesh._concatenate",
+        "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    ),
+    *_names(
+        "which backend serves a device",
+        "torch.distributed.ProcessGroup._get_backend",
+        "torch.distributed.ProcessGroup._device_types",
+    ),
+    *_names(
+        "the store that checkpoints and the checks of ranks meet at",
+        "torch.distributed.distributed_c10d._get_default_store",
+    ),
+    *_names(
+        "local parts that a collective is still writing",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    ),
+    *_names(
+        "the registry in which composable functions note what they were applied to",
+        "torch.distributed._composable.contract.REGISTRY_KEY",
+        "torch.distributed._composable.contract.RegistryItem",
+        "torch.distributed._composable.contract.STATE_KEY",
+    ),
+    *_names(
+        "`set_symm_mem_for_comm`",
+        "torch.distributed._symmetric_memory",
+        without="an ImportError where it is called",
+    ),
+)
+
+MODULES = (
+    *_names(
+        "parameters, buffers and hooks of modules, exchanged without the checks of their setters",
+        "torch.nn.Module()._parameters",
+        "torch.nn.Module()._buffers",
+        "torch.nn.Module()._forward_hooks",
+        "torch.nn.Module()._forward_pre_hooks",
+        "torch.nn.Module._apply",
+    ),
+    *_names("what `load_*` returns", "torch.nn.modules.module._IncompatibleKeys"),
+    *_names(
+        "whether `torch.func.functional_call` put other parameters into a module",
+        "torch.nn.utils.stateless._functional_call",
+    ),
+)
+
+OPTIMIZERS = (
+    *_names("step hooks around a replaced step", "torch.optim.Optimizer._patch_step_function"),
+    *_names(
+        "what schedulers note about a step, to warn of steps in the wrong order",
+        "torch.optim.Optimizer._opt_called",
+        "torch.optim.Optimizer.step._wrapped_by_lr_sched",
+        without="schedulers warn that the optimizer has not stepped",
+    ),
+)
+
+MODES = (
+    *_names(
+        "hooks that `torch.func` transforms do not see",
+        "torch._C._are_functorch_transforms_active",
+        "torch._C._DisableFuncTorch",
+        "torch._C._functorch.get_unwrapped",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch.autograd.forward_ad._current_level",
+    ),
+    *_names(
+        "hooks that selective activation checkpointing does not see",
+        "torch._C._len_torch_dispatch_stack",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "torch.utils._python_dispatch._pop_mode",
+        "torch.utils._python_dispatch._push_mode",
+    ),
+    *_names(
+        "the modes of selective activation checkpointing",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        without="no mode is taken off",
+    ),
+    *_names(
+        "hooks that torch.compile runs as they are",
+        "torch._C._dynamo.eval_frame._FrameAction",
+        "torch._C._dynamo.eval_frame._FrameExecStrategy",
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        without="on a torch without a compiler: nothing has to be kept out",
+    ),
+)
+
+TRACING = (
+    *_names(
+        "a step on fake tensors",
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    ),
+    *_names(
+        "watching the operations of a step",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "torch.utils._pytree.tree_iter",
+        "torch._ops.OpOverload",
+        "torch.ops.aten.add.Tensor._schema",
+        "torch.ops.aten.add.Tensor._overloadpacket",
+    ),
+    *_names(
+        "`.item()` of a DTensor while weights are initialized",
+        "torch.ops.aten._local_scalar_dense",
+    ),
+    *_names(
+        "a simulated link on CUDA",
+        "torch.cuda._sleep",
+        without="an AttributeError from the test tool that uses it",
+    ),
+)
+
+NAMES: tuple[PrivateName, ...] = (
+    *AUTOGRAD,
+    *MEMORY,
+    *DISTRIBUTED,
+    *MODULES,
+    *OPTIMIZERS,
+    *MODES,
+    *TRACING,
+)
+
+
+def find(name: str) -> Any:
+    """What a `PrivateName` stands for.
+
+    Raises:
+        AttributeError, ImportError: torch does not have it.
+    """
+    found: Any = torch
+    path = "torch"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        found = _inside(found, part.removesuffix("()"), path)
+        if part.endswith("()"):
+            found = found()
+    return found
+
+
+def _inside(found: Any, part: str, path: str) -> Any:
+    # A submodule comes first: a function of the same name may hide it.
+    if isinstance(found, ModuleType) and path in sys.modules:
+        return sys.modules[path]
+    if isinstance(found, ModuleType) and not hasattr(found, part):
+        return importlib.import_module(path)
+    return getattr(found, part)
+
+
+def check(names: tuple[PrivateName, ...] = NAMES) -> None:
+    """Look up the names that the package cannot do without.
+
+    Raises:
+        ImportError: torch lacks some of them; the message has all, and what they are for.
+    """
+    missing = []
+    for entry in names:
+        if entry.without:
+            continue
+        try:
+            find(entry.name)
+        except (AttributeError, ImportError):
+            missing.append(f"\n  {entry.name}: {entry.use}")
+    if missing:
+        raise ImportError(
+            f"fsdp2 needs private names of torch that torch {torch.__version__} does not have; it "
+            f"is tested with torch {tested_torch()[0]} to {tested_torch()[-1]}:{''.join(missing)}"
+        )
+
+
+check()
