@@ -26,7 +26,8 @@ _looks = itertools.count()
 TIMEOUT = timedelta(minutes=10)
 
 
-def _store() -> dist.Store | None:
+def the_store() -> dist.Store | None:
+    """The store by which the processes met; None with one process."""
     if len(all_ranks()) == 1:
         return None
     return dist.distributed_c10d._get_default_store()
@@ -34,7 +35,7 @@ def _store() -> dist.Store | None:
 
 def run_nonce() -> str:
     """Random hexadecimal digits, the same on all ranks of this run, different in every run."""
-    store = _store()
+    store = the_store()
     key = id(store)
     if key not in _run:
         mine = secrets.token_hex(8)
@@ -63,7 +64,7 @@ def next_nonce(path: Path) -> str:
 
 def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     """What the first of ``ranks`` says; the others wait for it. Every rank asks equally often."""
-    store = _store()
+    store = the_store()
     if store is None or len(ranks) == 1:
         return value
     _questions[key] += 1
@@ -100,6 +101,6 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
             f"Rank {this_rank()} does not see in {folder} what rank {ranks[0]} wrote there: a "
             "checkpoint needs a folder that all nodes share"
         )
-    store = _store()
+    store = the_store()
     if store is not None and store.add(f"fsdp2/seen/{name}/{folder}", 1) == len(ranks):
         (folder / name).unlink(missing_ok=True)

@@ -130,6 +130,15 @@ class Attempt:
             )
         return self.committed
 
+    def unfinished(self) -> list[int]:
+        """Ranks whose parts are not durable yet; [] if the staging folder is gone."""
+        try:
+            with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+                names = set(self.disk.names(folder))
+        except FileNotFoundError:
+            return []
+        return [r for r in self.ranks if marker_name(r, len(self.ranks)) not in names]
+
     def _find_committed(self) -> bool:
         """Whether the final name is there and is this attempt's.
 

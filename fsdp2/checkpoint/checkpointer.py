@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agreement import check_shared, next_nonce, run_nonce, said_by_first
+from .agreement import check_shared, run_nonce, said_by_first
 from .capture import Captured, RankLocal, capture, tensors_of
 from .disk import Disk
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
@@ -31,6 +32,7 @@ from .restore import (
     set_extra_state,
     values_of_rank,
 )
+from .roll_call import RollCall
 from .source import Source, open_source
 from .staging import Staging
 from .tensors import tensors_in
@@ -102,6 +104,7 @@ class Checkpointer:
         self.root = Path(os.path.abspath(root))
         self.keep = keep
         self.rank = this_rank()
+        self._world = all_ranks()
         self.ranks = tuple(sorted(ranks)) if ranks is not None else all_ranks()
         if self.rank not in self.ranks:
             raise ValueError(f"Rank {self.rank} is not in ranks={self.ranks}")
@@ -153,31 +156,42 @@ class Checkpointer:
 
         Raises:
             CheckpointExists: if the step was saved before.
-            CheckpointError: if the state cannot be saved, or ranks disagree.
+            CheckpointError: if the state cannot be saved, or ranks disagree; or if other ranks
+                never called the save before this one, so that it will never be committed.
+            TimeoutError: if ``blocking``, naming the ranks that are waited for.
             TypeError: if ``extra`` or a state holds what is no plain value, with its place.
             OSError: if the disk is full or broken; earlier checkpoints stay as they are.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, got {step!r}")
-        self._finish_last()
-        captured = self._capture(model, optimizer, scheduler, extra)
+        self._check_group()
         target = self.root / f"step-{step:06d}"
-        job = SaveJob(
-            self.root,
-            target.name,
-            next_nonce(target),
-            self.rank,
-            self.ranks,
-            captured,
-            self._options,
-            self._disk,
-        )
-        job.begin()
-        handle = SaveHandle(job, step)
+        call = RollCall(target, self.rank, self.ranks)
+        with call.called():
+            self._finish_last()
+            captured = self._capture(model, optimizer, scheduler, extra)
+            job = SaveJob(
+                self.root,
+                target.name,
+                call.nonce,
+                self.rank,
+                self.ranks,
+                captured,
+                self._options,
+                self._disk,
+            )
+            job.begin()
+        handle = SaveHandle(job, step, call)
         self._last = handle
         if blocking:
             handle._run(after=self._prune)
-            handle.wait_committed(timeout)
+            try:
+                handle.wait_committed(timeout)
+            except TimeoutError:
+                raise
+            except BaseException:
+                self._last = None  # its error is known
+                raise
             self._prune(handle)
             return handle
         try:
@@ -203,14 +217,34 @@ class Checkpointer:
         return captured
 
     def _finish_last(self) -> None:
-        """Wait for an earlier save to be written; try once more to commit it."""
+        """Wait for an earlier save to be written; try once more to commit it.
+
+        Raises:
+            CheckpointError: if there are ranks that never called that save; again and again.
+        """
         thread, self._thread = self._thread, None
         last, self._last = self._last, None
         if thread is not None:
             thread.join()
         if last is not None:
             last.wait()
-            last.committed()
+            if not last.committed():
+                self._last = last
+                last._check_all_called()
+                self._last = None
+
+    def _check_group(self) -> None:
+        """Check that the ranks are those of which this was made.
+
+        Raises:
+            CheckpointError: if it was made before the process group, or that is gone.
+        """
+        if all_ranks() != self._world:
+            raise CheckpointError(
+                f"This Checkpointer of {self.root} was made when there were {len(self._world)} "
+                f"ranks, and now there are {len(all_ranks())}: make it after "
+                "init_process_group(), and use it before destroy_process_group()"
+            )
 
     def wait(self, timeout: float | None = 600.0) -> None:
         """Wait until the last save is committed.
@@ -290,7 +324,12 @@ class Checkpointer:
             CheckpointNotFound: if there is no such step.
             CorruptCheckpoint, CheckpointMismatch: as for `load_model`.
         """
-        self._finish_last()
+        self._check_group()
+        try:
+            self._finish_last()
+        except CheckpointError as error:
+            # Raised on this rank alone it would leave the others waiting.
+            warnings.warn(f"{error}. What is committed is loaded", stacklevel=2)
         number = self._resolve(step)
         with open_source(_find(self.root, number)) as source:
             if not source.manifests:

@@ -22,6 +22,7 @@ from .capture import Captured
 from .disk import Disk
 from .errors import CheckpointError
 from .manifest import FOLDER, Manifest, own_name, state_name
+from .roll_call import RollCall, left_open, settled
 from .saving import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
 from .tensors import LocalBytes
 
@@ -173,8 +174,9 @@ class SaveHandle:
         path: where the checkpoint will be.
     """
 
-    def __init__(self, job: SaveJob, step: int | None) -> None:
+    def __init__(self, job: SaveJob, step: int | None, call: RollCall | None = None) -> None:
         self._job = job
+        self._call = call
         self.step = step
         self.path = job.attempt.root / job.attempt.name
         self._done = threading.Event()
@@ -191,6 +193,8 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
         finally:
+            if self._call is not None and not self._job.attempt.committed:
+                left_open(self._call, self._job.attempt, self._error)
             self._finished = time.monotonic()
             self._done.set()
 
@@ -226,12 +230,37 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not written yet after {timeout} s")
         if self._error is not None:
+            settled(self._job.attempt)
             raise self._error
         return self
 
     def committed(self) -> bool:
         """Whether the checkpoint has its name now; commits it if this rank finds that it can."""
-        return self.done and self._error is None and self._job.attempt.commit()
+        return self.done and self._error is None and self._commit()
+
+    def _commit(self) -> bool:
+        attempt, call = self._job.attempt, self._call
+        try:
+            committed = attempt.commit()
+            if call is not None and not committed:
+                call.check_refused()
+        except (OSError, CheckpointError):
+            settled(attempt)
+            raise
+        if committed:
+            settled(attempt)
+            if call is not None:
+                call.forget()
+        return committed
+
+    def _check_all_called(self) -> None:
+        """Check that this written save is committed, or only waits for ranks that have called.
+
+        Raises:
+            CheckpointError: naming ranks that never called it.
+        """
+        if self._call is not None and self._finished is not None and not self.committed():
+            self._call.check_all_called(self._job.attempt, self._finished)
 
     def wait_committed(self, timeout: float | None = 600.0) -> SaveHandle:
         """Wait until every rank's part is durable and the checkpoint has its name.
@@ -239,15 +268,23 @@ class SaveHandle:
         Raises:
             TimeoutError: after ``timeout`` seconds: a rank is slow, or died.
             CheckpointError: if it will never be committed.
+
+        Warns:
+            UserWarning: after half a minute, if there are ranks that have not called save.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         self.wait(timeout)
         pause = 0.001
-        while not self._job.attempt.commit():
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{self.path} is not committed after {timeout} s: not all ranks have finished"
-                )
+        while not self._commit():
+            waited_s = time.monotonic() - began
+            why = "not all ranks have finished"
+            if timeout is not None and waited_s > timeout:
+                if self._call is not None:
+                    why = self._call.why(self._job.attempt)
+                settled(self._job.attempt)
+                raise TimeoutError(f"{self.path} is not committed after {timeout} s: {why}")
+            if self._call is not None:
+                self._call.warn_once(waited_s, self._job.attempt)
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         return self

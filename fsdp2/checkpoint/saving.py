@@ -11,8 +11,9 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from .boxes import Box, run_numel, run_offsets
 from .checksum import crc32
@@ -194,6 +195,20 @@ class Progress:
             self.written_bytes += nbytes
 
 
+def _submit(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run ``call`` in a thread of ``pool``; here, if the program has ended and is only waiting for
+    this save: pools take nothing then, and no thread can be started."""
+    try:
+        return pool.submit(call, *args)
+    except RuntimeError:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
 class Writer:
     """Writes the chunks of a plan into the staging folder.
 
@@ -230,13 +245,13 @@ class Writer:
             for chunk in self.plan.chunks:
                 pieces = []
                 for start, stop, ranges in _pieces(chunk):
-                    pieces.append(pool.submit(self._write_piece, chunk, start, stop, ranges))
+                    pieces.append(_submit(pool, self._write_piece, chunk, start, stop, ranges))
                     since_sync += stop - start
                 results.append((chunk, pieces))
                 if since_sync >= SYNC_BYTES:
                     since_sync = 0
                     wait_for = pieces[-1]
-                    syncs.append(syncing.submit(self._sync_after, wait_for, chunk.file))
+                    syncs.append(_submit(syncing, self._sync_after, wait_for, chunk.file))
             done = [
                 (chunk, [crc for piece in pieces for crc in piece.result()])
                 for chunk, pieces in results

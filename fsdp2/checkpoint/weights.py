@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import check_shared, next_nonce
+from .agreement import check_shared
 from .capture import RankLocal, capture, tensors_of
 from .disk import Disk
 from .errors import CheckpointError
@@ -24,6 +24,7 @@ from .restore import (
     set_extra_state,
     values_of_rank,
 )
+from .roll_call import RollCall
 from .source import Source, open_source
 
 
@@ -66,6 +67,7 @@ def save_model(
     Raises:
         CheckpointExists: if ``path`` exists.
         CheckpointError: if the parent is missing or read-only, or ranks disagree.
+        TimeoutError: naming the ranks that have not called it, or not finished.
         OSError: if the disk is full or broken; nothing appears under ``path`` then.
 
     Example::
@@ -78,23 +80,25 @@ def save_model(
     if this_rank() not in members:
         raise ValueError(f"Rank {this_rank()} calls save_model and is not in ranks={members}")
     target = Path(os.path.abspath(path))
-    captured = capture(model, (), members, this_rank(), rank_local)
-    # Own buffers are of use only to the training that made them.
-    captured.own.clear()
-    check_parent(target)
-    check_shared(target.parent, members)
-    job = SaveJob(
-        target.parent,
-        target.name,
-        next_nonce(target),
-        this_rank(),
-        members,
-        captured,
-        Options(layout, max_file_bytes),
-        Disk(),
-    )
-    job.begin()
-    handle = SaveHandle(job, None)
+    call = RollCall(target, this_rank(), members)
+    with call.called():
+        captured = capture(model, (), members, this_rank(), rank_local)
+        # Own buffers are of use only to the training that made them.
+        captured.own.clear()
+        check_parent(target)
+        check_shared(target.parent, members)
+        job = SaveJob(
+            target.parent,
+            target.name,
+            call.nonce,
+            this_rank(),
+            members,
+            captured,
+            Options(layout, max_file_bytes),
+            Disk(),
+        )
+        job.begin()
+    handle = SaveHandle(job, None, call)
     handle._run()
     return handle.wait_committed(timeout)
 
