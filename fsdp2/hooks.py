@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .checkpoint.placement import own_part
+from .forwards import Forward
 from .modes import apart, between_graphs, is_transformed
 from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
@@ -120,17 +121,19 @@ class UnitHooks:
         unit = self.unit
         runtime = unit.runtime
         differentiable = False
+        forward = Forward(unit)
+        enter = functools.partial(self.enter_backward, forward)
         if is_transformed():
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
-            output = map_tensors(functools.partial(_Entrance.apply, self.enter_backward), output)
+            output = map_tensors(functools.partial(_Entrance.apply, enter), output)
         elif torch.is_grad_enabled():
             for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self.enter_backward)
+                    tensor.register_hook(enter)
                     differentiable = True
                     if tensor._base is not None:
-                        self._watch_base(tensor._base, args)
-        apart(runtime.post_forward, unit, differentiable=differentiable)
+                        self._watch_base(tensor._base, args, enter)
+        apart(runtime.post_forward, unit, differentiable=differentiable, forward=forward)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -162,22 +165,25 @@ class UnitHooks:
         replaced = dict(zip(found, marked_all, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
-    def enter_backward(self, grad: Any) -> None:
-        """Backward reached an output of the unit."""
-        unit = self.unit
-        if not unit.backward_began:
-            self._num_accumulated = 0
-        apart(unit.runtime.pre_backward, unit)
+    def enter_backward(self, forward: Forward, grad: Any) -> None:
+        """Backward reached an output of the unit, of that ``forward``."""
+        apart(self._enter_backward, forward)
 
-    def _watch_base(self, base: torch.Tensor, args: tuple) -> None:
+    def _enter_backward(self, forward: Forward) -> None:
+        unit = self.unit
+        if unit.backward_began:
+            unit.runtime.pre_backward(unit, forward)
+            return
+        self._num_accumulated = 0
+        accumulates = unit.gradients.are_accumulated()
+        unit.runtime.pre_backward(unit, forward, accumulates=accumulates)
+
+    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Any) -> None:
         """An output is a view of ``base``. Should it be changed in place, its history is
         rewritten and the hook on it lost, so there is one on the node that made the base too."""
         inputs = [t for t in tensors_in(args) if t is base or t._base is base]
         if base.grad_fn is not None and not inputs:
-            base.grad_fn.register_prehook(self._enter_by_node)
-
-    def _enter_by_node(self, grads: Any) -> None:
-        self.enter_backward(grads)
+            base.grad_fn.register_prehook(enter)
 
     def leave_backward(self) -> None:
         """Backward left the unit by its inputs."""

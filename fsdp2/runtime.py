@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from .finalization import Finalization, GradientReductionHandle
+from .forwards import Forward, Forwards
 from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
@@ -40,8 +41,7 @@ class Runtime:
         streams: the streams and the order between them.
         is_last_backward: whether the end of the next backward waits for the reductions.
         finalization: whether the caller ends the iteration instead.
-        splits_backward: whether a backward went through a unit without gradients for it: a
-            pipeline computes those of weights apart, later, without any hook being called.
+        forwards: those that backward may still come to.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -55,8 +55,6 @@ class Runtime:
         self._offloads = any(unit.settings.offload for unit in units)
         self.is_last_backward = True
         self.finalization = Finalization(root.settings.manual_finalization)
-        self.splits_backward = False
-        self._lacking: set[Unit] = set()
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -65,10 +63,9 @@ class Runtime:
         self._this_forward: list[Unit] = []
         self._predicted = False
         self._leads_to_backward = False
-        # Backward: units in the order in which they ended forward; indices are kept per unit.
         self.in_backward = False
         self.num_backwards = 0
-        self.backward_order: list[Unit] = []
+        self.forwards = Forwards()
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
         self._kept: Unit | None = None
@@ -84,13 +81,14 @@ class Runtime:
             if unit.registration.substitutes:
                 unit.registration.forget_substitutes()
             unit.unshard(self.streams)
-            if not unit.backward_began and not unit.forward_indices:
+            if not unit.backward_began and not unit.awaits_backward:
                 unit.recomputes_all = True
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
         unit.registration.check()
         unit.unshard(self.streams)
+        unit.running += 1
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
         by_hand = unit.settings.forward_prefetch
@@ -114,8 +112,6 @@ class Runtime:
         self.forward_order = self._orders.get(unit, [])
         self._predicted = bool(self.forward_order)
         self._this_forward = []
-        if len(self.backward_order) > 64 * len(self.units):
-            self._forget_backward_order()  # forwards whose outputs nobody went backward from
         for other in self.units:
             if other.state is not State.SHARDED and other.is_stale():
                 other.free(self.streams)
@@ -123,13 +119,19 @@ class Runtime:
             for bucket in other.contents.buckets:
                 bucket.release_gradients()
 
-    def post_forward(self, unit: Unit, *, differentiable: bool) -> None:
-        """Free ``unit``, as far as its policy says, and note when it ended."""
+    def post_forward(
+        self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
+    ) -> None:
+        """Free ``unit``, as far as its policy says, and note when it ended.
+
+        Args:
+            forward: what the hooks on its outputs hold.
+        """
         if self.in_backward:
             return
+        unit.running = max(0, unit.running - 1)
         if differentiable or (unit.recomputes_all and self._leads_to_backward):
-            unit.forward_indices.append(len(self.backward_order))
-            self.backward_order.append(unit)
+            self.forwards.note(unit, forward if differentiable else None)
         outermost = self.forward_root is unit
         policy = unit.reshard_after_forward
         if not differentiable and unit.settings.reshard_after_forward is None:
@@ -184,16 +186,30 @@ class Runtime:
 
     # -- backward ---------------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit) -> None:
-        """Gather ``unit`` and start the gather of the one that ran before it in forward."""
+    def pre_backward(
+        self, unit: Unit, forward: Forward | None = None, *, accumulates: bool = True
+    ) -> None:
+        """Gather ``unit`` and start the gather of the one that ran before it in forward.
+
+        Args:
+            forward: the one that backward has come to.
+            accumulates: whether this run of autograd accumulates gradients of the unit's
+                parameters. If not (``autograd.grad``), someone may compute them in another run
+                and assign them: pipelines with zero bubbles do. No hook is called there.
+        """
         if not self.in_backward:
             self._begin_backward()
         settings = unit.settings
+        before = self.forwards.enter(unit, forward)
         if unit.backward_began:
             if unit.state is not State.UNSHARDED and settings.unshard_in_backward:
                 unit.unshard(self.streams)
             return
         unit.backward_began = True
+        if not accumulates:
+            unit.weight_grads_deferred = True
+        elif self.ends_iteration:
+            unit.weight_grads_deferred = False
         if unit is self._kept:
             self._kept = None
             if unit.is_stale():
@@ -201,12 +217,11 @@ class Runtime:
         # If some were released, all that backward reads is there still.
         if not unit.released and settings.unshard_in_backward:
             unit.unshard(self.streams)
-        index = unit.forward_indices.pop() if unit.forward_indices else -1
         if settings.backward_prefetch:
             self._prefetch_in_backward(settings.backward_prefetch)
-        elif index > 0 and self.backward_order[index - 1].settings.unshard_in_backward:
-            self._prefetch_in_backward(self.backward_order[index - 1 : index])
-        unit.backward_index = index
+        elif before is not None and before.settings.unshard_in_backward:
+            self._prefetch_in_backward((before,))
+        unit.next_in_backward = before
         for parent in unit.enclosing:
             if parent.contents.params:
                 self._reduce_early(parent)
@@ -214,26 +229,22 @@ class Runtime:
     def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
         # Not those that have been through backward already: nobody would use what is gathered,
         # and an optimizer in backward may be writing their shards.
-        self._prefetch(unit for unit in units if unit.forward_indices)
+        self._prefetch(unit for unit in units if unit.awaits_backward)
 
     def _begin_backward(self) -> None:
         self.in_backward = True
         self.finalization.active = True
         self.num_backwards += 1
-        self.forward_root = None
         Variable._execution_engine.queue_callback(self.end_backward)
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
-        index = unit.backward_index
-        runs_next = index > 0 and self.backward_order[index - 1] is unit
+        runs_next = unit.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
-        if not (self.ends_iteration or self.splits_backward) and unit.gradients.are_lacking():
-            self._lacking.add(unit)  # so far: a unit that ran often may get them at the end
         self.reduce(unit)
-        if unit.settings.reshard_after_backward and not runs_next:
+        if unit.settings.reshard_after_backward and not runs_next and not unit.running:
             unit.free(self.streams)
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
@@ -244,8 +255,6 @@ class Runtime:
             return
         unit.reduced = True
         taken = gradients.take(direct_only=direct_only, may_sum_late=self.ends_iteration)
-        if self._lacking and any(taken):
-            self._lacking.discard(unit)
         if unit.encloses and self.in_backward and settings.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = gradients.make_reductions(
@@ -313,9 +322,6 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, and free all units; after the last backward, wait for everything."""
-        if self._lacking:
-            self.splits_backward = any(unit.gradients.are_lacking() for unit in self._lacking)
-            self._lacking.clear()
         self._reduce_left()
         if self.ends_iteration:
             self._complete_iteration()
@@ -382,25 +388,20 @@ class Runtime:
         for unit in self.units:
             unit.gradients.late_sums.forget()
         self._attached.clear()
-        self._forget_backward_order()
+        self.forwards.forget_ungraphed()
         self.finalization.end()
 
     def _free_units(self) -> None:
         for unit in self.units:
-            if unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
+            if unit.running:
+                pass  # backward ran inside of its forward, which goes on
+            elif unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
         if self._offloads:
             self.streams.synchronize()
         self.streams.join_capture()
-
-    def _forget_backward_order(self) -> None:
-        self.backward_order.clear()
-        for unit in self.units:
-            if unit.forward_indices:
-                unit.forward_indices.clear()
-                unit.recomputes_all = False
 
     def last_order(self, root: Unit) -> list[Unit]:
         """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
@@ -416,7 +417,7 @@ class Runtime:
 
     def take_weight_gradients(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if self.splits_backward and unit.gradients.has_whole():
+        if unit.weight_grads_deferred and unit.gradients.has_whole():
             self.reduce(unit)
 
     def gather_for_backward(self, unit: Unit) -> None:
@@ -425,9 +426,12 @@ class Runtime:
         Backward waits for it, except where gradients of weights are computed apart: nothing is
         called there, so it is waited for at once.
         """
-        if self.ends_iteration or not self.backward_order or self.in_backward:
+        if self.ends_iteration or self.in_backward:
             return
-        if self.splits_backward:
+        deferred = any(other.weight_grads_deferred for other in self.units)
+        if not deferred and not any(other.awaits_backward for other in self.units):
+            return
+        if deferred:
             unit.unshard(self.streams)
             return
         if unit.released:
@@ -468,10 +472,11 @@ class Runtime:
             unit.free(self.streams)
             unit.drop_kept(self.streams)
             unit.backward_began = False
+            unit.forwards.clear()
+            unit.running = 0
         if self._offloads:
             self.streams.synchronize()
-        self._forget_backward_order()
-        self._lacking.clear()
+        self.forwards.forget_ungraphed()
         self._kept = None
         self.in_backward = False
         self.finalization.end()

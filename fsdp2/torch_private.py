@@ -48,6 +48,10 @@ def _names(use: str, *names: str, without: str = "") -> tuple[PrivateName, ...]:
 AUTOGRAD = (
     *_names("whether a backward is running", "torch._C._current_graph_task_id"),
     *_names(
+        "whether a backward accumulates gradients of a unit",
+        "torch._C._will_engine_execute_node",
+    ),
+    *_names(
         "the callback at the end of backward",
         "torch.autograd.Variable._execution_engine",
     ),

@@ -16,6 +16,7 @@ users chose for it in `settings`.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable
 from enum import Enum
 from functools import partial
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from .collectives import Finish
+from .forwards import Forward, are_awaited
 from .kept import free_held
 from .links import Links
 from .mesh import DataParallelMesh
@@ -97,9 +99,11 @@ class Unit:
         self._waits_for_gather = False
         self._versions = 0  # of the shards, when the last gather began
         # What the runtime notes about it in a step.
-        self.forward_indices: list[int] = []  # of its forwards in the runtime's backward order
-        self.backward_index = -1
+        self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
+        self.next_in_backward: Unit | None = None
+        self.running = 0  # forwards that have begun and not ended
         self.backward_began = False
+        self.weight_grads_deferred = False  # see `Runtime.pre_backward`
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
@@ -120,6 +124,11 @@ class Unit:
         """Whether to free after forward, or to how many ranks: as chosen, or what is usual."""
         chosen = self.settings.reshard_after_forward
         self.reshard_after_forward = (not is_root) if chosen is None else chosen
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there is a graph by which backward may still come to this unit."""
+        return are_awaited(self.forwards)
 
     @property
     def keeps_only_for_backward(self) -> bool:

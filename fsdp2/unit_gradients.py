@@ -8,8 +8,10 @@ dtype, in ``accumulated``, in that dtype.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .gradients import Reduction
 from .late_sums import LateSums
@@ -36,6 +38,8 @@ class UnitGradients:
         self._offloads = settings.offload
         self.accumulated: dict[int, torch.Tensor] = {}
         self.late_sums = LateSums()
+        self._accumulators: list[Any] = []  # the nodes that accumulate them, of
+        self._generation = -1  # the contents
 
     # -- is there anything? -----------------------------------------------------------------
 
@@ -43,9 +47,22 @@ class UnitGradients:
         """Whether there are gradients that no reduction has taken."""
         return any(map(_has_grad, self._contents.unsharded)) or bool(self.accumulated)
 
-    def are_lacking(self) -> bool:
-        """Whether backward went through the unit and left no gradient."""
-        return any(self._contents.is_trained) and not self.has_whole()
+    def are_accumulated(self) -> bool:
+        """Whether the run of autograd that is in progress accumulates any of them.
+
+        ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, go
+        through the unit and do not. To be called inside of such a run.
+        """
+        contents = self._contents
+        if self._generation != contents.generation:
+            self._generation = contents.generation
+            self._accumulators = [
+                get_gradient_edge(param).node
+                for param in contents.unsharded
+                if param is not None and param.requires_grad
+            ]
+        # Usually the first answer ends it; none is given where nothing is trained.
+        return any(map(_will_run, self._accumulators)) or not self._accumulators
 
     def are_left(self) -> bool:
         """Whether anything is left to reduce; sums that wait for an all-reduce count."""
@@ -171,6 +188,14 @@ class UnitGradients:
         for i, param in enumerate(bucket.params):
             if i not in grads and param.sharded.requires_grad:
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
+
+
+def _will_run(accumulator: Any) -> bool:
+    """Whether this run of autograd comes to a node that accumulates a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
+        return False
 
 
 def _has_grad(param: torch.Tensor | None) -> bool:

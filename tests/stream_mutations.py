@@ -298,7 +298,7 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
 
 
 def _believe_gathered(self: Runtime, unit: Unit) -> None:
-    if self.is_last_backward or not self.backward_order or self.in_backward:
+    if self.is_last_backward or self.in_backward:
         return
     if unit.state is State.SHARDED:
         unit.state = State.UNSHARDED

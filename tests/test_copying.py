@@ -473,7 +473,8 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "runtime", "hooks", "encloses", "enclosing",
         # the state, and one iteration
         "state", "released", "regrouped", "_recalled", "_gather_finish", "_gather_event",
-        "_waits_for_gather", "_versions", "forward_indices", "backward_index", "backward_began",
+        "_waits_for_gather", "_versions", "forwards", "next_in_backward", "running",
+        "backward_began", "weight_grads_deferred",
         "recomputes_all", "reduced", "holds_earlier_gradients",
     }  # fmt: skip
     contents = {
@@ -486,7 +487,10 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), Settings())
     assert vars(unit).keys() == kept | anew
     assert vars(unit.contents).keys() == contents | given
-    gradients = {"accumulated", "late_sums", "_contents", "_settings", "_offloads"}
+    gradients = {
+        "accumulated", "late_sums", "_contents", "_settings", "_offloads", "_accumulators",
+        "_generation",
+    }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients
     assert vars(unit.gradients.late_sums).keys() == {"groups"}
 

@@ -60,13 +60,17 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """Two layers; the first stage has an embedding before, the last a head after them."""
 
-    def __init__(self, index: int, num_stages: int, recompute: bool = False) -> None:
+    def __init__(
+        self, index: int, num_stages: int, recompute: bool = False, norm: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(index)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if index == 0 else None
         self.layers = nn.ModuleList(Layer(recompute) for _ in range(2))
         last = index == num_stages - 1
+        self.norm = nn.LayerNorm(WIDTH) if last and norm else None
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if last else None
+        self.skips_head = False  # the loss calls it instead
         torch.manual_seed(99)  # for both: some tests tie them
         for module in (self.embedding, self.head):
             if module is not None:
@@ -77,7 +81,9 @@ class Stage(nn.Module):
             x = self.embedding(x)
         for layer in self.layers:
             x = layer(x)
-        return x if self.head is None else self.head(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None or self.skips_head else self.head(x)
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -112,17 +118,23 @@ class Pipeline:
         *,
         rounds: int = 2,
         recompute: bool = False,
+        norm: bool = False,
         dtype: torch.dtype = torch.float64,
         compute_dtype: torch.dtype = torch.float64,
         prepare: Callable[[nn.Module], Any] = lambda stage: None,
+        shard_first: Callable[[nn.Module], Any] = lambda stage: None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_of,
         **options: Any,
     ) -> Pipeline:
         """
         Arguments:
             rounds: stages per rank of looped schedules.
             recompute: activation checkpointing of the layers.
+            norm: whether the last stage has one before its head.
             dtype, compute_dtype: of the parameters, and of the computation.
             prepare: called with every stage, of this rank sharded and of the reference plain.
+            shard_first: called with every stage of this rank before it is sharded.
+            loss_fn: of the sharded pipeline; the reference has the usual one.
             options: passed on to `fully_shard`.
         """
         rank, num_ranks = pipeline.get_local_rank(), pipeline.size()
@@ -132,12 +144,14 @@ class Pipeline:
         elif kind in V_SHAPED:
             own = [rank, 2 * num_ranks - 1 - rank]
         num_stages = num_ranks * len(own)
-        plain = nn.Sequential(*(Stage(i, num_stages) for i in range(num_stages))).to(dtype)
+        plain = nn.Sequential(*(Stage(i, num_stages, norm=norm) for i in range(num_stages)))
+        plain.to(dtype)
         modules, stages = {}, []
         for index in own:
-            module = Stage(index, num_stages, recompute).to(dtype)
+            module = Stage(index, num_stages, recompute, norm).to(dtype)
             for layer in module.layers:
                 fully_shard(layer, mesh=data, **gathering(), **options)
+            shard_first(module)
             modules[index] = fully_shard(module, mesh=data, **gathering(), **options)
             stages.append(
                 PipelineStage(
@@ -147,7 +161,7 @@ class Pipeline:
         for module in (*modules.values(), *plain):
             prepare(module)
         chosen: Any = stages[0] if kind in SINGLE else stages
-        schedule = kind(chosen, NUM_MICRO_BATCHES, loss_fn=loss_of)
+        schedule = kind(chosen, NUM_MICRO_BATCHES, loss_fn=loss_fn)
         coordinates = data.get_coordinate()
         assert coordinates is not None
         data_rank = (

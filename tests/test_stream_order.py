@@ -96,10 +96,11 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
     def counted_gather(self: Runtime, unit: Unit) -> None:
         before = unit.state
         gather(self, unit)
-        seen["gathered apart"] += self.splits_backward and before is not unit.state
+        deferred = any(other.weight_grads_deferred for other in self.units)
+        seen["gathered apart"] += deferred and before is not unit.state
 
     def counted_take(self: Runtime, unit: Unit) -> None:
-        there = self.splits_backward and unit.gradients.has_whole()
+        there = unit.weight_grads_deferred and unit.gradients.has_whole()
         take(self, unit)
         seen["reduced" if unit.settings.reduce_grads else "added up"] += there
 

@@ -270,7 +270,7 @@ class _Recorder:
     def entered(self, unit: Any, marked: bool) -> None:
         self._call(Kind.ENTER, unit, marked)
 
-    def post_forward(self, unit: Any, *, differentiable: bool) -> None:
+    def post_forward(self, unit: Any, *, differentiable: bool, forward: Any) -> None:
         self._call(Kind.LEAVE, unit, differentiable)
 
     def pre_backward(self, unit: Any) -> None:
@@ -295,6 +295,9 @@ class _Recorder:
 
 class _RecordingHooks(UnitHooks):
     """The hooks of a unit, which also say whether the inputs were marked."""
+
+    def _enter_backward(self, forward: Any) -> None:
+        self.unit.runtime.pre_backward(self.unit)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))

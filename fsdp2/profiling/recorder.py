@@ -187,9 +187,16 @@ class Recorder:
         original(unit, **kwargs)
         self._note_memory(unit)
 
-    def _pre_backward(self, runtime: Runtime, original: Callable[..., Any], unit: Unit) -> None:
+    def _pre_backward(
+        self,
+        runtime: Runtime,
+        original: Callable[..., Any],
+        unit: Unit,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         mark = self.clock.mark()
-        original(unit)
+        original(unit, *args, **kwargs)
         self._leave(unit, RECOMPUTE, mark)  # an early stop: its forward has no end
         if (unit, BACKWARD) not in self._open:
             self._enter(unit, BACKWARD, mark)

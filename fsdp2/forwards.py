@@ -1,0 +1,95 @@
+"""Which forwards backward may still come to, and what ran before each of them.
+
+Backward may run at any time and in pieces: inside the loss, inside another forward, for inputs now
+and for weights later, for one micro-batch while others wait. So nothing is inferred from how often
+backward ran. Every forward of a unit leaves a `Forward`, which only the hooks on its outputs hold:
+it lives exactly as long as the part of the graph that backward would enter the unit by.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+# Forwards without a graph that are remembered; more of them are never recomputed.
+MAX_UNGRAPHED = 4096
+
+
+class Forward:
+    """One forward of ``unit``.
+
+    Attributes:
+        previous: the forward that ended before this one; None before `Forwards.note`, and a dead
+            reference once its graph is gone.
+        entered: backward has come to it.
+    """
+
+    __slots__ = ("__weakref__", "entered", "previous", "unit")
+
+    def __init__(self, unit: Any) -> None:
+        self.unit = unit
+        self.entered = False
+        self.previous: weakref.ref[Forward] | None = None
+
+    def unit_before(self) -> Any:
+        """The unit that backward will come to after this one; None if that is not known."""
+        before = None if self.previous is None else self.previous()
+        return None if before is None or before.entered else before.unit
+
+
+class Forwards:
+    """The forwards of one tree of units, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self._last: Any = _nothing
+        self._ungraphed: list[Forward] = []
+
+    def note(self, unit: Any, forward: Forward | None) -> None:
+        """A forward has ended.
+
+        Args:
+            forward: None for one that has no graph and is recomputed in backward.
+        """
+        if forward is None:
+            forward = Forward(unit)
+            if len(self._ungraphed) >= MAX_UNGRAPHED:
+                self.forget_ungraphed()
+            self._ungraphed.append(forward)
+        forward.previous = self._last
+        self._last = weakref.ref(forward)
+        unit.forwards = [ref for ref in unit.forwards if _is_awaited(ref)]
+        unit.forwards.append(self._last)
+
+    def enter(self, unit: Any, forward: Forward | None) -> Any:
+        """Backward has come to ``forward``, or to what it recomputes.
+
+        Returns:
+            The unit that ran before it, if backward is still to come to that.
+        """
+        if forward is None or forward.previous is None:
+            forward = next((f for ref in reversed(unit.forwards) if (f := _is_awaited(ref))), None)
+        if forward is None or forward.entered:
+            return None
+        forward.entered = True
+        return forward.unit_before()
+
+    def forget_ungraphed(self) -> None:
+        """Backward is over: what it did not recompute never will be."""
+        for forward in self._ungraphed:
+            if not forward.entered:
+                forward.unit.recomputes_all = False
+        self._ungraphed.clear()
+
+
+def are_awaited(forwards: list[weakref.ref[Forward]]) -> bool:
+    """Whether backward may still come to any of them."""
+    return any(map(_is_awaited, forwards))
+
+
+def _is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
+    forward = ref()
+    return None if forward is None or forward.entered else forward
+
+
+def _nothing() -> None:
+    return None
