@@ -20,6 +20,7 @@ from torch import nn
 from .hooks import UnitHooks
 from .interop import show_state
 from .param import ORIGINS, ShardedParam
+from .tensor_subclass import copy_of
 from .unit import Unit, units_in
 
 
@@ -128,7 +129,9 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     contents.make_buckets()
     for bucket in contents.buckets:
         # An extension keeps what it is given; the others copy it into their storage.
-        sources = [locals_[id(q)].clone() if q.extension else locals_[id(q)] for q in bucket.params]
+        sources = [
+            copy_of(locals_[id(q)]) if q.extension else locals_[id(q)] for q in bucket.params
+        ]
         bucket.shard_from(sources, whole=False)
     for param, copied in zip(unit.params, contents.params, strict=True):
         memo[id(param.sharded)] = copied.sharded

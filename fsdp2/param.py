@@ -27,6 +27,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 from .policy import compute_dtype
+from .tensor_subclass import (
+    attach_attributes,
+    is_wrapper,
+    plain_gradient,
+    user_attributes,
+)
 
 # Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
 # original that the sharding did not reach, which means that the parameter is tied across units.
@@ -101,6 +107,7 @@ class ShardedParam:
 
     __slots__ = (
         "attributes",
+        "checks_gradient",
         "dim",
         "dtype",
         "extension",
@@ -148,7 +155,8 @@ class ShardedParam:
                 mesh.full_mesh_dims if on_full_mesh else (),
             )
             whole = whole.to_local()
-        self.extension = is_extension(whole, self.fqn)
+        # Without the methods now: they may be patched onto the class before the first gather.
+        self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
         self.param_dtype: torch.dtype | None = None  # of the mixed-precision policy
@@ -161,7 +169,8 @@ class ShardedParam:
         if others is not None and others.data_parallel:
             others = others.without_data_parallel(self.fqn)
         self.sharded_spec = _sharded_spec(original, others, mesh, self.dim)
-        self.attributes = dict(vars(original))
+        self.attributes = user_attributes(original)
+        self.checks_gradient = True  # once: a gradient of several tensors that differ
         self.is_sharded = False
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
@@ -188,7 +197,7 @@ class ShardedParam:
         self.is_sharded = True
         requires_grad = self.sharded.requires_grad
         self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
-        vars(self.sharded).update(self.attributes)
+        attach_attributes(self.sharded, self.attributes)
 
     def replace_sharded(
         self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
@@ -228,7 +237,7 @@ class ShardedParam:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
         data = self.tensor_parallel.wrap(full) if self.tensor_parallel else full
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
-        vars(self.unsharded).update(self.attributes)
+        attach_attributes(self.unsharded, self.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that stands for the parameter resharded to a smaller group.
@@ -278,6 +287,9 @@ class ShardedParam:
             grad = grad.to_local()
         if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
             grad = grad.wait()
+        if is_wrapper(grad):
+            grad = plain_gradient(grad, self.fqn, check=self.checks_gradient)
+            self.checks_gradient = False
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         return grad.contiguous()

@@ -215,6 +215,9 @@ class Unit:
         if self.regrouped:
             self._drop_regrouped()
         self.state = State.UNSHARDED
+        if self.contents.incomplete:
+            self.contents.complete()
+            self.runtime.choose_kept()
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""

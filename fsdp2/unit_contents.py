@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .collectives import take_tags
-from .extension import ExtensionBucket
+from .extension import MAX_TENSORS, ExtensionBucket
 from .kept import mixes_frozen
 from .links import Links
 from .mesh import DataParallelMesh
@@ -25,6 +25,7 @@ from .reduction import ReducePlan
 from .registration import Registration
 from .settings import Settings, direct_min_bytes_for
 from .storage import Bucket
+from .tensor_subclass import inner_tensors
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -42,6 +43,7 @@ class UnitContents:
         is_trained: of each parameter, whether it is.
         dirty: somebody replaced sharded parameters: plan anew before the next use.
         materialized: whether all is there that a gather needs.
+        incomplete: whether the next gather makes unsharded parameters, of tensor subclasses.
         generation: grows whenever the unsharded parameters or what is trained change.
     """
 
@@ -67,6 +69,7 @@ class UnitContents:
         self.is_trained: tuple[bool, ...] = ()
         self.dirty = False
         self.materialized = False
+        self.incomplete = False
         self.generation = 0
         self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
@@ -83,7 +86,7 @@ class UnitContents:
         cast_frozen = getattr(policy, "cast_frozen_params", False)
         for param in params:
             param.param_dtype = param_dtype_of(policy, param.sharded)
-            if cast_frozen and not param.sharded.requires_grad:
+            if cast_frozen and not param.sharded.requires_grad and not param.extension:
                 param.dtype = param.compute_dtype
         self.make_buckets()
         for bucket in self.buckets:
@@ -207,8 +210,17 @@ class UnitContents:
             self._make_links()
             for bucket, links in zip(self.buckets, self.links, strict=True):
                 bucket.materialize(regroup_to=links.regroup(regroup_to), split=split)
-        self.plan_registration()
         self.materialized = True
+        self.incomplete = any(param.unsharded is None for param in self.params)
+        self._follow_unsharded()
+
+    def complete(self) -> None:
+        """After the first gather, which tensor subclasses make unsharded parameters of."""
+        self.incomplete = False
+        self._follow_unsharded()
+
+    def _follow_unsharded(self) -> None:
+        self.plan_registration()
         self.generation += 1
 
     def _check_materialized(self) -> None:
@@ -234,10 +246,10 @@ class UnitContents:
         self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
 
     def _reserve_tags(self) -> None:
-        """Every bucket has two tags per parameter (gather, reduce) and two for its pack."""
+        """Every bucket has two tags per tensor (gather, reduce) and two for its pack."""
         meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
         groups = [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
-        count = 2 * len(self.params) + 2
+        count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
         self._reserved_tags = (take_tags(groups, count * max(1, len(self.params))), count)
 
     # -- the parameters in the modules ------------------------------------------------------
@@ -248,7 +260,8 @@ class UnitContents:
         self._sharded = [p.sharded for p in self.params]
         self.unsharded = [p.unsharded for p in self.params]
         locals_ = [p.local for p in self.params if p.is_sharded]
-        self._versioned = [*locals_, *self._sharded]
+        inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
+        self._versioned = [*locals_, *inner, *self._sharded]
         self.is_trained = tuple(map(_requires_grad, self._sharded))
 
     def register_sharded(self) -> None:
@@ -283,8 +296,8 @@ class UnitContents:
         self.is_trained = now
         self.generation += 1
         for param in self.params:
-            assert param.unsharded is not None
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            if param.unsharded is not None:  # else it will be made like the sharded one
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
         return True
 
     def versions(self) -> int:

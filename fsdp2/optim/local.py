@@ -142,7 +142,9 @@ class Stand:
         self.param = param
         self.source = param._local_tensor
         self.plain = nn.Parameter(self.source, requires_grad=param.requires_grad)
-        vars(self.plain).update(vars(param))
+        # What a user attached. A subclass keeps its inner tensors there: they stay its own.
+        own = vars(self.plain)
+        own.update((name, v) for name, v in vars(param).items() if name not in own)
         self.outer: dict[Any, Any] | None = None
         self.pairs: dict[Any, tuple[Any, Any]] = {}
 
