@@ -21,6 +21,7 @@ from .layout import BucketLayout, Slot, plan_bucket, regroup
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows
 from .policy import MixedPrecisionPolicy
+from .references import References
 
 # In units that enclose others, parameters of at least this size have memory of their own.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
@@ -347,7 +348,7 @@ class Bucket:
         """
         self.staged: torch.Tensor | None = None
         self.gathered = None
-        self._references: dict[int, tuple[int, int]] = {}
+        self._references: dict[int, References] = {}
         self.regrouped = None
         if self.aliases_shards:
             for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -444,7 +445,7 @@ class Bucket:
             resize(self.staged.untyped_storage(), 0)
 
     def note_references(self) -> None:
-        """Remember how often the pieces that may be released early are referred to by us alone.
+        """Remember how often the parameters that may be freed early are referred to by us alone.
 
         Called between the first gather's launch, which makes the last views, and first use.
         """
@@ -453,32 +454,34 @@ class Bucket:
         for i in self.layout.direct:
             self._references[i] = self._count_references(i)
 
-    def _count_references(self, i: int) -> tuple[int, int]:
+    def _count_references(self, i: int) -> References:
         assert self.gathered is not None
         storage = self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
-        tensor = self.params[i].unsharded
-        return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[union-attr]
+        param = self.params[i]
+        registered = sum(
+            module._parameters.get(name) is param.unsharded for module, name in param.owners
+        )
+        return References.to(param.unsharded, storage, not_counting=registered)
 
-    def release(self, i: int) -> bool:
-        """Give back the memory of one parameter if it has its own and nobody refers to it.
-
-        Autograd holds what backward will read: views hold the storage, saved parameters the
-        tensor. So if no count is higher than it was before first use (but for the node that
-        accumulates the gradient, which holds the parameter too), backward will not read it.
-        """
+    def can_free_early(self, i: int) -> bool:
+        """Whether a parameter has memory of its own; the same on every rank."""
         gathered = self.gathered
         if gathered is None or self.keeps_storage or i not in self._references:
             return False
         slot = self.layout.slots[i]
-        piece = gathered.piece(slot.full_offset)
-        alone = gathered.flats[piece].numel() == slot.full_numel
-        storage, tensor = self._count_references(i)
-        storage_before, tensor_before = self._references[i]
-        accumulator = int(self.params[i].sharded.requires_grad)
-        if not alone or storage > storage_before or tensor > tensor_before + accumulator:
-            return False
-        resize(gathered.storages[piece], 0)
-        return True
+        return gathered.flats[gathered.piece(slot.full_offset)].numel() == slot.full_numel
+
+    def free_early(self, i: int) -> None:
+        """Free the memory of one parameter, which has its own, if nothing refers to it.
+
+        What backward will read is referred to by autograd, or by whatever computes the gradient.
+        """
+        now, before = self._count_references(i), self._references[i]
+        if now.exceed(before, accumulates_gradient=self.params[i].sharded.requires_grad):
+            return
+        assert self.gathered is not None
+        piece = self.gathered.piece(self.layout.slots[i].full_offset)
+        resize(self.gathered.storages[piece], 0)
 
     def is_reducing(self, i: int) -> bool:
         """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""

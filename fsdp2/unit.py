@@ -92,7 +92,7 @@ class Unit:
         # The state.
         self.state = State.SHARDED
         self.regrouped = False  # the data to gather next lies in the regrouped shards
-        self.released = False  # the memory of some parameters was given back early
+        self.released = False  # some parameters may have been freed early
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -291,10 +291,17 @@ class Unit:
                 self._release(bucket, i, streams)
 
     def _release(self, bucket: Bucket, i: int, streams: Streams) -> None:
+        """Free one parameter early, if it has memory of its own and nothing refers to it.
+
+        References are counted on this rank alone: a debugger that holds the parameter on one rank
+        keeps it there. Ranks must agree on every gather that follows, so all of them go on as if
+        it had been freed: the next use gathers it again, on the rank that kept it too.
+        """
+        if not bucket.can_free_early(i):
+            return
         streams.before_free()
         with streams.gathering():
-            if not bucket.release(i):
-                return
+            bucket.free_early(i)
         self.released = True
         self._show_released(bucket.params[i])
 

@@ -44,6 +44,7 @@ class Use:
     recomputed: bool = False  # the head runs under a checkpoint
     squared: bool = False  # the weights enter the loss directly
     frozen: bool = False  # the embedding is not trained
+    by_function: bool = False  # an autograd function keeps the weight as an attribute of its ctx
 
 
 class Block(nn.Module):
@@ -53,6 +54,21 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x).tanh()
+
+
+class Logits(torch.autograd.Function):
+    """Keeps the weight as fused cross-entropies do: a Python reference, and no saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class Model(nn.Module):
@@ -70,6 +86,11 @@ class Model(nn.Module):
         self.embedding.requires_grad_(not use.frozen)
 
     def logits(self, x: Tensor) -> Tensor:
+        if self.use.by_function:
+            weight = (self.embedding if self.use.by_hand else self.head).weight
+            result = Logits.apply(x, weight)
+            assert isinstance(result, Tensor)
+            return result
         if self.use.by_hand:
             return F.linear(x, self.embedding.weight)
         return self.head(x)
@@ -121,6 +142,9 @@ USES = {
     "in the loss": Use(squared=True),
     "frozen": Use(frozen=True),
     "frozen, tied by hand": Use(by_hand=True, frozen=True),
+    "by a function": Use(by_function=True),
+    "by a function, tied by hand": Use(by_function=True, by_hand=True),
+    "recomputed, by a function, tied by hand": Use(by_hand=True, recomputed=True, by_function=True),
 }
 every_use = pytest.mark.parametrize("use", list(USES))
 
@@ -249,3 +273,31 @@ def test_training_goes_on_after_all_that() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use", ["plain", "tied by hand", "recomputed", "looked up twice"])
+@distributed(2)
+def test_a_reference_that_one_rank_alone_holds_changes_no_gather(use: str) -> None:
+    """As a debugger or a hook that logs does. Ranks that disagreed on a gather would hang."""
+    case = case_of(USES[use])
+    model, plain = pair(case)
+    held = []
+    if dist.get_rank() == 0:
+        for name in ("embedding", "head"):
+            if hasattr(model, name):
+                model.get_submodule(name).register_forward_hook(
+                    lambda module, args, output: held.append(module.weight.detach())
+                )
+    for step in range(3):
+        for network in (plain, model):
+            losses = [
+                case.loss(network, *case.batch(2 * step + i, dist.get_rank(), torch.float64))
+                for i in range(2)
+            ]
+            torch.stack(losses).sum().backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+        if step == 1:
+            held.clear()

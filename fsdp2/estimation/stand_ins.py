@@ -209,16 +209,16 @@ class CountedBucket(Bucket):
     def note_references(self) -> None:
         pass
 
-    def release(self, i: int) -> bool:
-        """What is asked for here is complete; references to it are gone."""
+    def can_free_early(self, i: int) -> bool:
         slot = self.layout.slots[i]
         if slot.full_offset not in self._starts or len(self._pieces) == 1:
             return False
         piece = self._starts.index(slot.full_offset)
-        if self._pieces[piece] != slot.full_numel * self.gather_dtype.itemsize:
-            return False
-        self._held[piece] = None
-        return True
+        return self._pieces[piece] == slot.full_numel * self.gather_dtype.itemsize
+
+    def free_early(self, i: int) -> None:
+        """What is asked for here is complete; references to it are gone."""
+        self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
 
     def gradient_store(self, detached: Any) -> Any:
         if self.grads is None:

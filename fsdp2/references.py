@@ -1,0 +1,67 @@
+"""How many references there are to a tensor: by views, by autograd, by Python.
+
+The memory of a parameter may be freed before its unit is resharded if nothing but the library
+refers to it. Three counts tell, and each sees what the others miss: a view holds the *storage*,
+autograd's saved variables hold the *tensor*, and ``ctx.weight = weight`` in a custom autograd
+function (fused cross-entropies do that) holds the *Python object*.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+
+def _objects_held_by_cpp() -> int:
+    """References to a tensor's Python object that C++ holds once it refers to the tensor itself.
+
+    1 where torch keeps the object alive for as long as C++ may hand it out again, which holds for
+    torch 2.10 and later; before, the object was revived.
+    """
+    tensor = torch.zeros(1, requires_grad=True)
+    before = sys.getrefcount(tensor)
+    graph = tensor * 2  # its accumulation node refers to `tensor`
+    return sys.getrefcount(tensor) - before if graph.requires_grad else 0
+
+
+_HELD_BY_CPP = _objects_held_by_cpp()
+
+
+class References(NamedTuple):
+    """Counts at one moment.
+
+    Attributes:
+        storage: tensors on the same storage, and other users of it.
+        tensor: C++ references to the tensor, its Python object's included.
+        objects: Python references to the object.
+    """
+
+    storage: int
+    tensor: int
+    objects: int
+
+    @classmethod
+    def to(cls, tensor: Any, storage: torch.UntypedStorage, *, not_counting: int) -> References:
+        """The references to ``tensor``, which lies in ``storage``.
+
+        Args:
+            not_counting: Python references that come and go with registration in modules.
+        """
+        uses = tensor._use_count()
+        objects = sys.getrefcount(tensor) - not_counting - (_HELD_BY_CPP if uses > 1 else 0)
+        return cls(torch._C._storage_Use_Count(storage._cdata), uses, objects)
+
+    def exceed(self, before: References, *, accumulates_gradient: bool) -> bool:
+        """Whether there is any reference that was not there ``before``.
+
+        Args:
+            accumulates_gradient: autograd's node that accumulates the gradient has been made
+                since; it holds the tensor, and does not read it.
+        """
+        return (
+            self.storage > before.storage
+            or self.tensor > before.tensor + accumulates_gradient
+            or self.objects > before.objects
+        )
