@@ -19,6 +19,7 @@ from torch import nn
 
 from .collectives import Finish
 from .links import Links
+from .param import with_own_storage
 from .reduction import ReducePlan
 from .storage import Bucket, GradientStore
 from .streams import Event, Streams
@@ -231,6 +232,8 @@ class Reduction:
             if self.hook is not None:
                 self.hook(grad.view(-1))
             grad = grad.to(self.bucket.shard_device, self.bucket.orig_dtype)
+            if grad.storage_offset():  # autograd may make several gradients in one storage
+                grad = with_own_storage(grad)
             if param.sharded.grad is None:
                 dtensors[i] = param.sharded_spec.wrap(grad)
             else:

@@ -84,7 +84,11 @@ class TensorSpec:
         )
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """A DTensor over ``local``, without communication and outside of autograd."""
+        """A DTensor over ``local``, without communication and outside of autograd.
+
+        Where users read it, ``local`` should lie at the beginning of its storage
+        (`with_own_storage`): torch.compile wants the same offset of both.
+        """
         with torch.no_grad():
             # A DTensor takes over the storage offset, but not the storage: with an offset it
             # seems to have data, which `copy.deepcopy` and pickle then look for.
@@ -311,6 +315,20 @@ def is_extension(tensor: torch.Tensor, name: str) -> bool:
             f"{' and '.join(EXTENSION_METHODS)} are needed"
         )
     return bool(defined)
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor at offset 0 of a storage that has nothing else.
+
+    What is to be a local tensor of a DTensor has to be like that for torch.compile, and not be
+    wrapped at an offset for `copy.deepcopy` and pickle; see `TensorSpec.wrap`.
+
+    Args:
+        tensor: contiguous, of a storage whose size does not change.
+    """
+    start = tensor.storage_offset() * tensor.itemsize
+    part = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return tensor.new_empty(0).set_(part, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

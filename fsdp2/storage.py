@@ -25,6 +25,9 @@ from .references import References
 
 # In units that enclose others, parameters of at least this size have memory of their own.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
+# Gradients that are smaller on average keep their memory where a new one has another address, which
+# costs about 10 us a parameter.
+FREE_MIN_BYTES = 16 * 1024
 
 
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -176,7 +179,11 @@ def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 class GradientStore:
-    """The sharded gradients of a bucket: one storage, one DTensor per parameter, made once.
+    """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
+
+    Reductions write to ``flat``. Each local gradient is a storage of its own on a slice of that:
+    torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
+    storage offset, and a DTensor, which has no data itself, has offset 0.
 
     A gradient that the user kept (across ``zero_grad``, say) must stay as it is, so before the
     storage is written again with no ``.grad`` attached, the references to it are counted; if
@@ -184,8 +191,13 @@ class GradientStore:
     """
 
     __slots__ = (
+        "_address",
         "_baseline",
+        "_moves",
         "_outputs",
+        "_parts",
+        "_rank",
+        "_slots",
         "_storage_uses",
         "dtensors",
         "flat",
@@ -198,21 +210,26 @@ class GradientStore:
         self.params = params
         self.flat: torch.Tensor = flat
         self.storage = flat.untyped_storage()
-        self.locals = [
-            flat[slot.shard_offset : slot.shard_offset + slot.local_numel(rank)].view(
-                slot.local_shape(rank)
-            )
-            for slot in layout.slots
-        ]
+        self._address = self.storage.data_ptr()
+        self._moves = False  # new memory was somewhere else
+        self._slots, self._rank = layout.slots, rank
+        self.locals = [_slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
+        self._parts = [local.untyped_storage() for local in self.locals]
         self.dtensors = [
             p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
         ]
+        for i in range(len(params)):
+            # Not a view of it, so that what `to_local` gives is counted.
+            self.dtensors[i]._local_tensor = self.locals[i]
         self._outputs: dict[Any, list[torch.Tensor]] = {}
-        self._baseline = self._references()
+        self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
 
-    def _references(self) -> list[int]:
-        return [*map(sys.getrefcount, self.dtensors), *map(sys.getrefcount, self.locals)]
+    def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
+        """How often the DTensors, the local tensors and their storages are referred to."""
+        dtensors, tensors, parts = self.dtensors, self.locals, self._parts
+        count, uses = sys.getrefcount, torch._C._storage_Use_Count
+        return [(count(dtensors[i]), count(tensors[i]), uses(parts[i]._cdata)) for i in which]
 
     def _count_storage_uses(self) -> int:
         return torch._C._storage_Use_Count(self.storage._cdata)
@@ -236,18 +253,30 @@ class GradientStore:
             return False  # nobody did when the memory was given back, and nobody could since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
-        now, before = self._references(), self._baseline
         if detached is None:
-            return now != before
-        num = len(self.dtensors)
-        return any(now[i] != before[i] or now[num + i] != before[num + i] for i in detached)
+            return self._references(range(len(self.locals))) != self._baseline
+        return self._references(detached) != [self._baseline[i] for i in detached]
 
     def allocate(self) -> None:
         nbytes = self.flat.numel() * self.flat.itemsize
         if self.storage.size() != nbytes:
             resize(self.storage, nbytes)
+            if self.storage.data_ptr() != self._address:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Point the local gradients, to which nobody else refers, at where the memory is now."""
+        self._address = self.storage.data_ptr()
+        self._moves = True
+        with torch.no_grad():
+            for i, local in enumerate(self.locals):
+                if local.numel():
+                    self._parts[i] = _part_of_storage(self.flat, self._slots[i], self._rank)
+                    local.set_(self._parts[i], 0, local.shape, local.stride())
 
     def free(self) -> None:
+        if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
+            return  # to follow takes longer than these few bytes are worth
         resize(self.storage, 0)
 
 
@@ -580,7 +609,11 @@ def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.
         return flat.new_empty(shape)
     if flat.is_meta:
         return flat[slot.shard_offset : slot.shard_offset + numel].view(shape)
-    start = slot.shard_offset * flat.itemsize
-    part = flat.untyped_storage()[start : start + numel * flat.itemsize]
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-    return flat.new_empty(0).set_(part, 0, shape, strides)
+    return flat.new_empty(0).set_(_part_of_storage(flat, slot, rank), 0, shape, strides)
+
+
+def _part_of_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.UntypedStorage:
+    start = slot.shard_offset * flat.itemsize
+    stop = start + slot.local_numel(rank) * flat.itemsize
+    return flat.untyped_storage()[start:stop]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from .parts import local_part, without_partial_sums
+from .parts import local_part, uncompiled, without_partial_sums
 
 # CPU tensors below this are measured together: one call for each would cost more than the copy.
 SMALL_NUMEL = 4096
@@ -39,6 +39,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 Sorted = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 
 
+@uncompiled
 @torch.no_grad()
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
@@ -85,6 +86,7 @@ def get_total_norm(
     return collected.total(float(norm_type), error_if_nonfinite, foreach, group_of(pp_mesh))
 
 
+@uncompiled
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -128,6 +130,7 @@ def clip_grad_norm_(
     return total
 
 
+@uncompiled
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -155,7 +158,7 @@ def unique(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     params = list({id(p): p for p in parameters}.values())
     if not params and isinstance(parameters, types.GeneratorType):
         warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4
+            "`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=5
         )
     return params
 

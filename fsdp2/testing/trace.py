@@ -36,16 +36,21 @@ class UsedAfterFreeError(RuntimeError):
 class _Memory:
     """A storage: its block, and where in it the storage begins.
 
-    Storages that are slices of another one (sharded parameters) have the block of that one.
+    Storages that are slices of ``whole`` (sharded parameters and gradients) have the block that it
+    has at the time.
     """
 
-    block: int
+    own_block: int
     offset: int
     pointer: int
     nbytes: int
     on_host: bool
-    owns: bool
     reference: Any
+    whole: _Memory | None = None
+
+    @property
+    def block(self) -> int:
+        return self.own_block if self.whole is None else self.whole.own_block
 
 
 class Recorder(TorchDispatchMode):
@@ -182,6 +187,9 @@ class Recorder(TorchDispatchMode):
         return accesses
 
     def _is_missing(self, tensor: torch.Tensor) -> bool:
+        memory = self._storages.get(tensor.untyped_storage()._cdata)
+        if memory is not None and memory.whole is not None:
+            return not memory.whole.nbytes
         return span(tensor)[1] > tensor.untyped_storage().nbytes()
 
     # -- memory ---------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ class Recorder(TorchDispatchMode):
         memory = self._storages.get(storage._cdata)
         if memory is None:
             memory = self._first_seen(storage)
-        elif memory.owns and memory.nbytes != storage.nbytes():
+        elif memory.whole is None and memory.nbytes != storage.nbytes():
             self._resized(memory, storage)  # not by us: by torch, to make room for a result
         return memory
 
@@ -200,24 +208,22 @@ class Recorder(TorchDispatchMode):
         """Made before the recording, out of its sight, or as a slice of another storage."""
         pointer = storage.data_ptr()
         for other in self._storages.values():
-            if other.owns and other.nbytes and 0 <= pointer - other.pointer < other.nbytes:
+            if other.whole is None and other.nbytes and 0 <= pointer - other.pointer < other.nbytes:
                 offset = pointer - other.pointer
                 reference = self._watch(storage, owns=False)
-                memory = _Memory(
-                    other.block, offset, pointer, 0, other.on_host, owns=False, reference=reference
-                )
+                memory = _Memory(-1, offset, pointer, 0, other.on_host, reference, whole=other)
                 self._storages[storage._cdata] = memory
                 return memory
         return self._register(storage, on_host=False, filled=True)
 
     def _register(self, storage: torch.UntypedStorage, *, on_host: bool, filled: bool) -> _Memory:
-        memory = _Memory(-1, 0, 0, 0, on_host, owns=True, reference=self._watch(storage, owns=True))
+        memory = _Memory(-1, 0, 0, 0, on_host, self._watch(storage, owns=True))
         self._storages[storage._cdata] = memory
         self._allocate(memory, storage, filled=filled)
         return memory
 
     def _allocate(self, memory: _Memory, storage: torch.UntypedStorage, *, filled: bool) -> None:
-        memory.block, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        memory.own_block, self._num_blocks = self._num_blocks, self._num_blocks + 1
         memory.pointer, memory.nbytes = storage.data_ptr(), storage.nbytes()
         on_host = memory.on_host or self._host_ordered
         owner = HOST if on_host else self.device.current_stream().name
