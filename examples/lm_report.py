@@ -34,7 +34,7 @@ class Numbers:
     """
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
+        self.group: Any = dist.new_group(backend="gloo")
 
     def of_all_ranks(self, *values: float) -> Tensor:
         """(ranks, values) in float64; every rank must call it."""

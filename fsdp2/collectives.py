@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.profiler import record_function
 
+from .mesh import own_group
 from .reduction import ReducePlan, stage
 from .storage import Bucket, GatherPlan
 from .streams import device_module
@@ -95,11 +96,8 @@ def separate_group(
     if wanted is False or (wanted is None and backend_name(group, device) != "nccl"):
         return group
     if group not in _separate_groups:
-        _separate_groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            use_local_synchronization=True,
-            group_desc="fsdp2_reduce_scatter",
-        )
+        ranks = dist.get_process_group_ranks(group)
+        _separate_groups[group] = own_group(ranks, "fsdp2_reduce_scatter")
     return _separate_groups[group]
 
 

@@ -222,7 +222,8 @@ def _symmetric_memory(group: dist.ProcessGroup) -> Allocate:
     dist.barrier(group)  # rendezvous needs a communicator, and NCCL makes it at first use
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
+        pool: Any = symm_mem.get_mem_pool(device)
+        with torch.cuda.use_mem_pool(pool):
             return torch.empty(size, dtype=dtype, device=device)
 
     return allocate

@@ -125,6 +125,13 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names]._flatten("_".join(names))
 
 
+def own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
+    """A new group of ``ranks``, one of which is this one; only they have to call it."""
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    assert isinstance(group, dist.ProcessGroup)  # what others than its ranks get is a number
+    return group
+
+
 def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     """The same ranks, each of which holds parameters whole: gradients are averaged over all.
 
@@ -137,11 +144,7 @@ def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     group, rank = shards, mesh.shard_rank
     if mesh.replicate_group is not None:
         if shards not in _whole_groups:
-            _whole_groups[shards] = dist.new_group(
-                mesh.mesh.mesh.flatten().tolist(),
-                use_local_synchronization=True,
-                group_desc="fsdp2_replicate",
-            )
+            _whole_groups[shards] = own_group(mesh.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
         group, rank = _whole_groups[shards], mesh.replicate_rank * mesh.num_shards + rank
     return replace(
         mesh,

@@ -328,7 +328,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """
     start = tensor.storage_offset() * tensor.itemsize
     part = tensor.untyped_storage()[start : start + tensor.nbytes]
-    return tensor.new_empty(0).set_(part, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return tensor.new_empty(0).set_(part, 0, tensor.shape, tensor.stride())
 
 
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be from 0 to {world_size - 1}, got {rank}")
         self.link = link or Link(bandwidth, latency)
-        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        super().__init__(rank, world_size)
         self._rank, self._size, self._name = rank, world_size, ""
 
     # What c10d asks of a group.
