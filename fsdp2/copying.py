@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .classes import original_class
 from .hooks import UnitHooks
 from .interop import show_state
 from .param import ORIGINS, ShardedParam
@@ -44,7 +45,7 @@ class ToBeCopied:
     def result(self) -> nn.Module:
         if self._copied is not None:
             return self._copied
-        original = type(self._module).__mro__[2].__name__
+        original = original_class(type(self._module)).__name__
         raise pickle.PicklingError(
             f"A sharded {original} cannot be pickled (torch.save of a model, copy.copy): save "
             "model.state_dict(), full_state_dict(model) or a checkpoint of fsdp2.checkpoint, and "

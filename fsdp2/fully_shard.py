@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
+from .classes import class_for, original_class
 from .collectives import backend_name
 from .copying import refuse_own_deepcopy
 from .hooks import StateDictHooks, UnitHooks
@@ -206,6 +207,7 @@ def _make_unit(
     """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
     device = _checked_device(mesh)
     _checked_policies(settings.mp_policy, settings.offload_policy)
+    classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
     unit = Unit(modules, mesh, device, settings)
     tree = _managed_modules(unit.modules)
     unit.contents.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
@@ -214,9 +216,9 @@ def _make_unit(
         StateDictHooks(unit).install(owner)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
-    for sharded in unit.modules:
+    for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)
-        _make_sharded_class(sharded)
+        object.__setattr__(sharded, "__class__", cls)
     show_state(unit)
 
 
@@ -225,19 +227,21 @@ def _make_unit(
 _sharded_classes: dict[type, type] = {}
 
 
-def _make_sharded_class(module: nn.Module) -> None:
-    """Make the class of ``module`` a subclass of `FSDPModule`, first in its bases.
+def _sharded_class(module: nn.Module) -> type:
+    """The subclass of `FSDPModule` that the class of ``module`` becomes; our methods come first.
 
     torch's class of the same name is the last one: see `interop`.
     """
     cls = type(module)
     if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(
+        _sharded_classes[cls] = class_for(
+            module,
             f"FSDP{cls.__name__}",
-            (FSDPModule, cls, TorchFSDPModule),
-            {"__module__": cls.__module__, **refuse_own_deepcopy(cls)},
+            refuse_own_deepcopy(cls),
+            before=(FSDPModule,),
+            after=(TorchFSDPModule,),
         )
-    module.__class__ = _sharded_classes[cls]
+    return _sharded_classes[cls]
 
 
 def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -260,7 +264,7 @@ def _checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Modul
         if isinstance(item, FSDPModule):
             done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
             raise ValueError(
-                f"{type(item).__mro__[2].__name__} is {done} already: {caller} may be applied "
+                f"{original_class(type(item)).__name__} is {done} already: {caller} may be applied "
                 "to a module once. Call it on submodules first and on their parents later"
             )
         has_no_forward = type(item).forward in (

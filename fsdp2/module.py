@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .classes import original_class
 from .collectives import backend_name
 from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
@@ -28,8 +29,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class, as slicing a sharded ``nn.Sequential`` does."""
-        original = cls.__mro__[2]
-        return original(*args, **kwargs)
+        return original_class(cls)(*args, **kwargs)
 
     # -- parameters by hand -----------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .classes import original_class
 from .param import ShardedParam
 from .released import ReleasedParameter
 from .substitutes import fits, in_functional_call, whole_of
@@ -214,7 +215,7 @@ class Registration:
                 self.show_released(*item)
 
     def __deepcopy__(self, memo: dict) -> Registration:
-        unit_type = type(self.unit_modules[0]).__mro__[2].__name__
+        unit_type = original_class(type(self.unit_modules[0])).__name__
         raise NotImplementedError(
             "copy.deepcopy of a module whose parameters belong to the sharded unit "
             f"'{self.unit_name}' ({unit_type}) around it: copy that module, or give this one a "
