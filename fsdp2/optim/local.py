@@ -19,28 +19,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .parts import laid_out_like, local_part, placed_like
-from .stepping import raw_step, replace_step
+from .probe import Trial, why_not_elementwise
+from .stepping import KEPT, check_optimizer, original_name, raw_step, replace_step
+from .values import is_container, map_tensors
 
-# Optimizers of torch whose update of an element depends on nothing but that element's history.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
 # State of one number for a whole parameter; it stays plain, as with DTensors in torch.
 SCALARS = {"step", "eta", "mu", "mu_product"}
 
@@ -50,10 +37,11 @@ T = TypeVar("T", bound=Optimizer)
 def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     """Make ``optimizer.step()`` run on the local tensors of its DTensors.
 
-    For optimizers that treat every element on its own: of torch's SGD, Adam, AdamW, NAdam, RAdam,
-    Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD, in any implementation (for-loop, foreach,
-    fused, capturable). The results are the same; on an accelerator torch's default becomes
-    foreach, as it is for plain parameters.
+    For optimizers that treat every element on its own, as most of torch's do, in any
+    implementation (for-loop, foreach, fused, capturable). Whether one does is found out: it steps
+    on small parameters, whole and in parts, before anything is changed and again when its options
+    change. docs/optimizers.md lists the optimizers of several libraries. The results are the same;
+    on an accelerator torch's default becomes foreach, as it is for plain parameters.
 
     Outside of the step nothing changes: parameters, gradients and state are DTensors for
     ``state_dict``, checkpoints, schedulers, gradient scalers, step hooks and closures.
@@ -61,13 +49,14 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     Args:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
             subclass of what it was.
-        elementwise: says that an optimizer that is not in the list is elementwise too.
+        elementwise: True says that it is elementwise, whatever it does to small parameters.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: it is not known to be elementwise.
+        TypeError: it is not elementwise (also in a step, where that is known only then), wraps
+            another optimizer, or demands a closure.
         ValueError: it is differentiable, which needs the graph of the DTensors; or its ``step``
             was replaced by something else than a learning rate scheduler.
         RuntimeError: in a step, of state that is not laid out as the parameter: then the optimizer
@@ -80,19 +69,26 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     kind = type(optimizer)
     if getattr(kind, "_runner", None) is _run:
         return optimizer
-    if not elementwise and raw_step(kind) not in {raw_step(k) for k in ELEMENTWISE}:
-        raise TypeError(
-            f"{kind.__name__} is not known to be elementwise, and would see only this rank's part "
-            "of each parameter. fsdp2.optim.whole_step runs an optimizer on whole parameters; if "
-            "this one treats every element on its own, pass elementwise=True"
-        )
+    check_optimizer(optimizer, "local_step")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             "A differentiable optimizer cannot step on local tensors: its graph would not lead to "
             "the DTensors. Leave out differentiable=True or local_step"
         )
+    trial = None
+    if not elementwise:
+        trial = Trial("elementwise", _ADVICE, why_not_elementwise)
+        trial.check(optimizer, raw_step(kind), False, in_step=False)
     replace_step(optimizer, "Local", _run)
+    vars(optimizer)[KEPT] = {"trial": trial}
     return optimizer
+
+
+_ADVICE = (
+    "It would see only this rank's part of each parameter. fsdp2.optim.whole_step runs an "
+    "optimizer on whole parameters; if this one treats every element on its own, pass "
+    "elementwise=True"
+)
 
 
 def _run(
@@ -103,6 +99,9 @@ def _run(
     **kwargs: Any,
 ) -> Any:
     """Do the step within a `LocalView`, and the closure outside of it."""
+    trial = vars(optimizer).get(KEPT, {}).get("trial")
+    if trial is not None:
+        trial.check(optimizer, raw, closure is not None)
     view = vars(optimizer).get("_local_view")
     if view is None:
         view = vars(optimizer)["_local_view"] = LocalView(optimizer)
@@ -172,6 +171,8 @@ class Stand:
             if isinstance(value, DTensor):
                 outer[key] = value = placed_like(value, self.param)  # type: ignore[index]
                 seen = local_part(value)
+            elif is_container(value):
+                seen = map_tensors(value, lambda t: local_part(placed_like(t, self.param)))
             self.pairs[key] = (value, seen)
         return {key: seen for key, (_, seen) in self.pairs.items()}
 
@@ -180,7 +181,8 @@ class Stand:
         pairs = self.pairs
         for key, value in inner.items():
             pair = pairs.get(key)
-            if pair is None or pair[1] is not value:
+            # What is in a container may have been replaced.
+            if pair is None or pair[1] is not value or is_container(value):
                 outer = state[self.param]
                 outer[key] = new = self._outside(key, value, who)
                 pairs[key] = (new, value)
@@ -190,6 +192,8 @@ class Stand:
                 del pairs[key], state[self.param][key]
 
     def _outside(self, key: Any, value: Any, who: str) -> Any:
+        if is_container(value):
+            return map_tensors(value, lambda tensor: self._outside(key, tensor, who))
         if not isinstance(value, Tensor):
             return value
         if value.ndim == 0 and (self.source.ndim > 0 or key in SCALARS):
@@ -260,7 +264,7 @@ class LocalView:
         optimizer.state = state
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = params
-        who = type(optimizer).__name__.removeprefix("Local")
+        who = original_name(optimizer)
         inner = self._state
         for params in groups:
             for param in params:

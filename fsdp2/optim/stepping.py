@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
+from ..classes import class_for, original_class
+from .values import copied
+
 # Gets the optimizer, its own step (without hooks), and what `step` was called with.
 Runner = Callable[..., Any]
-
-
-class ReplacedStep:
-    """A mark on the classes that are made here; ``_runner`` is what replaced the step."""
-
-    _runner: Runner
+# Of an optimizer's attributes, what is not its own memory: torch's, and ours.
+_NOT_ITS_OWN = {"param_groups", "state", "defaults", "step"}
+# What a copy of the optimizer takes along.
+KEPT = "_fsdp2_options"
 
 
 def raw_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without what torch puts around it when the class is first used."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def check_optimizer(optimizer: Any, caller: str) -> None:
+    """Refuse what is no optimizer by itself, and one that calls a closure by itself.
+
+    Raises:
+        TypeError: with what to do instead.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{caller} expects a torch.optim.Optimizer, and {name} is none. If it wraps one, apply "
+            f"{caller} to that one before wrapping it"
+        )
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise TypeError(
+                f"{name} wraps another optimizer ({type(value).__name__}, its attribute "
+                f"'{attribute}') and steps that: apply {caller} to the inner one before wrapping it"
+            )
+    parameters = [*inspect.signature(raw_step(type(optimizer))).parameters.values()][1:]
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise TypeError(
+                f"{name}.step() demands a {parameter.name}, which it calls as often as it likes "
+                f"while it moves all parameters: {caller} cannot run that. See docs/optimizers.md"
+            )
 
 
 def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
@@ -33,24 +66,31 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
 
     Raises:
         ValueError: the step was replaced already, by something else than a scheduler.
+        TypeError: the class cannot be extended.
     """
     kind: Any = type(optimizer)
     replaced = vars(optimizer).get("step")
     scheduled = getattr(replaced, "_wrapped_by_lr_sched", False)
-    if isinstance(optimizer, ReplacedStep) or (replaced is not None and not scheduled):
+    if hasattr(kind, "_runner") or (replaced is not None and not scheduled):
         raise ValueError(
             f"The step of this {kind.__name__} was replaced already"
             + ("" if replaced is None else f", by {replaced!r}: do that afterwards")
         )
+    made = _subclass(optimizer, prefix, runner)
     vars(optimizer).pop("step", None)
-    optimizer.__class__ = _subclass(kind, prefix, runner)
+    optimizer.__class__ = made
     optimizer._patch_step_function()
     if scheduled:
         _count_for_schedulers(optimizer)
 
 
-@functools.cache
-def _subclass(kind: Any, prefix: str, runner: Runner) -> Any:
+_classes: dict[tuple[type, Runner], type] = {}
+
+
+def _subclass(optimizer: Optimizer, prefix: str, runner: Runner) -> type:
+    kind: Any = type(optimizer)
+    if (kind, runner) in _classes:
+        return _classes[kind, runner]
     raw = raw_step(kind)
 
     # torch puts the step hooks around this function. `wraps`: gradient scalers read signatures.
@@ -58,8 +98,68 @@ def _subclass(kind: Any, prefix: str, runner: Runner) -> Any:
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         return runner(self, raw, closure, *args, **kwargs)
 
-    names = {"step": step, "_runner": staticmethod(runner), "__module__": kind.__module__}
-    return type(f"{prefix}{kind.__name__}", (ReplacedStep, kind), names)
+    def reduce(self: Any, protocol: Any) -> Any:
+        state = self.__getstate__()
+        if isinstance(state, dict) and KEPT in vars(self):
+            state = {**state, KEPT: vars(self)[KEPT]}
+        return _remake, (kind, prefix, runner), state
+
+    names: dict[str, Any] = {"step": step, "_runner": staticmethod(runner)}
+    if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        names["__reduce_ex__"] = reduce
+    made = _classes[kind, runner] = class_for(optimizer, f"{prefix}{kind.__name__}", names)
+    return made
+
+
+def _remake(kind: type[Optimizer], prefix: str, runner: Runner) -> Optimizer:
+    """An empty optimizer with its step replaced, for pickles and copies."""
+    new = kind.__new__(kind)
+    new.__class__ = _subclass(new, prefix, runner)
+    return new
+
+
+def original_name(optimizer: Optimizer) -> str:
+    """Of the class, as the user knows it."""
+    kind = type(optimizer)
+    return (original_class(kind) if hasattr(kind, "_runner") else kind).__name__
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps on itself, apart from groups and state."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_ITS_OWN
+        and not name.startswith(("_optimizer_", "_fsdp2_", "_zero_grad", "_warned"))
+        and name != "_opt_called"
+    }
+
+
+@contextmanager
+def isolated(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, *, copy: bool = True
+) -> Iterator[None]:
+    """Let an optimizer have other groups and another state, and leave no trace of it.
+
+    Args:
+        optimizer: whose attributes are put back afterwards too.
+        groups, state: what it has for so long.
+        copy: whether containers among its attributes are copied for so long; else only what is
+            assigned to an attribute is undone.
+    """
+    before = own_attributes(optimizer)
+    outer = optimizer.param_groups, optimizer.state
+    if copy:
+        vars(optimizer).update({name: copied(value) for name, value in before.items()})
+    optimizer.param_groups, optimizer.state = groups, state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = outer
+        for name in own_attributes(optimizer):
+            if name not in before:
+                del vars(optimizer)[name]
+        vars(optimizer).update(before)
 
 
 def _count_for_schedulers(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,19 @@ class WholeTask:
     def nbytes(self) -> int:
         """Of its whole inputs and outputs."""
         return sum(prod(t.shape) * t.dtype.itemsize for t in (*self.inputs, *self.outputs))
+
+
+class HasCost(Protocol):
+    """What can be spread over ranks."""
+
+    @property
+    def work(self) -> float: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Costed = TypeVar("Costed", bound=HasCost)
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
@@ -121,8 +135,8 @@ def _run_batch(exchange: Exchange, batch: Sequence[tuple[WholeTask, Coordinate]]
 
 
 def spread(
-    tasks: Sequence[WholeTask], mesh: DeviceMesh, batch_bytes: int
-) -> Iterator[list[tuple[WholeTask, Coordinate]]]:
+    tasks: Sequence[Costed], mesh: DeviceMesh, batch_bytes: int
+) -> Iterator[list[tuple[Costed, Coordinate]]]:
     """Tasks with their owners, in batches."""
     owners = assign([task.work for task in tasks], mesh.size())
     for batch in batches(tasks, owners, batch_bytes):
@@ -144,7 +158,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def batches(
-    tasks: Sequence[WholeTask], owners: Sequence[int], batch_bytes: int
+    tasks: Sequence[HasCost], owners: Sequence[int], batch_bytes: int
 ) -> Iterator[list[int]]:
     """Indices of tasks that run together: at most ``batch_bytes`` of each owner, but one at least.
 

@@ -1,62 +1,134 @@
-"""Steps of any optimizer on whole parameters."""
+"""Steps of any optimizer on whole parameters.
+
+Each parameter is stepped alone, on one rank, by the optimizer's own step. What that writes into
+the parameter's group and into the optimizer itself, such as a counter, is undone before the next
+parameter's step, so that every parameter sees what it would see in one step of all, and is carried
+over to all ranks at the end. That this gives what one step of all gives is tried out on small
+parameters (`probe`).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from .exchange import Exchange, Layout
+from .exchange import Exchange, Item, Layout
 from .parts import local_part, placed_like
-from .stepping import replace_step
-from .whole import BATCH_BYTES, WholeTask, run_whole
+from .probe import Trial, why_not_separable
+from .stepping import (
+    KEPT,
+    check_optimizer,
+    isolated,
+    original_name,
+    own_attributes,
+    raw_step,
+    replace_step,
+)
+from .values import (
+    NUMBERS,
+    Branch,
+    Structure,
+    Taken,
+    TensorLeaf,
+    copied,
+    map_tensors,
+    num_numbers,
+    put_together,
+    same,
+    take_apart,
+    tensor_leaves,
+)
+from .whole import BATCH_BYTES, matrix_cost, spread
 
 T = TypeVar("T", bound=Optimizer)
 
 
-def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES) -> T:
+def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool = False) -> T:
     """Make ``optimizer.step()`` see whole parameters, gradients and state.
 
     For optimizers that are not elementwise (Adafactor, Muon, Shampoo, LAMB, ...), unchanged: each
     parameter is put together on one rank with its gradient and state, the optimizer steps there,
     and everything is dealt out again. The ranks share the parameters out by cost. The result is
-    that of one process. Outside of the step everything stays as it was, DTensors; state of other
-    shapes than the parameter's is sharded by its first dim.
+    that of one process, also in the groups, where optimizers keep counters. Outside of the step
+    everything stays as it was, DTensors; state of other shapes than the parameter's is sharded by
+    its first dim.
 
     It moves the state both ways in each step; an optimizer that is written with `run_whole`, like
-    `fsdp2.optim.Muon`, moves only what it needs whole. The first step computes twice, to learn
-    from it what state there is.
+    `fsdp2.optim.Muon`, moves only what it needs whole.
+
+    Parameters are stepped one by one, so an optimizer whose step of one parameter depends on
+    others (a norm over all gradients as in timm's Lamb by default, a learning rate estimated from
+    all as in Prodigy) is refused. Whether it is such a one is tried out on small parameters before
+    anything is changed, and again when its options change; docs/optimizers.md lists the optimizers
+    of several libraries.
 
     Args:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of what it was. It must treat parameters one by one and remember what it needs
-            in their state: numbers and tensors.
+            subclass of what it was. It must remember what it needs in the parameters' state and in
+            its groups: tensors, numbers, strings, and containers of these.
         batch_bytes: bytes of whole tensors that a rank handles at a time; see `run_whole`.
+        separable: True says that it steps each parameter on its own, whatever it does to small
+            ones; random numbers are then drawn on the rank that steps the parameter.
 
     Returns:
         The same optimizer.
 
     Raises:
         ValueError: its ``step`` was replaced already.
-        TypeError: in a step, of state that is neither a tensor nor a number.
-        RuntimeError: in a step, of a parameter whose state changes its keys or shapes.
+        TypeError: it wraps another optimizer, demands a closure, or does not step each parameter
+            on its own (in a step, where that is known only then); in a step, of state that cannot
+            be moved.
+        RuntimeError: in a step, on all ranks, when the step of a parameter failed on its rank, or
+            called the closure more than once.
 
     Example:
         >>> optimizer = fsdp2.optim.whole_step(torch.optim.Adafactor(model.parameters()))
         >>> optimizer.step()
     """
+    check_optimizer(optimizer, "whole_step")
+    options = StepOptions(batch_bytes, None if separable else _Separable())
+    if options.trial is not None:
+        options.trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
     replace_step(optimizer, "Whole", _run)
-    vars(optimizer)["_whole_view"] = WholeView(batch_bytes)
+    vars(optimizer)[KEPT] = options
     return optimizer
+
+
+_ADVICE = (
+    "whole_step steps parameters one by one, so the result would not be that of one process. If an "
+    "option makes it so (a norm over all gradients: max_grad_norm, grad_norm), leave that out and "
+    "clip with fsdp2.clip_grad_norm_; docs/optimizers.md names others. If it does step each "
+    "parameter on its own, pass separable=True"
+)
+
+
+class _Separable(Trial):
+    """Knows besides what the parameters of a group write differently into it."""
+
+    varying: frozenset[tuple[int, str]] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__("one that steps each parameter on its own", _ADVICE, self._try)
+
+    def _try(self, optimizer: Optimizer, raw: Callable[..., Any], closure: bool) -> str | None:
+        reason, self.varying = why_not_separable(optimizer, raw, closure)
+        return reason
+
+
+@dataclass
+class StepOptions:
+    batch_bytes: int
+    trial: _Separable | None
 
 
 def _run(
@@ -66,205 +138,404 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    options: StepOptions = vars(optimizer)[KEPT]
+    if options.trial is not None:
+        options.trial.check(optimizer, raw, closure is not None)
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    view = vars(optimizer).setdefault("_whole_view", WholeView(BATCH_BYTES))
-    view.step(optimizer, lambda: raw(optimizer, *((None, *args) if args else ()), **kwargs))
+
+    def step() -> None:
+        given = args
+        if closure is not None or args:
+            given = (None if closure is None else _Loss(loss, original_name(optimizer)), *args)
+        raw(optimizer, *given, **kwargs)
+
+    with torch.no_grad():
+        WholeStep(optimizer, options, step).run()
     return loss
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One value of a parameter's state.
+class _Loss:
+    """What a parameter's step gets as closure: the loss that is known already."""
+
+    def __init__(self, loss: Any, who: str) -> None:
+        self._loss, self._who, self._called = loss, who, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._called:
+            raise RuntimeError(
+                f"{self._who} calls its closure more than once in a step, while it moves all "
+                "parameters; whole_step moves one at a time and cannot run that"
+            )
+        self._called = True
+        return self._loss
+
+
+Values = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """The step of one parameter.
 
     Attributes:
-        shape, dtype: of the whole tensor; a number is a 0-dim float64 tensor on its way.
-        kind: ``int``, ``float`` or ``bool`` of a number.
-        on_host: the tensor is on the CPU wherever the parameter is.
+        param: the parameter, with a gradient.
+        group: the index of its group.
+        state: what the optimizer remembers of it; empty before the first step.
+        layout: of the parameter.
+        structure: of state, writes into the group and attributes, as all ranks know it.
+        kept: the tensors and numbers of the state on this rank.
+        result: what the step gave: on the owner, then everywhere.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    kind: type | None = None
-    on_host: bool = False
+    param: Tensor
+    group: int
+    state: dict[Any, Any]
+    layout: Layout
+    structure: Structure
+    kept: Taken
+    result: Values = field(default_factory=dict)
 
-    @staticmethod
-    def of(value: Any, name: str) -> Entry:
-        if isinstance(value, Tensor):
-            on_host = value.ndim == 0 and value.device.type == "cpu"
-            return Entry(tuple(value.shape), value.dtype, None, on_host)
-        if type(value) in (int, float, bool):
-            return Entry((), torch.float64, type(value))
-        raise TypeError(
-            f"whole_step moves state between ranks, and can move tensors and numbers; '{name}' is "
-            f"of type {type(value).__name__}"
-        )
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        return self.layout.mesh
 
-    def layout(self, param: Layout) -> Layout:
+    @property
+    def work(self) -> float:
+        return matrix_cost(self.layout.shape)
+
+    @property
+    def nbytes(self) -> int:
+        whole = [self.layout, self.layout, *self.inputs]
+        return 2 * sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in whole)
+
+    @property
+    def inputs(self) -> list[Layout]:
+        """Of the state's tensors."""
+        return [self._layout_now(tensor) for tensor in self.kept.tensors]
+
+    @property
+    def outputs(self) -> list[Layout]:
+        """Of the parameter, of all tensors of the result, and of its numbers."""
+        numbers = self._whole((num_numbers(self.structure),), torch.float64)
+        return [self.layout, *self.leaf_layouts(), numbers]
+
+    def leaf_layouts(self) -> list[Layout]:
+        """Of the tensors of the result: state is sharded, what is in groups is not."""
+        state, *written = self.structure.items  # type: ignore[union-attr]
+        whole = [leaf for part in written for leaf in tensor_leaves(part)]
+        return [
+            *(self._layout_of(leaf) for leaf in tensor_leaves(state)),
+            *(self._whole(leaf.shape, leaf.dtype) for leaf in whole),
+        ]
+
+    def _layout_of(self, leaf: TensorLeaf) -> Layout:
         """As the parameter where the shape is its own, else sharded by the first dim."""
-        if self.shape == param.shape:
-            return Layout(param.mesh, param.placements, self.shape, self.dtype)
-        placements: list[Placement] = [Replicate() for _ in param.placements]
-        cuts = [d for d, p in enumerate(param.placements) if not isinstance(p, Replicate)]
-        if self.shape and cuts:
-            placements[cuts[0]] = Shard(0)
-        return Layout(param.mesh, tuple(placements), self.shape, self.dtype)
+        if leaf.shape == self.layout.shape:
+            return Layout(self.mesh, self.layout.placements, leaf.shape, leaf.dtype)
+        whole = self._whole(leaf.shape, leaf.dtype)
+        cuts = [d for d, p in enumerate(self.layout.placements) if not isinstance(p, Replicate)]
+        if not leaf.shape or not cuts:
+            return whole
+        placements = list(whole.placements)
+        placements[cuts[0]] = Shard(0)
+        return Layout(self.mesh, tuple(placements), leaf.shape, leaf.dtype)
 
-    def pack(self, value: Any) -> Tensor:
-        """A tensor to be sent."""
-        if isinstance(value, Tensor):
-            return local_part(value)
-        return torch.tensor(value, dtype=self.dtype)
+    def _layout_now(self, tensor: Tensor) -> Layout:
+        if isinstance(tensor, DTensor):
+            return Layout.of(tensor)
+        return self._whole(tuple(tensor.shape), tensor.dtype)
 
-    def unpack(self, part: Tensor) -> Any:
-        """What the optimizer keeps: the reverse of `pack`."""
-        if self.kind is not None:
-            return self.kind(part.item())
-        return part.cpu() if self.on_host else part
+    def _whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        placements: tuple[Placement, ...] = tuple(Replicate() for _ in self.layout.placements)
+        return Layout(self.mesh, placements, shape, dtype)
+
+    def read(self) -> list[Tensor]:
+        """This rank's parts of the parameter, its gradient and its state."""
+        grad = self.param.grad
+        assert grad is not None
+        # Copies where there is one rank: the owner's optimizer must not write into the parameter.
+        own = local_part(self.param.detach()).clone()
+        state = [local_part(tensor) for tensor in self.kept.tensors]
+        return [own, local_part(placed_like(grad, self.param)), *state]
 
 
-Structure = dict[Any, Entry]
+class WholeStep:
+    """One step of an optimizer on whole parameters."""
 
+    def __init__(
+        self, optimizer: Optimizer, options: StepOptions, step: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._options, self._step = optimizer, options, step
+        self._who = original_name(optimizer)
+        # What the last step wrote into each group, of which this one will write the same keys.
+        self._written: dict[int, Structure] = vars(optimizer).setdefault("_fsdp2_written", {})
 
-class WholeView:
-    """Runs an optimizer on whole parameters."""
-
-    def __init__(self, batch_bytes: int) -> None:
-        self.batch_bytes = batch_bytes
-        self._structures: dict[int, Structure] = {}  # by the parameter's id
-
-    def step(self, optimizer: Optimizer, raw: Callable[[], Any]) -> None:
-        """One step; ``raw`` is the optimizer's own."""
-        pairs = [
-            (param, group)
-            for group in optimizer.param_groups
+    def run(self) -> None:
+        """
+        Raises:
+            RuntimeError, TypeError: as of `whole_step`.
+        """
+        groups = self._optimizer.param_groups
+        jobs = [
+            self._job(param, i)
+            for i, group in enumerate(groups)
             for param in group["params"]
             if param.grad is not None
         ]
-        for param, _ in pairs:
-            state = optimizer.state.get(param)
-            if state:
-                self._structures[id(param)] = {k: Entry.of(v, str(k)) for k, v in state.items()}
-        unknown = [pair for pair in pairs if id(pair[0]) not in self._structures]
-        if unknown:
-            self._learn(optimizer, raw, unknown)
-        tasks = [self._task(optimizer, raw, param, group) for param, group in pairs]
-        run_whole(tasks, batch_bytes=self.batch_bytes)
+        by_mesh: dict[DeviceMesh | None, list[Job]] = {}
+        for job in jobs:
+            by_mesh.setdefault(job.mesh, []).append(job)
+        for job in by_mesh.pop(None, []):
+            self._run_plain(job)
+        for mesh, several in by_mesh.items():
+            exchange = Exchange(mesh)  # type: ignore[arg-type]
+            for batch in spread(several, mesh, self._options.batch_bytes):  # type: ignore[arg-type]
+                self._run_batch(exchange, batch)
+        self._step_groups_without_gradients({job.group for job in jobs}, bool(jobs))
+        self._carry_over(jobs)
 
-    def _learn(
-        self,
-        optimizer: Optimizer,
-        raw: Callable[[], Any],
-        pairs: Sequence[tuple[Tensor, dict[str, Any]]],
-    ) -> None:
-        """Find out what state the optimizer makes: owners try it, and tell the others."""
-        found: dict[int, Structure] = {}  # by position
-
-        def task(i: int, param: Tensor, group: dict[str, Any]) -> WholeTask:
-            layout = Layout.of(param)
-
-            def compute(whole: Tensor, grad: Tensor) -> list[Tensor]:
-                with shown(optimizer, param, group, whole, grad, {}) as (plain, state):
-                    raw()
-                    made = state.get(plain, {})
-                    found[i] = {key: Entry.of(value, str(key)) for key, value in made.items()}
-                return []
-
-            return WholeTask([layout, layout], [], lambda: read(param), compute, lambda: None)
-
-        run_whole([task(i, *pair) for i, pair in enumerate(pairs)], batch_bytes=self.batch_bytes)
-        meshes = dict.fromkeys(Layout.of(param).mesh for param, _ in pairs)
-        for mesh in meshes:
-            for dim in () if mesh is None else Exchange(mesh).dims:
-                several: list[Any] = [None] * mesh.size(dim)  # type: ignore[union-attr]
-                dist.all_gather_object(several, found, mesh.get_group(dim))  # type: ignore[union-attr]
-                found = {i: structure for each in several for i, structure in each.items()}
-        for i, (param, _) in enumerate(pairs):
-            self._structures[id(param)] = found[i]
-
-    def _task(
-        self,
-        optimizer: Optimizer,
-        raw: Callable[[], Any],
-        param: Tensor,
-        group: dict[str, Any],
-    ) -> WholeTask:
-        layout, structure = Layout.of(param), self._structures[id(param)]
-        state = optimizer.state.get(param) or {}
-        # Only what exists is sent to the owner; what is made there is dealt out.
-        there = {key: structure[key] for key in state}
-        inputs = [entry.layout(layout) for entry in there.values()]
-        outputs = [entry.layout(layout) for entry in structure.values()]
-
-        def read_all() -> list[Tensor]:
-            for key, to in zip(there, inputs, strict=True):
-                if to.mesh is not None and isinstance(state[key], Tensor) and to.shape:
-                    state[key] = placed_like(state[key], to.wrap(local_part(state[key])))
-            return [*read(param), *(entry.pack(state[key]) for key, entry in there.items())]
-
-        def compute(whole: Tensor, grad: Tensor, *values: Tensor) -> list[Tensor]:
-            given = {
-                key: entry.unpack(value)
-                for (key, entry), value in zip(there.items(), values, strict=True)
-            }
-            with shown(optimizer, param, group, whole, grad, given) as (plain, inner):
-                raw()
-                made = inner.get(plain, {})
-            now = {key: Entry.of(value, str(key)) for key, value in made.items()}
-            if {k: e.shape for k, e in now.items()} != {k: e.shape for k, e in structure.items()}:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} changed the keys or shapes of a parameter's state "
-                    f"from {structure} to {now}, which whole_step cannot follow"
+    def _job(self, param: Tensor, group: int) -> Job:
+        layout = Layout.of(param)
+        state = self._optimizer.state.get(param) or {}
+        kept = Taken()
+        known = take_apart(state, kept, self._who)
+        for i, tensor in enumerate(kept.tensors):
+            if isinstance(tensor, DTensor) and tensor.device_mesh != layout.mesh:
+                raise TypeError(f"The state of {self._who} is on another mesh than its parameter")
+            if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+                kept.tensors[i] = tensor.redistribute(
+                    placements=[Replicate()] * len(layout.placements)
                 )
-            return [plain.detach(), *(entry.pack(made[k]) for k, entry in structure.items())]
+        written = self._written.get(group, Branch(dict, (), ()))
+        return Job(param, group, state, layout, _joined(known, written), kept)
 
-        def write(part: Tensor, *values: Tensor) -> None:
-            local_part(param.detach()).copy_(part)
-            for (key, entry), to, value in zip(structure.items(), outputs, values, strict=True):
-                keep(optimizer.state[param], key, entry, to, value)
+    # -- one parameter ----------------------------------------------------------------------
 
-        return WholeTask([layout, layout, *inputs], [layout, *outputs], read_all, compute, write)
+    def _compute(self, job: Job, whole: Tensor, grad: Tensor, *tensors: Tensor) -> Values:
+        """The step of a whole parameter: its new state, and what was written elsewhere."""
+        state_structure = job.structure.items[0]  # type: ignore[union-attr]
+        leaves = tensor_leaves(state_structure)
+        given = (
+            tensor.cpu() if leaf.on_host else tensor
+            for leaf, tensor in zip(leaves, tensors, strict=True)
+        )
+        state = put_together(state_structure, given, iter(job.kept.numbers))
+        plain = nn.Parameter(whole, requires_grad=job.param.requires_grad)
+        plain.grad = grad
+        inner: defaultdict[Tensor, Any] = defaultdict(dict)
+        if state:
+            inner[plain] = state
+        optimizer = self._optimizer
+        options = {
+            k: copied(v)
+            for k, v in optimizer.param_groups[job.group].items()
+            if k not in ("params", "param_names")
+        }
+        group = {key: copied(value) for key, value in options.items()}
+        attributes = own_attributes(optimizer)
+        with isolated(optimizer, [{**group, "params": [plain]}], inner, copy=False):
+            self._step()
+            written = _changes(optimizer.param_groups[0], options, self._who)
+            own = {
+                name: value
+                for name, value in own_attributes(optimizer).items()
+                if type(value) in NUMBERS and not same(value, attributes.get(name))
+            }
+        return {
+            "param": plain.detach(),
+            "values": {"state": dict(inner.get(plain, {})), "group": written, "self": own},
+        }
+
+    def _run_plain(self, job: Job) -> None:
+        """Of a parameter that every rank has whole."""
+        job.result = self._compute(job, *job.read())
+        taken = Taken()
+        job.structure = take_apart(job.result["values"], taken, self._who)
+        tensors = [job.result["param"], *taken.tensors]
+        self._keep(job, tensors, taken.numbers)
+
+    # -- many -------------------------------------------------------------------------------
+
+    def _run_batch(self, exchange: Exchange, batch: Sequence[tuple[Job, tuple[int, ...]]]) -> None:
+        """Gather, compute what this rank owns, agree on what came out, deal out the results."""
+        items = [
+            Item(layout, owner)
+            for job, owner in batch
+            for layout in (job.layout, _in_dtype(job), *job.inputs)
+        ]
+        parts = [part for job, _ in batch for part in job.read()]
+        devices = {part.device for part in parts if part.ndim}
+        whole = iter(exchange.gather(items, parts))
+        del parts
+        results: list[Tensor | None] = []
+        changed: dict[int, Structure | str] = {}
+        owned: dict[int, list[Tensor]] = {}
+        failure: Exception | None = None
+        for i, (job, owner) in enumerate(batch):
+            inputs = [next(whole) for _ in range(2 + len(job.kept.tensors))]
+            if owner != exchange.coordinate or failure is not None:
+                continue
+            try:
+                result = self._compute(job, *inputs)  # type: ignore[arg-type]
+                taken = Taken()
+                structure = take_apart(result["values"], taken, self._who)
+            except Exception as error:
+                failure = error
+                changed[i] = f"{type(error).__name__}: {error}"
+                continue
+            if structure != job.structure:
+                changed[i] = structure
+            numbers = torch.tensor(taken.numbers, dtype=torch.float64, device=exchange.device)
+            owned[i] = [result["param"], *map(local_part, taken.tensors), numbers]
+        self._agree(exchange, batch, changed, failure)
+        for i, (job, _) in enumerate(batch):
+            results += owned.get(i) or [None] * len(job.outputs)
+        items = [Item(layout, owner) for job, owner in batch for layout in job.outputs]
+        dealt = iter(exchange.scatter(items, results))
+        # Offloaded parameters: what was read on the CPU goes back there.
+        device = devices.pop() if len(devices) == 1 else exchange.device
+        for job, _ in batch:
+            *tensors, numbers = [next(dealt) for _ in job.outputs]
+            self._keep(job, [tensor.to(device) for tensor in tensors], numbers.tolist())
+
+    def _agree(
+        self,
+        exchange: Exchange,
+        batch: Sequence[tuple[Job, tuple[int, ...]]],
+        changed: dict[int, Structure | str],
+        failure: Exception | None,
+    ) -> None:
+        """Tell all ranks what results look like, where that is not as expected, and failures.
+
+        One number is reduced for it; objects are sent only where something has changed: in the
+        first step, and when an optimizer begins or ceases to remember something.
+        """
+        flag = torch.tensor(int(bool(changed)), device=exchange.device)
+        for dim in exchange.dims:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=exchange.mesh.get_group(dim))
+        if not flag.item():
+            return
+        for dim in exchange.dims:
+            several: list[Any] = [None] * exchange.mesh.size(dim)
+            dist.all_gather_object(several, changed, exchange.mesh.get_group(dim))
+            changed = {i: structure for each in several for i, structure in each.items()}
+        if failure is not None:
+            raise failure
+        for i, structure in changed.items():
+            if isinstance(structure, str):
+                raise RuntimeError(
+                    f"The step of {self._who} failed for a parameter of shape "
+                    f"{batch[i][0].layout.shape} on the rank that owns it: {structure}"
+                )
+            batch[i][0].structure = structure
+
+    def _keep(self, job: Job, tensors: list[Tensor], numbers: list[float]) -> None:
+        """Take over a result: the parameter and its state here, the rest when all are done."""
+        param, *parts = tensors
+        local_part(job.param.detach()).copy_(param)
+        placed: list[Tensor] = []
+        leaves = tensor_leaves(job.structure)
+        for leaf, layout, part in zip(leaves, job.leaf_layouts(), parts, strict=True):
+            own = part.cpu() if leaf.on_host else part.clone()
+            placed.append(layout.wrap(own) if leaf.shape else own)
+        job.result = put_together(job.structure, iter(placed), iter(numbers))
+        self._update(job, job.result["state"])
+
+    def _update(self, job: Job, new: dict[Any, Any]) -> None:
+        """Into the state, in place where a tensor is there already."""
+        if not new and not job.state:
+            return
+        state = self._optimizer.state[job.param]
+        for key in state.keys() - new.keys():
+            del state[key]
+        for key, value in new.items():
+            old = state.get(key)
+            if isinstance(old, Tensor) and _alike(old, value):
+                local_part(old).copy_(local_part(value))
+            else:
+                state[key] = value
+
+    # -- groups -----------------------------------------------------------------------------
+
+    def _step_groups_without_gradients(self, stepped: set[int], any_gradient: bool) -> None:
+        """Optimizers count the steps of such groups as well."""
+        optimizer = self._optimizer
+        groups = [g for i, g in enumerate(optimizer.param_groups) if i not in stepped]
+        if not groups:
+            return
+        if any_gradient:
+            with isolated(optimizer, groups, optimizer.state, copy=False):
+                self._step()
+        else:
+            self._step()
+
+    def _carry_over(self, jobs: Sequence[Job]) -> None:
+        """Write into groups and optimizer what the step of one process would leave there."""
+        trial = self._options.trial
+        last: dict[int, Job] = {}
+        for job in jobs:
+            earlier = last.get(job.group)
+            if earlier is not None and trial is not None:
+                self._check_agreement(job, earlier, trial.varying)
+            last[job.group] = job
+            parts = job.structure.items[1:]  # type: ignore[union-attr]
+            self._written[job.group] = Branch(dict, ("group", "self"), parts)
+        for i, job in last.items():
+            group = self._optimizer.param_groups[i]
+            for key, value in map_tensors(job.result["group"], local_part).items():
+                old = group.get(key)
+                if isinstance(old, Tensor) and _alike(old, value):
+                    old.copy_(value)
+                else:
+                    group[key] = value
+            vars(self._optimizer).update(job.result["self"])
+
+    def _check_agreement(self, job: Job, other: Job, varying: frozenset[tuple[int, str]]) -> None:
+        mine, theirs = job.result["group"], other.result["group"]
+        for key in mine.keys() | theirs.keys():
+            if not same(mine.get(key), theirs.get(key)) and (job.group, key) not in varying:
+                raise RuntimeError(
+                    f"{self._who} wrote different '{key}' into a group for two of its parameters "
+                    f"({theirs.get(key)} and {mine.get(key)}), so its steps depend on each other. "
+                    f"{_ADVICE}"
+                )
 
 
-def read(param: Tensor) -> list[Tensor]:
-    """This rank's parts of a parameter and of its gradient."""
-    assert param.grad is not None
-    # Copies where there is one rank: the owner's optimizer must not write into the parameter.
-    return [local_part(param.detach()).clone(), local_part(placed_like(param.grad, param))]
+def _joined(state: Structure, written: Structure) -> Structure:
+    """What is expected of a step: the same state, and the writes of the last step."""
+    nothing = Branch(dict, (), ())
+    parts = written.items if isinstance(written, Branch) and written.items else (nothing, nothing)
+    return Branch(dict, ("state", "group", "self"), (state, *parts))
 
 
-def keep(state: dict[Any, Any], key: Any, entry: Entry, to: Layout, part: Tensor) -> None:
-    """Put a result into a state, in place where it is there already."""
-    old = state.get(key)
-    if isinstance(old, Tensor):
-        local_part(old).copy_(part)
-    elif to.shape and to.mesh is not None:
-        state[key] = to.wrap(part.clone())
-    else:
-        state[key] = entry.unpack(part.clone())
+def _in_dtype(job: Job) -> Layout:
+    """The layout of the gradient."""
+    assert job.param.grad is not None
+    return Layout(job.mesh, job.layout.placements, job.layout.shape, job.param.grad.dtype)
 
 
-@contextmanager
-def shown(
-    optimizer: Optimizer,
-    param: Tensor,
-    group: dict[str, Any],
-    whole: Tensor,
-    grad: Tensor,
-    state: dict[Any, Any],
-) -> Iterator[tuple[Tensor, dict[Tensor, Any]]]:
-    """Let the optimizer have one whole parameter only, for a while."""
-    plain = nn.Parameter(whole, requires_grad=param.requires_grad)
-    plain.grad = grad
-    inner: defaultdict[Tensor, Any] = defaultdict(dict)
-    if state:
-        inner[plain] = state
-    groups, outer = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [{**group, "params": [plain]}]
-    optimizer.state = inner
-    try:
-        yield plain, inner
-    finally:
-        optimizer.param_groups, optimizer.state = groups, outer
+def _alike(old: Tensor, new: Any) -> bool:
+    """Whether a value can be copied into a tensor that others may hold."""
+    if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    if isinstance(old, DTensor) != isinstance(new, DTensor):
+        return False
+    return not isinstance(old, DTensor) or old.placements == new.placements  # type: ignore[attr-defined]
+
+
+def _changes(now: Values, before: Values, who: str) -> Values:
+    """What a step wrote into a group."""
+    gone = before.keys() - now.keys()
+    if gone:
+        raise RuntimeError(
+            f"{who} removed {', '.join(map(repr, sorted(gone)))} from its groups, which whole_step "
+            "cannot follow"
+        )
+    return {
+        key: value
+        for key, value in now.items()
+        if key != "params" and not (key in before and same(value, before[key]))
+    }
