@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import cast
 
 import torch
@@ -55,10 +56,16 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's memory can be read in place."""
+    return tensor.device.type == "cpu"
+
+
 class LocalBytes:
     """The bytes of this rank's tensors, for a `Writer`.
 
-    CPU memory is handed out as it is. What lies on a device is copied piece by piece.
+    Host memory is handed out as it is. What lies on a device is copied piece by piece, into one
+    buffer per thread of the writer: a view of it is valid until that thread asks again.
     """
 
     def __init__(self, tensors: dict[tuple[str, str], Tensor]) -> None:
@@ -69,9 +76,12 @@ class LocalBytes:
         self._tensors = {
             key: t if t.is_contiguous() else t.contiguous() for key, t in tensors.items()
         }
-        self._memory = {
-            key: memory_of(t) for key, t in self._tensors.items() if t.device.type == "cpu"
-        }
+        self._memory = {key: memory_of(t) for key, t in self._tensors.items() if on_host(t)}
+        self._buffers = threading.local()
+        if len(self._memory) < len(self._tensors) and torch.accelerator.is_available():
+            # Threads copy on streams of their own, which know nothing of the streams that the
+            # optimizer and the copies above ran on.
+            torch.accelerator.synchronize()
 
     def __call__(self, part: Part, start: int, stop: int) -> memoryview:
         key = (part.kind, part.tensor.name)
@@ -80,7 +90,20 @@ class LocalBytes:
             return memory[start:stop]
         tensor = self._tensors[key]
         size = tensor.element_size()
-        return memory_of(tensor.view(-1)[start // size : stop // size].cpu())
+        piece = tensor.view(-1)[start // size : stop // size]
+        buffer = self._buffer(stop - start)
+        # (not `.cpu()`: the memory of a temporary tensor is freed before it is written)
+        buffer[: stop - start].view(tensor.dtype).copy_(piece)
+        return memory_of(buffer)[: stop - start]
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """This thread's buffer; page-locked, which makes copies from a device faster."""
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None or buffer.numel() < nbytes:
+            pin = torch.accelerator.is_available()
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+            self._buffers.buffer = buffer
+        return buffer
 
 
 def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
