@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,13 +179,17 @@ def _describe(units: list[Unit], names: Mapping[nn.Module, str]) -> dict[str, st
     for unit in units:
         name = _name_of(unit, names)
         for key in _SETTINGS:
-            found[f"{key} of '{name}'"] = str(getattr(unit.settings, key))
+            value = getattr(unit.settings, key)
+            if getattr(value, "param_dtype_override_fn", None) is not None:
+                value = replace(value, param_dtype_override_fn=None)  # its results: below
+            found[f"{key} of '{name}'"] = str(value)
         for param in unit.params:
             full_name = _full_name(param, names)
             found[f"unit of '{full_name}'"] = f"'{name}'"
             spec = param.sharded_spec
             found[f"shape of '{full_name}'"] = str(tuple(spec.shape))
             found[f"dtype of '{full_name}'"] = str(param.local.dtype)
+            found[f"dtype of computation of '{full_name}'"] = str(param.compute_dtype)
             found[f"placements of '{full_name}'"] = str(spec.placements)
             found[f"requires_grad of '{full_name}'"] = str(param.sharded.requires_grad)
     for runtime in dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None):

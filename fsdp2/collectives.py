@@ -273,8 +273,8 @@ class Exchange:
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         """Sums of low-precision terms are kept in float32; wider gradients are written at once."""
         reduce_dtype = bucket.reduce_dtype if bucket.reduce_dtype.itemsize >= 4 else torch.float32
-        wider = bucket.orig_dtype.itemsize > reduce_dtype.itemsize
-        return bucket.orig_dtype if wider else reduce_dtype
+        wider = bucket.grad_dtype.itemsize > reduce_dtype.itemsize
+        return bucket.grad_dtype if wider else reduce_dtype
 
     def reduce_scatter(
         self,
@@ -285,7 +285,7 @@ class Exchange:
         tag: int,
     ) -> Finish | None:
         layout = bucket.layout
-        wire = _wire_dtype(grads, bucket.reduce_dtype)
+        wire = bucket.wire_dtype
         parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
         for i in plan.direct:
             grad = _as_dtype(grads[i], wire).view(-1)
@@ -358,14 +358,6 @@ def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for term in rest:
             block.add_(term[i])
         block.div_(len(terms))
-
-
-def _wire_dtype(grads: Sequence[torch.Tensor | None], reduce_dtype: torch.dtype) -> torch.dtype:
-    """Narrow gradients travel as they are and are summed in the wider reduce dtype."""
-    dtypes = {grad.dtype for grad in grads if grad is not None}
-    if len(dtypes) == 1 and next(iter(dtypes)).itemsize < reduce_dtype.itemsize:
-        return dtypes.pop()
-    return reduce_dtype
 
 
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

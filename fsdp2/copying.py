@@ -144,6 +144,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
 def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     """The same parameter, to be sharded anew: `attach` makes its Parameter."""
     new = copy.copy(param)
+    new.note_grad_dtype(param.sharded)
     new.is_sharded = False
     new.unsharded = new.regrouped = None
     new.dtype = param.local.dtype

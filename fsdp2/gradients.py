@@ -190,7 +190,7 @@ class Reduction:
         assert transport is not None
         dtype = transport.out_dtype(self.bucket)
         self.in_place = (
-            dtype == self.bucket.orig_dtype
+            dtype == self.bucket.grad_dtype
             and self.bucket.shard_device == self.bucket.device
             and not self.waits
             and (detached is None or len(detached) == len(self.covered))
@@ -231,7 +231,7 @@ class Reduction:
                 grad.div_(self.factor)
             if self.hook is not None:
                 self.hook(grad.view(-1))
-            grad = grad.to(self.bucket.shard_device, self.bucket.orig_dtype)
+            grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
             if grad.storage_offset():  # autograd may make several gradients in one storage
                 grad = with_own_storage(grad)
             if param.sharded.grad is None:

@@ -531,8 +531,12 @@ class FSDPModule:
         unit = unit_of(self)
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
+        unit.contents.note_grad_dtypes()
+        apart = unit.contents.detach_gradients()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.contents.adopt_replaced()
+        for param, grad in apart:
+            param.sharded.grad = grad.to(device=param.local.device)
         unit.contents.dirty = True
         return result
 

@@ -117,6 +117,8 @@ class ShardedParam:
         "extension",
         "fqn",
         "full_shape",
+        "grad_dtype",
+        "grad_dtype_is_set",
         "is_sharded",
         "mesh",
         "owners",
@@ -164,6 +166,9 @@ class ShardedParam:
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
         self.param_dtype: torch.dtype | None = None  # of the mixed-precision policy
+        self.grad_dtype_is_set = False
+        self.grad_dtype: torch.dtype | None = None  # if set; None: whatever autograd makes
+        self.note_grad_dtype(original)
         if whole.ndim and not -whole.ndim <= dim < whole.ndim:
             raise ValueError(
                 f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}"
@@ -185,6 +190,19 @@ class ShardedParam:
         """The dtype of the unsharded parameter."""
         return compute_dtype(self.dtype, self.param_dtype)
 
+    def note_grad_dtype(self, param: torch.Tensor) -> None:
+        """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if sets_grad_dtype(param):
+                self.grad_dtype_is_set = True
+                self.grad_dtype = param.grad_dtype
+
+    def _set_grad_dtype(self, param: nn.Parameter) -> nn.Parameter:
+        """Let ``param``, a form of this parameter, take gradients as the user said."""
+        if self.grad_dtype_is_set:
+            param.grad_dtype = self.grad_dtype
+        return param
+
     @property
     def local(self) -> torch.Tensor:
         """The local tensor of the sharded parameter."""
@@ -200,7 +218,8 @@ class ShardedParam:
             return
         self.is_sharded = True
         requires_grad = self.sharded.requires_grad
-        self.sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
+        sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
+        self.sharded = self._set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
 
     def replace_sharded(
@@ -236,11 +255,14 @@ class ShardedParam:
             self.sharded = new
         else:
             self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
+        self.note_grad_dtype(new)
+        self._set_grad_dtype(self.sharded)
 
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
         data = self.tensor_parallel.wrap(full) if self.tensor_parallel else full
-        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.unsharded = self._set_grad_dtype(unsharded)
         attach_attributes(self.unsharded, self.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
@@ -297,6 +319,15 @@ class ShardedParam:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         return grad.contiguous()
+
+
+def sets_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether a user chose the dtype of ``param.grad``. Before torch 2.15 a choice of the dtype
+    that it has anyway cannot be told from none."""
+    if not hasattr(param, "grad_dtype"):
+        return False
+    is_set = getattr(param, "_has_grad_dtype_override", None)
+    return param.grad_dtype != param.dtype if is_set is None else is_set
 
 
 EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

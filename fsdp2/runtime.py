@@ -210,6 +210,8 @@ class Runtime:
             unit.weight_grads_deferred = True
         elif self.ends_iteration:
             unit.weight_grads_deferred = False
+        if not settings.reduce_grads or unit.gradients.widened:
+            unit.gradients.let_autograd_widen(wanted=not settings.reduce_grads)
         if unit is self._kept:
             self._kept = None
             if unit.is_stale():
@@ -258,7 +260,10 @@ class Runtime:
         if unit.encloses and self.in_backward and settings.reshard_after_backward:
             unit.release_reduced(taken, self.streams)
         reductions = gradients.make_reductions(
-            taken, final=final, fill_unused=settings.reduce_unused
+            taken,
+            final=final,
+            sums=unit.holds_earlier_gradients,
+            fill_unused=settings.reduce_unused,
         )
         if not reductions:
             return
@@ -372,14 +377,14 @@ class Runtime:
         for unit in reversed(self.units):
             settings, gradients = unit.settings, unit.gradients
             leave = leaves_sync and settings.sync_grads
-            if not leave:
+            if leave:
+                gradients.accumulate()  # or autograd would, in the dtype of computation
+            else:
                 if gradients.are_left() or (settings.reduce_unused and not unit.reduced):
                     self.reduce(unit, final=True)
                 unit.reduced = False
             unit.backward_began = False
-            unit.holds_earlier_gradients = not settings.reduce_grads or (
-                leave and gradients.has_whole()
-            )
+            unit.holds_earlier_gradients = leave or not settings.reduce_grads
 
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""

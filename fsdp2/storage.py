@@ -285,6 +285,7 @@ class Bucket:
 
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
+        reduce_dtype, grad_dtype: in which gradients are summed over ranks, and left to users.
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
         plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
@@ -300,6 +301,7 @@ class Bucket:
         mp_policy: MixedPrecisionPolicy,
         gather_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
         device: torch.device,
         shard_device: torch.device,
         pin_memory: bool,
@@ -312,6 +314,8 @@ class Bucket:
         self.orig_dtype = params[0].dtype
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
+        self.grad_dtype = grad_dtype
+        self.wire_dtype = reduce_dtype  # of gradients on their way, where a transport widens them
         self.device = device
         self.shard_device = shard_device
         self.pin_memory = pin_memory
@@ -512,6 +516,27 @@ class Bucket:
         piece = self.gathered.piece(self.layout.slots[i].full_offset)
         resize(self.gathered.storages[piece], 0)
 
+    def choose_wire(self, *, narrow: bool) -> None:
+        """Whether the gradients to reduce now are those of one backward, in the dtype of
+        computation, which need not be widened before they are sent. The same on every rank."""
+        follows = not self.params[0].grad_dtype_is_set
+        narrow = narrow and follows and self.widens
+        self.wire_dtype = self.gather_dtype if narrow else self.reduce_dtype
+
+    @property
+    def widens(self) -> bool:
+        """Whether reductions are in a wider dtype than computation."""
+        return self.gather_dtype.itemsize < self.reduce_dtype.itemsize
+
+    def widen(self, grads: Collection[torch.Tensor]) -> None:
+        """Autograd may make gradients of any dtype (``grad_dtype`` None): reduce in the widest."""
+        wide = self.reduce_dtype
+        for grad in grads:
+            wide = torch.promote_types(wide, grad.dtype)
+        if wide != self.reduce_dtype:
+            self.reduce_dtype = self.grad_dtype = wide
+            self.grads = None
+
     def is_reducing(self, i: int) -> bool:
         """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""
         return i in self.in_flight or i in self.partial_present
@@ -532,7 +557,7 @@ class Bucket:
         if grads is None or (write and grads.kept_elsewhere(detached, idle=not self.in_flight)):
             flat = torch.zeros(
                 self.layout.shard_numel,
-                dtype=self.orig_dtype,
+                dtype=self.grad_dtype,
                 device=self.shard_device,
                 pin_memory=self.pin_memory,
             )

@@ -59,6 +59,11 @@ AUTOGRAD = (
         "hooks that must see each gradient before it is reduced together with others",
         "torch.Tensor._post_accumulate_grad_hooks",
     ),
+    *_names(
+        "whether a user chose the dtype of gradients",
+        "torch.Tensor._has_grad_dtype_override",
+        without="a choice of the dtype that the parameter has anyway is taken for none",
+    ),
     *_names("whether shards were written since they were gathered", "torch.Tensor._version"),
     *_names("hooks on what a view was made of, for a use in place", "torch.Tensor._base"),
     *_names(

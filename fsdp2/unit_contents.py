@@ -146,7 +146,8 @@ class UnitContents:
             alone = param if param.extension else None
             # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
             trained = param.sharded.requires_grad
-            key = (param.mesh, param.compute_dtype, param.dtype, trained, alone)
+            grad = (param.grad_dtype_is_set, param.grad_dtype)
+            key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
             groups.setdefault(key, []).append(param)
         self.buckets = [
             (ExtensionBucket if alone else self.bucket_type)(
@@ -154,16 +155,51 @@ class UnitContents:
                 mesh,
                 mp_policy=_policy_for(params[0], policy),
                 gather_dtype=gather_dtype,
-                reduce_dtype=policy.reduce_dtype or params[0].dtype,
+                reduce_dtype=self._reduce_dtype_of(params[0]),
+                grad_dtype=self._grad_dtype_of(params[0]),
                 device=self.device,
                 shard_device=torch.device("cpu") if settings.offload else self.device,
                 pin_memory=settings.pins_memory(self.device),
                 direct_min_bytes=direct_min_bytes_for(self.device.type, settings.direct_min_bytes),
             )
-            for (mesh, gather_dtype, _, _, alone), params in groups.items()
+            for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
         self.keep_storage(settings.keep_unsharded_storage)
         self._forget_plans()
+
+    def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
+        """What the policy says, or what loses nothing of all gradients of the unit."""
+        if self._settings.mp_policy.reduce_dtype is not None:
+            return self._settings.mp_policy.reduce_dtype
+        dtype = _own_grad_dtype(param)
+        for other in self.params:
+            chosen = other.grad_dtype_is_set or param.grad_dtype_is_set
+            if chosen and other.dtype == param.dtype and other.sharded.requires_grad:
+                dtype = torch.promote_types(dtype, _own_grad_dtype(other))
+        return dtype
+
+    def _grad_dtype_of(self, param: ShardedParam) -> torch.dtype:
+        if param.grad_dtype_is_set and param.grad_dtype is None:
+            return self._reduce_dtype_of(param)
+        return _own_grad_dtype(param)
+
+    def note_grad_dtypes(self) -> None:
+        """Users set ``grad_dtype`` of sharded parameters until the first use."""
+        before = [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
+        for param in self.params:
+            param.note_grad_dtype(param.sharded)
+        if before != [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]:
+            self.dirty = True
+
+    def detach_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Take off the gradients whose dtype a user set: a cast of parameters is none of theirs."""
+        found = []
+        for param in self.params:
+            grad = param.sharded.grad
+            if grad is not None and param.grad_dtype_is_set:
+                found.append((param, grad))
+                param.sharded.grad = None
+        return found
 
     def keep_storage(self, keep: bool) -> None:
         """Whether the buckets leave memory behind the gathered storages when they are freed."""
@@ -203,6 +239,7 @@ class UnitContents:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
+        self.note_grad_dtypes()
         if self.dirty or mixes_frozen(self.buckets):
             self.reshard_storage()
         self._check_materialized()
@@ -303,6 +340,13 @@ class UnitContents:
     def versions(self) -> int:
         """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
         return sum(map(_version, self._versioned))
+
+
+def _own_grad_dtype(param: ShardedParam) -> torch.dtype:
+    """The dtype of its gradient before ranks are summed over: as set, or of the sharded one."""
+    if not param.grad_dtype_is_set:
+        return param.dtype
+    return param.compute_dtype if param.grad_dtype is None else param.grad_dtype
 
 
 def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

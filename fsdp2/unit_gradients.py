@@ -27,6 +27,7 @@ class UnitGradients:
 
     Attributes:
         accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
+        widened: whether autograd makes gradients in the dtype of the reduction by itself.
         late_sums: what is still to be summed over tensor-parallel ranks.
     """
 
@@ -40,6 +41,7 @@ class UnitGradients:
         self.late_sums = LateSums()
         self._accumulators: list[Any] = []  # the nodes that accumulate them, of
         self._generation = -1  # the contents
+        self.widened = False
 
     # -- is there anything? -----------------------------------------------------------------
 
@@ -114,6 +116,20 @@ class UnitGradients:
             if earlier is not None:
                 grads[i] = earlier.add_(grads[i]) if i in grads else earlier
 
+    def let_autograd_widen(self, *, wanted: bool) -> None:
+        """Whether what backward is about to make becomes a sum over several backwards.
+
+        The first term of such a sum is widened anyway; if autograd does it, the several uses of a
+        tied parameter are added up in the dtype of the reduction, too.
+        """
+        self.widened = wanted
+        for bucket in self._contents.buckets:
+            if bucket.params[0].grad_dtype_is_set or not bucket.widens:
+                continue
+            for i, unsharded in bucket.unsharded:
+                first = wanted and id(bucket.params[i]) not in self.accumulated
+                unsharded.grad_dtype = bucket.reduce_dtype if first else bucket.gather_dtype
+
     def accumulate(self) -> None:
         """Without sync: keep gradients unsharded, in the dtype of the reduction."""
         for bucket in self._contents.buckets:
@@ -144,13 +160,15 @@ class UnitGradients:
     # -- reducing ---------------------------------------------------------------------------
 
     def make_reductions(
-        self, taken: Taken, *, final: bool, fill_unused: bool = False
+        self, taken: Taken, *, final: bool, sums: bool = False, fill_unused: bool = False
     ) -> list[Reduction]:
         """One `Reduction` per bucket that has gradients.
 
         Args:
             final: the last one of this backward; sums that wait for an all-reduce are due, also
                 of parameters that have no gradient now.
+            sums: whether backwards without sync came before, so that some rank may have sums in
+                the dtype of the reduction.
             fill_unused: reduce zeros for trained parameters without a gradient.
         """
         contents, settings = self._contents, self._settings
@@ -158,6 +176,9 @@ class UnitGradients:
         for index, (bucket, grads) in enumerate(zip(contents.buckets, taken, strict=True)):
             if fill_unused:
                 self._fill_unused(bucket, grads)
+            if grads and _is_any_dtype(bucket):
+                bucket.widen(grads.values())
+            bucket.choose_wire(narrow=not sums)
             present: Collection[int] = grads.keys()
             if final and settings.all_reduce_grads and bucket.partial_present:
                 if not grads:
@@ -184,6 +205,13 @@ class UnitGradients:
 
     def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
         """Zeros for parameters that this rank did not use: others may have, and wait for us."""
+        if _is_any_dtype(bucket) and self._settings.mp_policy.reduce_dtype is None:
+            raise ValueError(
+                "Reducing unused parameters with grad_dtype=None requires an explicit "
+                "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
+                f"the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set reduce_dtype to "
+                "the dtype its gradients already have"
+            )
         dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
         for i, param in enumerate(bucket.params):
             if i not in grads and param.sharded.requires_grad:
@@ -196,6 +224,12 @@ def _will_run(accumulator: Any) -> bool:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
         return False
+
+
+def _is_any_dtype(bucket: Bucket) -> bool:
+    """Whether users set ``grad_dtype`` to None: gradients are of the dtype that autograd makes."""
+    param = bucket.params[0]
+    return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
 
 
 def _has_grad(param: torch.Tensor | None) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..collectives import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, _wire_dtype
+from ..collectives import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport
 from ..gradients import Reduction
 from ..late_sums import LateSums
 from ..layout import BucketLayout
@@ -91,6 +91,8 @@ class CountedParam:
         self.dtype = info.dtype
         self.param_dtype = info.param_dtype
         self.compute_dtype = compute_dtype(info.dtype, info.param_dtype)
+        self.grad_dtype_is_set = False
+        self.grad_dtype = None
         self.extension = False
         self.full_shape = info.shape
         self.dim = 0 if info.shape else None
@@ -123,7 +125,7 @@ class _GradientStore:
 
     def __init__(self, world: World, bucket: CountedBucket) -> None:
         self._world = world
-        self._nbytes = bucket.layout.shard_numel * bucket.orig_dtype.itemsize
+        self._nbytes = bucket.layout.shard_numel * bucket.grad_dtype.itemsize
         self._on_host = bucket.shard_device != bucket.device
         self._held: Held | None = None
         self.dtensors = [object()] * len(bucket.params)
@@ -285,7 +287,7 @@ class _CountingExchange(Exchange):
     ) -> Finish | None:
         assert isinstance(bucket, CountedBucket)
         account, layout = self.world.account, bucket.layout
-        wire = _wire_dtype(grads, bucket.reduce_dtype)
+        wire = bucket.wire_dtype
         held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
         stage = _stage(account, bucket, plan, grads, wire)
         held.append(stage)
@@ -413,7 +415,7 @@ class CountedReduction(Reduction):
         pass
 
     def _adopt(self) -> None:
-        dtype = self.bucket.orig_dtype
+        dtype = self.bucket.grad_dtype
         present = self.plan.present
         self.dtensors = {i: cast(Any, self.grads[i]).to(dtype) for i in present}
 
@@ -497,6 +499,9 @@ class CountedUnitContents(UnitContents):
         made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
         self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
+
+    def note_grad_dtypes(self) -> None:
+        pass
 
     def plan_registration(self) -> None:
         pass
