@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from .classes import original_class
-from .collectives import backend_name
 from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
 from .finalization import GradientReductionHandle
 from .interop import PipelineState, state_of
 from .kept import KeepFrozen
+from .link_choices import change_links, change_memory, check_one_mesh
 from .runtime import Runtime, build_runtime
 from .unit import Unit, unit_of, units_in
 
@@ -389,7 +389,7 @@ class FSDPModule:
             ...             output_tensor, input_tensor, group=group, async_op=async_op)
             >>> model.layers[0].set_custom_all_gather(Counted())
         """
-        self._change_links("set_custom_all_gather", one_mesh=True, all_gather=comm)
+        change_links(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter with ``comm``, on the memory that it allocates. Not recursive.
@@ -400,7 +400,7 @@ class FSDPModule:
         Raises:
             ValueError: if parameters of this module are on different meshes.
         """
-        self._change_links("set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+        change_links(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
@@ -418,7 +418,7 @@ class FSDPModule:
             ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
         """
         unit = unit_of(self)
-        self._check_one_mesh("set_all_reduce_hook")
+        check_one_mesh(unit, "set_all_reduce_hook")
         if stream is not None and unit.mesh.replicate_group is not None:
             raise ValueError("stream cannot be set when using native HSDP")
         settings = unit.settings
@@ -438,7 +438,7 @@ class FSDPModule:
 
         Some implementations (zero-copy transfers of NCCL) know SUM only.
         """
-        self._change_links("set_force_sum_reduction_for_comms", sum_only=enable)
+        change_links(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -452,8 +452,9 @@ class FSDPModule:
             enable: True makes one on any backend; False shares the all-gathers' group.
             recurse: whether to set it for sharded submodules too.
         """
-        for module in self._sharded_modules(recurse):
-            module._change_links("set_separate_reduce_scatter_group", separate_reduce_group=enable)
+        method = "set_separate_reduce_scatter_group"
+        for unit in self._units(recurse):
+            change_links(unit, method, separate_reduce_group=enable)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -484,7 +485,9 @@ class FSDPModule:
         Raises:
             RuntimeError: without CUDA and NCCL, or with a custom collective.
         """
-        self._change_memory("set_allocate_memory_from_process_group_for_comm", "group", enable)
+        change_memory(
+            unit_of(self), "set_allocate_memory_from_process_group_for_comm", "group", enable
+        )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather on symmetric memory, with flat buffers. Not recursive.
@@ -497,15 +500,15 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm knows the backend 'NCCL', not {backend!r}")
-        self._change_memory("set_symm_mem_for_comm", "symmetric", True)
+        change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that raised.
 
         Not needed to go on: the next forward of the root recovers by itself. Frees all gathered
-        parameters and drops the gradients of the iteration, also those that earlier micro-batches
-        have accumulated without a reduction (which the next forward by itself would keep, so that
-        a failed micro-batch can be tried again). Sharded gradients of earlier iterations stay.
+        parameters and drops all gradients, also those that earlier micro-batches have left, reduced
+        or not (which the next forward by itself would keep, so that a failed micro-batch can be
+        tried again). A `GradientReductionHandle` that was not waited for becomes invalid.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -532,11 +535,10 @@ class FSDPModule:
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
         unit.contents.note_grad_dtypes()
-        apart = unit.contents.detach_gradients()
+        kept = unit.contents.detach_gradients()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.contents.adopt_replaced()
-        for param, grad in apart:
-            param.sharded.grad = grad.to(device=param.local.device)
+        unit.contents.attach_gradients(kept)
         unit.contents.dirty = True
         return result
 
@@ -546,17 +548,6 @@ class FSDPModule:
         assert isinstance(self, nn.Module)
         return ToBeCopied.result, (ToBeCopied(self),)
 
-    def _change_links(self, method: str, *, one_mesh: bool = False, **options: Any) -> None:
-        if one_mesh:
-            self._check_one_mesh(method)
-            if unit_of(self).settings.link_options.memory is not None:
-                raise RuntimeError(
-                    f"{method} cannot be combined with memory of the process group or symmetric "
-                    "memory, which has collectives of its own"
-                )
-        self.reshard()
-        unit_of(self).contents.change_links(**options)
-
     def _check_root(self, method: str) -> None:
         unit, runtime = self._unit_and_runtime()
         if runtime.root is not unit:
@@ -564,31 +555,6 @@ class FSDPModule:
                 f"{method} must be called on the root FSDP module '{runtime.root.name}', "
                 f"not on '{unit.name}'"
             )
-
-    def _check_one_mesh(self, method: str) -> None:
-        meshes = {param.mesh for param in unit_of(self).params}
-        if len(meshes) > 1:
-            raise ValueError(
-                f"{method} is not supported where shard_placement_fn puts parameters on "
-                f"different meshes: it would be called for each of {len(meshes)}"
-            )
-
-    def _change_memory(self, method: str, kind: str, enable: bool) -> None:
-        unit = unit_of(self)
-        options = unit.settings.link_options
-        if options.all_gather is not None or options.reduce_scatter is not None:
-            raise RuntimeError(
-                f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "
-                "their allocate() give that memory"
-            )
-        group = unit.mesh.shard_group or unit.mesh.replicate_group
-        backend = backend_name(group, unit.device) if group is not None else "no group"
-        if enable and (unit.device.type != "cuda" or backend != "nccl"):
-            raise RuntimeError(
-                f"{method} needs CUDA and NCCL, but this module is on '{unit.device.type}' with "
-                f"'{backend}'"
-            )
-        self._change_links(method, memory=kind if enable else None)
 
     def _sharded_modules(self, recurse: bool) -> list[FSDPModule]:
         return [unit.modules[0] for unit in self._units(recurse)]  # type: ignore[misc]

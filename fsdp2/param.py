@@ -197,7 +197,7 @@ class ShardedParam:
                 self.grad_dtype_is_set = True
                 self.grad_dtype = param.grad_dtype
 
-    def _set_grad_dtype(self, param: nn.Parameter) -> nn.Parameter:
+    def set_grad_dtype(self, param: nn.Parameter) -> nn.Parameter:
         """Let ``param``, a form of this parameter, take gradients as the user said."""
         if self.grad_dtype_is_set:
             param.grad_dtype = self.grad_dtype
@@ -219,7 +219,7 @@ class ShardedParam:
         self.is_sharded = True
         requires_grad = self.sharded.requires_grad
         sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
-        self.sharded = self._set_grad_dtype(sharded)
+        self.sharded = self.set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
 
     def replace_sharded(
@@ -256,13 +256,13 @@ class ShardedParam:
         else:
             self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
         self.note_grad_dtype(new)
-        self._set_grad_dtype(self.sharded)
+        self.set_grad_dtype(self.sharded)
 
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
         data = self.tensor_parallel.wrap(full) if self.tensor_parallel else full
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
-        self.unsharded = self._set_grad_dtype(unsharded)
+        self.unsharded = self.set_grad_dtype(unsharded)
         attach_attributes(self.unsharded, self.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:

@@ -472,6 +472,9 @@ class Runtime:
         """
         if self.in_backward or discard:
             self._discard_gradients()
+        if discard:
+            for param in (param for unit in self.units for param in unit.params):
+                param.sharded.grad = None
         self._complete_all()
         for unit in self.units:
             unit.free(self.streams)

@@ -201,6 +201,13 @@ class UnitContents:
                 param.sharded.grad = None
         return found
 
+    def attach_gradients(self, found: list[tuple[ShardedParam, torch.Tensor]]) -> None:
+        """After a cast or move, by which the parameters lost what users set: put both back."""
+        for param in self.params:
+            param.set_grad_dtype(param.sharded)
+        for param, grad in found:
+            param.sharded.grad = grad.to(device=param.local.device)
+
     def keep_storage(self, keep: bool) -> None:
         """Whether the buckets leave memory behind the gathered storages when they are freed."""
         for bucket in self.buckets:

@@ -176,7 +176,7 @@ class UnitGradients:
         for index, (bucket, grads) in enumerate(zip(contents.buckets, taken, strict=True)):
             if fill_unused:
                 self._fill_unused(bucket, grads)
-            if grads and _is_any_dtype(bucket):
+            if grads and self._follows_autograd(bucket):
                 bucket.widen(grads.values())
             bucket.choose_wire(narrow=not sums)
             present: Collection[int] = grads.keys()
@@ -203,9 +203,16 @@ class UnitGradients:
             )
         return reductions
 
+    def _follows_autograd(self, bucket: Bucket) -> bool:
+        """Whether gradients are reduced in the dtype that autograd makes (``grad_dtype`` None)."""
+        param = bucket.params[0]
+        if self._settings.mp_policy.reduce_dtype is not None:
+            return False
+        return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
+
     def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
         """Zeros for parameters that this rank did not use: others may have, and wait for us."""
-        if _is_any_dtype(bucket) and self._settings.mp_policy.reduce_dtype is None:
+        if self._follows_autograd(bucket):
             raise ValueError(
                 "Reducing unused parameters with grad_dtype=None requires an explicit "
                 "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
@@ -224,12 +231,6 @@ def _will_run(accumulator: Any) -> bool:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
         return False
-
-
-def _is_any_dtype(bucket: Bucket) -> bool:
-    """Whether users set ``grad_dtype`` to None: gradients are of the dtype that autograd makes."""
-    param = bucket.params[0]
-    return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
 
 
 def _has_grad(param: torch.Tensor | None) -> bool:

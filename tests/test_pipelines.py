@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,7 @@ class Pipeline:
             prepare: called with every stage, of this rank sharded and of the reference plain.
             shard_first: called with every stage of this rank before it is sharded.
             loss_fn: of the sharded pipeline; the reference has the usual one.
+            build: makes the schedule; None: ``kind``.
             options: passed on to `fully_shard`.
         """
         rank, num_ranks = pipeline.get_local_rank(), pipeline.size()
@@ -497,3 +499,44 @@ def test_the_all_reduce_alone_at_the_end(num_micro_batches: int) -> None:
         reduced.clear()
         model.zero_grad()
         plain.zero_grad()
+
+
+# ------------------------------------------------------------------- what torch 2.15 has added
+
+FROM_2_15 = pytest.mark.skipif(
+    not hasattr(PipelineStage, "start_gradient_reduction"),
+    reason="schedules with finalize_gradients and defer_reduce_grad_wait: torch 2.15",
+)
+
+
+@FROM_2_15
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
+@distributed(4)
+def test_gradients_of_several_steps_are_reduced_in_the_last(kind: Any) -> None:
+    """``step(finalize_gradients=False)``; the last one divides by its own micro-batches only."""
+    it = Pipeline.make(kind, *data_and_pipeline())
+    for step in range(2):
+        for part in range(3):
+            x, target = batch_of(3 * step + part, it.data_rank)
+            it.schedule.step(
+                *((x,) if it.is_first else ()),
+                target=target if it.is_last else None,
+                finalize_gradients=part == 2,
+            )
+            it.plain_step(3 * step + part)
+        it.compare_gradients()
+        sgd(it.stages.values()).zero_grad()
+        it.plain.zero_grad()
+
+
+@FROM_2_15
+@pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+@distributed(4)
+def test_reductions_of_a_stage_while_the_next_one_computes(kind: Any) -> None:
+    """``defer_reduce_grad_wait``: a stage's reduction is waited for before the next one's."""
+    deferring = functools.partial(kind, defer_reduce_grad_wait=True)
+    it = Pipeline.make(kind, *data_and_pipeline(), build=deferring)
+    actions = [str(a) for a in it.schedule.pipeline_order_with_comms[it.schedule.rank]]
+    reduces = [i for i, action in enumerate(actions) if action.endswith("REDUCE_GRAD")]
+    assert len(reduces) == 4, actions  # of two stages: to begin, and to wait
+    check(it, 3)
