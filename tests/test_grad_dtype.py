@@ -198,3 +198,24 @@ def test_sums_of_one_rank_meet_single_gradients_of_another(unused: bool) -> None
     expected = (6.0 if unused else 9.0) / 2
     for parameter in model.parameters():
         assert torch.equal(parameter.grad.full_tensor(), torch.full((4, 4), expected))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 has these rules")
+@distributed(2)
+def test_units_with_several_dtypes_of_gradients() -> None:
+    """Each parameter has its gradient in its own; they are reduced in the widest."""
+    found = []
+    for library in (torch_fsdp, fsdp2):
+        net: Any = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1, bias=False))
+        for layer in net:
+            nn.init.ones_(layer.weight)
+        net[0].weight.grad_dtype = LOW
+        policy = library.MixedPrecisionPolicy(param_dtype=LOW)
+        model: Any = library.fully_shard(net, mp_policy=policy)
+        for micro, value in enumerate((4.0, 2.0, 1.0)):
+            model.set_requires_gradient_sync(micro == 2)
+            model(torch.full((1, 2), value)).sum().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    for name, expected in found[0].items():
+        assert found[1][name].dtype == expected.dtype == (LOW if name[0] == "0" else FULL), name
+        assert torch.equal(found[1][name], expected), name
