@@ -128,7 +128,9 @@ class UnitGradients:
                 continue
             for i, unsharded in bucket.unsharded:
                 first = wanted and id(bucket.params[i]) not in self.accumulated
-                unsharded.grad_dtype = bucket.reduce_dtype if first else bucket.gather_dtype
+                dtype = bucket.reduce_dtype if first else bucket.gather_dtype
+                # To what is there already, terms of any dtype are added.
+                unsharded.grad_dtype = None if unsharded.grad is not None else dtype
 
     def accumulate(self) -> None:
         """Without sync: keep gradients unsharded, in the dtype of the reduction."""
