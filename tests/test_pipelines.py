@@ -125,6 +125,7 @@ class Pipeline:
         prepare: Callable[[nn.Module], Any] = lambda stage: None,
         shard_first: Callable[[nn.Module], Any] = lambda stage: None,
         loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_of,
+        build: Any = None,
         **options: Any,
     ) -> Pipeline:
         """
@@ -163,7 +164,7 @@ class Pipeline:
         for module in (*modules.values(), *plain):
             prepare(module)
         chosen: Any = stages[0] if kind in SINGLE else stages
-        schedule = kind(chosen, NUM_MICRO_BATCHES, loss_fn=loss_fn)
+        schedule = (build or kind)(chosen, NUM_MICRO_BATCHES, loss_fn=loss_fn)
         coordinates = data.get_coordinate()
         assert coordinates is not None
         data_rank = (
