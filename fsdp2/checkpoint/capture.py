@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .boxes import Box
 from .errors import CheckpointError, some
+from .inner import entries_of, is_subclass
 from .placement import Balance, Holding, box_of, holding, ranks_of
 from .saving import Part
 from .tensors import describe, local_of
@@ -210,6 +211,11 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
     balance = Balance()
     for entry in entries:
         held, info = entry.holding, describe(entry.name, entry.tensor)
+        if is_subclass(entry.tensor):
+            owner = balance.owner(held, held.box.numel * info.itemsize)
+            if held.replica == owner:
+                _add_inner(captured, entry, rank)
+            continue
         local = _values_of(entry.tensor)
         nbytes = held.box.numel * info.itemsize
         # Of buffers that may differ, the first rank's is in the model's file.
@@ -221,6 +227,14 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
         captured.parts.append(part)
         if writes:
             captured.locals[entry.kind, entry.name] = local
+
+
+def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
+    """The inner tensors of a tensor subclass, which no other rank writes."""
+    for name, inner in entries_of(entry.name, entry.tensor, entry.holding.box).items():
+        info, box = describe(name, inner), Box.whole(tuple(inner.shape))
+        captured.parts.append(Part(entry.kind, info, box, box, (rank,), True))
+        captured.locals[entry.kind, name] = inner
 
 
 def _values_of(tensor: Tensor) -> Tensor:

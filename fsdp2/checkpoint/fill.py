@@ -38,6 +38,7 @@ class Wanted:
 
     Attributes:
         new: nothing knows the tensor yet, so nothing is lost with what it holds.
+        is_part: ``tensor`` is for ``box`` only, of an inner tensor; it has been made to fit.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Wanted:
     stored: Stored
     box: Box
     new: bool = False
+    is_part: bool = False
 
     @property
     def nbytes(self) -> int:

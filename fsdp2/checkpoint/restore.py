@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from .capture import ModelTensors, optimizer_names
 from .errors import CheckpointMismatch, some
 from .fill import Wanted
+from .inner import is_subclass
 from .manifest import state_name
+from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
 from .placement import holding
 from .source import Source, Stored
 from .tensors import DTYPES, NAMES
@@ -60,21 +62,31 @@ def match_model(
             dtype.
     """
     translate = _translator(names)
-    wanted, missing = [], []
+    wanted: list[Wanted] = []
+    missing = []
     used: set[str] = set()
+    pieces = pieces_in(source, source.tensors)
     for name, tensor in found.tensors.items():
         aliases = [alias for alias, first in found.aliases.items() if first == name]
-        stored = None
+        stored, shards = None, None
         # Of tied tensors a checkpoint has one name, and it need not be our first.
         for candidate in (translate(n) for n in (name, *aliases)):
             other = source.aliases.get(candidate, candidate)
             used.update((candidate, other))
             stored = stored or source.tensors.get(candidate) or source.tensors.get(other)
-        if stored is None:
+            shards = shards or pieces.get(candidate) or pieces.get(other)
+        if stored is None and shards is None:
             missing.append(name)
             continue
         held = holding(tensor, name, (rank,), rank)
-        wanted.append(Wanted(name, tensor, stored, held.box))
+        if stored is None:
+            assert shards is not None
+            used |= names_of(shards)
+            wanted += wanted_of(name, tensor, shards, held.box)
+        elif is_subclass(tensor):
+            raise _not_plain(source, name, tensor)
+        else:
+            wanted.append(Wanted(name, tensor, stored, held.box))
     unexpected = sorted(source.tensors.keys() - used)
     if strict and (missing or unexpected):
         raise CheckpointMismatch(
@@ -84,6 +96,14 @@ def match_model(
         )
     check_fit(source, wanted, cast=cast)
     return wanted, LoadReport(missing, unexpected)
+
+
+def _not_plain(source: Source, name: str, tensor: Tensor) -> CheckpointMismatch:
+    kind = type(getattr(tensor, "_local_tensor", tensor)).__name__
+    return CheckpointMismatch(
+        f"{source.path}: '{name}' is a plain tensor in the checkpoint and a {kind} here: load it "
+        "into the plain model, and convert that"
+    )
 
 
 def _translator(names: NameMap) -> Callable[[str], str]:
@@ -104,7 +124,7 @@ def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
     shapes, dtypes = [], []
     for w in wanted:
         info = w.stored.info
-        if info.shape != tuple(w.tensor.shape):
+        if info.shape != tuple(w.tensor.shape) and not w.is_part:
             shapes.append(
                 f"'{w.name}': {info.shape} in the checkpoint, {tuple(w.tensor.shape)} here"
             )
@@ -129,6 +149,7 @@ class OptimizerLoad:
     state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any] | None]]
     wanted: list[Wanted]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    pieces: dict[str, list[Piece]]
 
     def apply(self) -> None:
         """Put state and options in."""
@@ -181,7 +202,7 @@ def match_optimizers(
     missing = [name for name in wanted if name not in saved]
     if missing:
         raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
-    load = OptimizerLoad([], [], [])
+    load = OptimizerLoad([], [], [], pieces_in(source, source.optimizer))
     own = own if same_ranks else {}
     for optimizer, group in groups:
         in_group = [names[id(p)] for p in group["params"]]
@@ -280,6 +301,15 @@ def _state_value(
     full_name = f"optim.{key}.{place.name}"
     stored = source.optimizer.get(full_name)
     if stored is None:
+        shards = load.pieces.get(full_name)
+        if shards is not None:
+            held = holding(place.param, full_name, (rank,), rank)
+            old = place.optimizer.state.get(place.param, {}).get(key)
+            has_one = isinstance(old, Tensor) and is_subclass(old)
+            state = old if has_one else empty_like_saved(full_name, place.param, shards, held.box)
+            for part in wanted_of(full_name, state, shards, held.box) if is_subclass(state) else ():
+                load.wanted.append(replace(part, new=not has_one))
+            return state
         if full_name in own:
             return own[full_name].to(place.param.device)
         raise CheckpointMismatch(
