@@ -55,7 +55,8 @@ def bound(target: ast.expr) -> Iterator[str]:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Private names that a file defines: functions, classes, variables, attributes, slots."""
+    """Private names that a file defines: functions, classes, variables, attributes, slots, and the
+    keys of dicts, of which classes are made."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -67,7 +68,9 @@ def defined(tree: ast.Module) -> set[str]:
                 names.update(str(constant.value) for constant in constants)
         elif isinstance(node, ast.AnnAssign):
             names.update(bound(node.target))
-    return {name for name in names if is_private(name)}
+        elif isinstance(node, ast.Dict):
+            names.update(key.value for key in node.keys if isinstance(key, ast.Constant))
+    return {name for name in names if isinstance(name, str) and is_private(name)}
 
 
 def imports(tree: ast.Module) -> dict[str, str]:
