@@ -142,7 +142,7 @@ def test_replicas() -> None:
 @distributed(2)
 def test_it_outlives_casts_and_loading_and_copies() -> None:
     """And may be set until the first forward."""
-    model: Any = fully_shard(nn.Linear(2, 4, bias=False))
+    model: Any = fully_shard(nn.Linear(2, 4, bias=False, dtype=torch.float64))
     model.weight.grad_dtype = FULL
     model.to(LOW)
     assert (model.weight.dtype, model.weight.grad_dtype) == (LOW, FULL)
