@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .terminal import NEGATIVE, fail, plural, print_json, progress, show_bytes, shown, table
+from .terminal import (
+    NEGATIVE,
+    bytes_of,
+    fail,
+    plural,
+    print_json,
+    progress,
+    show_bytes,
+    shown,
+    table,
+)
 
 if TYPE_CHECKING:
     from .checkpoint.compare import Difference
@@ -114,14 +123,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: for anything else, and for less than one byte.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)?", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 500MiB")
-    unit = (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1 if match[2] else 0)
-    size = int(float(match[1]) * unit)
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte")
-    return size
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _tolerance(text: str) -> float:

@@ -180,17 +180,15 @@ def parse_wrap(text: str) -> Any:
     Raises:
         ModelError: if it is none.
     """
-    from .wrap import by_class, by_name, by_size
+    from .wrap import as_policy, by_name
 
     kind, _, rest = text.partition(":")
     if text in ("auto", "root"):
         return text
-    if kind == "class" and rest:
-        return by_class(*rest.split(","))
-    if kind == "size" and rest:
+    if kind in ("class", "size") and rest:
         try:
-            return by_size(min_bytes=parse_bytes(rest))
-        except argparse.ArgumentTypeError as error:
+            return as_policy(text)
+        except ValueError as error:
             raise ModelError(f"--wrap: {error}") from error
     names = text.split(",")
     if rest or not all(all(name.split("+")) for name in names):

@@ -30,7 +30,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from .checkpoint.boxes import Box
 from .checkpoint.placement import box_of, slices_like, this_rank
 from .collectives import backend_name, take_tags
-from .hooks import about_to_write
+from .hooks import about_to_write, wrapper_prefix
 from .runtime import units_in
 
 # Tensors are sent together up to this many bytes (of whole tensors), or one by one if larger.
@@ -322,6 +322,8 @@ def _agree(
         problems.append(f"Missing key(s) in state_dict: {', '.join(plan.missing)}")
     if strict and plan.unexpected:
         problems.append(f"Unexpected key(s) in state_dict: {', '.join(plan.unexpected)}")
+    if strict:
+        problems += wrapper_prefix(plan.unexpected, plan.missing)
     if problems:
         raise RuntimeError("Error(s) in loading the full state dict: " + "; ".join(problems))
     return plan

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 
-from .classes import class_for, original_class
-from .collectives import backend_name
+from .arguments import (
+    check_direct_min_bytes,
+    check_modules_are_free,
+    check_parameter,
+    check_policies,
+    checked_device,
+    checked_ignored,
+    checked_modules,
+    checked_reshard,
+    warn_of_other_meshes,
+)
+from .classes import class_for
 from .copying import refuse_own_deepcopy
 from .hooks import StateDictHooks, UnitHooks
 from .interop import TorchFSDPModule, is_replicated, show_state, state_of
-from .mesh import DataParallelMesh, device_of, replicated, resolve_mesh
+from .mesh import DataParallelMesh, replicated, resolve_mesh
 from .module import FSDPModule
 from .param import ORIGINS, ShardedParam
 from .policy import (
@@ -24,8 +34,9 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .runtime import name_units
 from .settings import Settings
-from .unit import Unit, set_unit, unit_of
+from .unit import Unit, set_unit, units_in
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
@@ -104,9 +115,11 @@ def fully_shard(
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
 
     Raises:
-        ValueError: for a mesh that cannot be used, a module that is sharded already or has no
-            forward, or a ``reshard_after_forward`` that does not fit the mesh.
+        ValueError: for a mesh that cannot be used, a module or parameter that is sharded already
+            (by torch's function of this name, too), a module that has no forward, or a
+            ``reshard_after_forward`` that does not fit the mesh.
         TypeError: for arguments of a wrong type.
+        Whatever it raises, nothing has been changed.
 
     Example:
         >>> for block in model.blocks:
@@ -114,13 +127,15 @@ def fully_shard(
         >>> fully_shard(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
     """
-    modules = _checked_modules(module)
+    modules = checked_modules(module)
+    ignored = checked_ignored(ignored_params)
+    check_direct_min_bytes(direct_min_bytes)
     dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    reshard = _checked_reshard(reshard_after_forward, dp_mesh)
+    reshard = checked_reshard(reshard_after_forward, dp_mesh)
     _make_unit(
         modules,
         dp_mesh,
-        set(ignored_params or ()),
+        ignored,
         shard_placement_fn,
         Settings(
             mp_policy,
@@ -186,11 +201,12 @@ def replicate(
             "replicate() with dp_mesh_dims requires replicate-only dims, got shard="
             f"{dp_mesh_dims.shard!r}: name them in replicate=..., or use fully_shard() for sharding"
         )
-    modules = _checked_modules(module, "replicate")
+    modules = checked_modules(module, "replicate")
+    ignored = checked_ignored(ignored_params)
     _make_unit(
         modules,
         replicated(resolve_mesh(mesh, dp_mesh_dims)),
-        set(ignored_params or ()),
+        ignored,
         None,
         Settings(mp_policy, offload_policy),
     )
@@ -205,13 +221,16 @@ def _make_unit(
     settings: Settings,
 ) -> None:
     """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
-    device = _checked_device(mesh)
-    _checked_policies(settings.mp_policy, settings.offload_policy)
+    device = checked_device(mesh)
+    check_policies(settings.mp_policy, settings.offload_policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
     unit = Unit(modules, mesh, device, settings)
     tree = _managed_modules(unit.modules)
-    unit.contents.shard(_take_parameters(unit, tree, ignored, shard_placement_fn))
-    _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    with torch.inference_mode(False):  # else the shards could never be trained
+        found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        # Nothing has been changed so far.
+        unit.contents.shard(_take_parameters(unit, found))
+        _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
     unit.hooks = UnitHooks(unit)
@@ -219,6 +238,9 @@ def _make_unit(
     for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)
         object.__setattr__(sharded, "__class__", cls)
+    if len(unit.modules) == 1:
+        name_units(unit.modules[0], units_in(unit.modules[0]))
+    warn_of_other_meshes(unit, modules)
     show_state(unit)
 
 
@@ -251,83 +273,6 @@ def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> No
             tensor.data = tensor.to(device)
 
 
-# -- arguments -----------------------------------------------------------------------------------
-
-
-def _checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
-    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
-    if not modules:
-        raise ValueError(f"{caller} got an empty list of modules")
-    for item in modules:
-        if not isinstance(item, nn.Module):
-            raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
-        if isinstance(item, FSDPModule):
-            done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
-            raise ValueError(
-                f"{original_class(type(item)).__name__} is {done} already: {caller} may be applied "
-                "to a module once. Call it on submodules first and on their parents later"
-            )
-        has_no_forward = type(item).forward in (
-            nn.Module.forward,
-            getattr(nn.ModuleList, "forward", None),
-        )
-        if isinstance(item, nn.ModuleList | nn.ModuleDict) and has_no_forward:
-            raise ValueError(
-                f"{caller} does not support containers that do not implement forward: "
-                f"{type(item).__name__}. Call it on each of their elements"
-            )
-    inside = {m for top in modules for m in top.modules() if m is not top}
-    return tuple(m for m in modules if m not in inside) if len(modules) > 1 else modules
-
-
-def _checked_device(mesh: DataParallelMesh) -> torch.device:
-    kind = mesh.device_type
-    if kind != "cpu":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type != kind:
-            have = accelerator.type if accelerator is not None else "cpu"
-            raise ValueError(
-                f"The mesh is of device type '{kind}', but this process computes on '{have}'. Make "
-                f"the mesh with init_device_mesh('{have}', ...)"
-            )
-    device = device_of(mesh)
-    group = mesh.shard_group or mesh.replicate_group
-    assert group is not None
-    backend_name(group, device)
-    return device
-
-
-def _checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise ValueError(
-            "reshard_after_forward should be a bool or an int representing the group size to "
-            f"reshard to, not {value!r}"
-        )
-    if value < 1 or value > mesh.num_shards or mesh.num_shards % value != 0:
-        raise ValueError(
-            "If passing reshard_after_forward as an int, it should be a factor of "
-            f"{mesh.num_shards}, not {value}"
-        )
-    if value == 1:
-        warnings.warn(
-            "reshard_after_forward=1 (int) means resharding to one rank, which is no resharding: "
-            "the same as False. For resharding to all ranks pass True",
-            stacklevel=3,
-        )
-        return False
-    return True if value == mesh.num_shards else value
-
-
-def _checked_policies(mp_policy: Any, offload_policy: Any) -> None:
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(mp_policy, name) for name in names):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}")
-
-
 # -- parameters ----------------------------------------------------------------------------------
 
 
@@ -347,14 +292,28 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     return list(found)
 
 
-def _take_parameters(
+@dataclass
+class _Found:
+    """A parameter to take, and who gives it up: it is tied to that unit inside."""
+
+    original: nn.Parameter
+    managed: ShardedParam
+    earlier: tuple[Unit, ShardedParam] | None
+
+
+def _find_parameters(
     unit: Unit,
     tree: list[nn.Module],
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
-) -> list[ShardedParam]:
-    """The parameters of the modules in ``tree``, and those that they share with units inside."""
+) -> list[_Found]:
+    """The parameters of the modules in ``tree``, and those that they share with units inside.
+
+    Checks all of them and changes nothing.
+    """
     names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
+    order = {module: i for i, module in enumerate(names)}
+    check_modules_are_free(tree, names)
     managed_here = set(tree)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in names:
@@ -364,33 +323,30 @@ def _take_parameters(
             # In units inside, only what is tied to another unit is still as the user made it.
             if module in managed_here or param in ORIGINS:
                 owners.setdefault(param, []).append((module, name))
-    taken = []
+    found = []
     for param, places in owners.items():
         earlier = ORIGINS.get(param)
         if earlier is not None:
-            other, theirs = earlier
+            theirs = earlier[1]
             if not all(module in names for module, _ in theirs.owners):
                 continue  # tied to a unit beside this one: a common parent will take both
-            other.contents.give_up(theirs)
-            places = sorted(places + theirs.owners, key=lambda place: list(names).index(place[0]))
+            places = sorted(places + theirs.owners, key=lambda place: order[place[0]])
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
-        _check_parameter(param, fqn, unit)
         mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
-        managed = ShardedParam(param, places, mesh, dim)
-        managed.fqn = fqn
-        ORIGINS[param] = (unit, managed)
-        taken.append(managed)
-    return taken
+        check_parameter(param, fqn, module, mesh)
+        managed = ShardedParam(param, places, mesh, dim, fqn)
+        found.append(_Found(param, managed, earlier))
+    return found
 
 
-def _check_parameter(param: nn.Parameter, name: str, unit: Unit) -> None:
-    kind = unit.mesh.device_type
-    if isinstance(param, DTensor) and param.device_mesh.device_type != kind:
-        raise ValueError(
-            f"Parameter '{name}' is a DTensor on a mesh of device type "
-            f"'{param.device_mesh.device_type}', but the mesh of fully_shard is of '{kind}'"
-        )
+def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
+    for item in found:
+        if item.earlier is not None:
+            other, theirs = item.earlier
+            other.contents.give_up(theirs)
+        ORIGINS[item.original] = (unit, item.managed)
+    return [item.managed for item in found]
 
 
 def _placement(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -298,6 +298,38 @@ def _is_whole(value: Any, param: DTensor) -> bool:
         and not isinstance(value, DTensor)
         and value.shape == param.shape
     )
+
+
+def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
+    """The unit whose ``param`` it is that ``module`` holds, if any."""
+    for hook in module._state_dict_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, StateDictHooks):
+            kinds = ((p.sharded, p.unsharded, p.regrouped) for p in owner.unit.params)
+            if any(held is param for held_kinds in kinds for held in held_kinds):
+                return owner.unit
+    return None
+
+
+_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
+
+
+def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
+    """What to do about keys that a wrapper around the saved model has put a prefix to, if any.
+
+    Args:
+        states: the keys there are.
+        wanted: keys that should be there.
+    """
+    first = next((key for key in wanted if key not in states), None)
+    for prefix, wrapper in _WRAPPER_PREFIXES:
+        if first is not None and prefix + first in states:
+            return [
+                f"The keys begin with '{prefix}', as those of a model inside of {wrapper} do: call "
+                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
+                f"'{prefix}') before loading. "
+            ]
+    return []
 
 
 class StateDictHooks:

@@ -168,9 +168,9 @@ def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     """
     try:
         return DeviceMesh._concatenate(list(meshes))
-    except (RuntimeError, AssertionError, ValueError) as error:
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise ValueError(
-            "Tensor-parallel and data-parallel meshes must be slices of one mesh, as in "
+            "FSDP requires the DP and model parallel TP/EP mesh to be slices of one mesh, as in "
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")); mesh["dp"], mesh["tp"]; '
             f"got {', '.join(map(str, meshes))}"
         ) from error

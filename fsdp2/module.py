@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from .classes import original_class
 from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
 from .finalization import GradientReductionHandle
+from .hooks import wrapper_prefix
 from .interop import PipelineState, state_of
 from .kept import KeepFrozen
 from .link_choices import change_links, change_memory, check_one_mesh
@@ -526,6 +527,17 @@ class FSDPModule:
                 elif grad is not None:
                     grad.requires_grad_(False).zero_()
         super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As of every module; says what to do about the prefix of a wrapper."""
+        try:
+            return super().load_state_dict(state_dict, *args, **options)  # type: ignore[misc]
+        except RuntimeError as error:
+            names = (name for name, _ in self.named_parameters())  # type: ignore[attr-defined]
+            advice = wrapper_prefix(state_dict, names)
+            if not advice:
+                raise
+            raise RuntimeError(f"{error}\n{advice[0]}") from None
 
     # -- inside -----------------------------------------------------------------------------
 

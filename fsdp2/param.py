@@ -66,9 +66,8 @@ class TensorSpec:
         for d in self.data_parallel:
             if not self.placements[d].is_replicate():
                 raise ValueError(
-                    f"Parameter '{name}' has placement {self.placements[d]} on the data-parallel "
-                    f"mesh dim '{names[d]}', which fully_shard is to shard it over: expected "
-                    "Replicate() there"
+                    f"Parameter '{name}': Expected Replicate() on DP dim '{names[d]}' (index {d}) "
+                    f"but got {self.placements[d]}: fully_shard is to shard it there itself"
                 )
         if not dims:
             return None
@@ -136,6 +135,7 @@ class ShardedParam:
         owners: list[tuple[nn.Module, str]],
         mesh: DataParallelMesh,
         dim: int,
+        fqn: str = "",
     ) -> None:
         """Describe ``original``; it becomes sharded when `attach` gets its shard.
 
@@ -145,10 +145,11 @@ class ShardedParam:
             owners: every (module, name) that it is registered as.
             mesh: the ranks to shard over.
             dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
+            fqn: its qualified name, for messages.
         """
         self.owners = owners
         self.mesh = mesh
-        self.fqn = owners[0][1]
+        self.fqn = fqn or owners[0][1]
         self.tensor_parallel: TensorSpec | None = None
         whole = original.detach()
         if isinstance(whole, DTensor):

@@ -38,6 +38,9 @@ class MixedPrecisionPolicy:
             stored in ``param_dtype`` too: nothing updates them, so the bits that computation does
             not see are not needed. ``state_dict`` shows that dtype. Ours only, not in torch.
 
+    Raises:
+        TypeError: if a dtype is none, or not one of floating point.
+
     Example:
         >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         >>> fully_shard(block, mp_policy=bf16)
@@ -55,6 +58,27 @@ class MixedPrecisionPolicy:
         default=None, kw_only=True
     )
     cast_frozen_params: bool = False
+
+    def __post_init__(self) -> None:
+        check_dtypes(self)
+
+
+def check_dtypes(policy: Any) -> None:
+    """The dtypes of ``policy`` (torch's of this name too) are dtypes that can be computed with.
+
+    Raises:
+        TypeError: if one is neither None nor a floating-point or complex ``torch.dtype``.
+    """
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        value = getattr(policy, name)
+        if value is None:
+            continue
+        if not isinstance(value, torch.dtype):
+            raise TypeError(
+                f"{name} must be a torch.dtype, as torch.bfloat16, or None, got {value!r}"
+            )
+        if not (value.is_floating_point or value.is_complex):
+            raise TypeError(f"{name} must be a floating-point dtype, got {value}")
 
 
 def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:

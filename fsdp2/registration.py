@@ -230,6 +230,7 @@ class Registration:
         raise RuntimeError(
             f"{type(module).__name__} was called while its parameters ({names}) are sharded: they "
             f"belong to the unit '{self.unit_name}' ({unit_type}), which gathers them only for its "
-            "own forward. Call that module instead, or call unshard() on it before and reshard() "
-            "after, or give this submodule a fully_shard of its own"
+            "own forward. Call that module instead; for another method of it, as generate, call "
+            "register_fsdp_forward_method(module, 'generate') once; or call unshard() on it before "
+            "and reshard() after, or give this submodule a fully_shard of its own"
         )

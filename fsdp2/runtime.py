@@ -525,7 +525,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     """
     units = units_in(root_module)
     root = unit_of(root_module)
-    _name(root_module, units)
+    name_units(root_module, units)
     _check_finalization(root, units)
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
@@ -565,7 +565,7 @@ def _check_finalization(root: Unit, units: list[Unit]) -> None:
             )
 
 
-def _name(root_module: nn.Module, units: list[Unit]) -> None:
+def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:
     """Qualified names of units and parameters, for messages."""
     names = {module: name for name, module in root_module.named_modules()}
     for unit in units:

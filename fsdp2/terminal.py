@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -33,6 +34,22 @@ def shown(text: str) -> str:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def bytes_of(text: str) -> int:
+    """``5GB``, ``1.5 MiB`` or a number, as bytes.
+
+    Raises:
+        ValueError: for anything else, and for less than one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write 5GB or 500MiB")
+    unit = (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1 if match[2] else 0)
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise ValueError(f"{text!r} is less than one byte")
+    return size
 
 
 def show_bytes(num: float) -> str:

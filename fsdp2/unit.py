@@ -55,7 +55,7 @@ class Unit:
 
     Attributes:
         modules: those that were given to that call.
-        name: their qualified names, known from the first forward on.
+        name: their qualified names, as far as sharded modules around them are known.
         settings, contents, gradients: see the modules of these names.
         registration: which parameters the modules hold.
         reshard_after_forward: what the choice in ``settings`` means here, root or not.

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from .terminal import bytes_of
+
 Group = tuple[str, ...]  # names of the modules of one unit
 WrapPolicy = Callable[[nn.Module], Iterable[str | Sequence[str]]]
 
@@ -56,9 +58,10 @@ def units_of(
 
     Args:
         model: not sharded yet; may be on the meta device.
-        wrap: ``"auto"`` (see `auto`); ``"root"`` or None for one unit; a module class; a pattern
-            of names; a function of the model that gives names; or a list of such things, in which
-            a tuple of names is one unit of several modules.
+        wrap: ``"auto"`` (see `auto`); ``"root"`` or None for one unit; a module class, or
+            ``"class:Block,Embedding"``; ``"size:32MiB"`` (see `by_size`); a pattern of names; a
+            function of the model that gives names; or a list of such things, in which a tuple of
+            names is one unit of several modules.
         ignored_params: parameters that belong to no unit.
 
     Returns:
@@ -107,7 +110,7 @@ def as_policy(wrap: Any) -> WrapPolicy:
     if wrap is None or wrap in ("root", "none"):
         return lambda model: ()
     if isinstance(wrap, str):
-        return auto() if wrap == "auto" else by_name(wrap)
+        return _of_text(wrap)
     if isinstance(wrap, type):
         return by_class(wrap)
     if callable(wrap):
@@ -115,9 +118,19 @@ def as_policy(wrap: Any) -> WrapPolicy:
     if isinstance(wrap, list | tuple):
         return _union([_element(item) for item in wrap])
     raise TypeError(
-        f"wrap must be 'auto', 'root', a module class, names, a function of the model or a list of "
-        f"such, got {wrap!r}"
+        f"wrap must be 'auto', 'root', a module class or 'class:NAME', 'size:BYTES', names, a "
+        f"function of the model or a list of such, got {wrap!r}"
     )
+
+
+def _of_text(text: str) -> WrapPolicy:
+    """As the command line has it, apart from several names in one text."""
+    kind, _, rest = text.partition(":")
+    if kind == "class" and rest:
+        return by_class(*(name.strip() for name in rest.split(",")))
+    if kind == "size" and rest:
+        return by_size(min_bytes=bytes_of(rest))
+    return auto() if text == "auto" else by_name(text)
 
 
 def _element(item: Any) -> WrapPolicy:

@@ -375,11 +375,11 @@ def test_state_dicts() -> None:
 @distributed(2)
 def test_wrong_arguments() -> None:
     layer = replicate(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="replicated already: replicate may be applied"):
+    with pytest.raises(ValueError, match="replicated already: replicate can only be applied"):
         replicate(layer)
     with pytest.raises(ValueError, match="replicated already: fully_shard may be applied"):
         fully_shard(layer)
-    with pytest.raises(ValueError, match="sharded already: replicate may be applied"):
+    with pytest.raises(ValueError, match="sharded already: replicate can only be applied"):
         replicate(fully_shard(nn.Linear(2, 2)))
     mesh = cached_mesh(2, names=("dp",))
     with pytest.raises(ValueError, match="replicate-only dims, got shard='dp'"):

@@ -1,0 +1,308 @@
+"""What new users trip over is answered by an error that says what to do, and changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only
+from models import TRANSFORMER
+from reference import assert_same_gradients, assert_sharded, pair, run_both
+
+pytestmark = ours_only("messages of its own")
+
+if not RUNS_ON_TORCH:
+    from fsdp2 import DataParallelMeshDims, load_full_state_dict, replicate, shard_model
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+
+
+def error_of(
+    action: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], *parts: str
+) -> str:
+    """The message, in which every part occurs."""
+    with pytest.raises(kind) as caught:
+        action()
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+    return text
+
+
+def unchanged(model: nn.Module, action: Callable[[], Any], *parts: str) -> None:
+    """The call is refused, and leaves the model as it was."""
+    before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    hooks = [len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()]
+    error_of(action, (TypeError, ValueError), *parts)
+    assert [type(module) for module in model.modules()] == kinds
+    now = [len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in model.modules()]
+    assert now == hooks
+    for name, param in model.named_parameters():
+        assert param is before[name][0], name
+        same = param.detach() == before[name][1]
+        assert (same.full_tensor() if isinstance(same, DTensor) else same).all(), name
+
+
+# ------------------------------------------------------------------- what is sharded already
+
+
+@distributed(1, 2)
+def test_the_root_before_its_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), mlp())
+    fully_shard(model)
+    inner = model[1]
+    texts = ("'0.weight'", "sharded already", "unit '(root)'", "bottom-up", "blocks")
+    unchanged(model, lambda: fully_shard(inner), *texts)
+    unchanged(model, lambda: replicate(inner), *texts)
+    model(torch.ones(3, 2)).sum().backward()
+    assert_sharded(model)
+
+
+@distributed(1, 2)
+def test_a_block_that_torch_has_sharded() -> None:
+    model = mlp()
+    torch_fsdp.fully_shard(model[1])
+    texts = ("Module '1'", "by torch.distributed.fsdp.fully_shard", "imported from torch")
+    unchanged(model, lambda: fully_shard(model), *texts)
+
+
+@distributed(2)
+def test_a_block_of_a_model_that_torch_has_sharded() -> None:
+    model = mlp()
+    torch_fsdp.fully_shard(model)
+    texts = ("'weight'", "(Shard(dim=0),)", "torch's too", "bottom-up")
+    unchanged(model, lambda: fully_shard(model[0]), *texts)
+
+
+@distributed(2)
+def test_a_tensor_parallel_mesh_that_is_also_the_data_parallel_one() -> None:
+    model = mlp()
+    mesh = cached_mesh(2)
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, mesh, [Shard(1)]))
+    unchanged(model, lambda: fully_shard(model, mesh=mesh), "'0.weight'", 'mesh["tp"]')
+
+
+@distributed(2)
+def test_dtensors_on_another_mesh_of_the_same_ranks_than_the_one_that_is_named() -> None:
+    """As in torch's messages, for scripts and tests that look for them."""
+    model = mlp()
+    named = cached_mesh(2, 1, names=("dp", "tp"))
+    other = DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("data", "tensor"))
+    dims = DataParallelMeshDims(shard="dp")
+    for mesh, placements, part in (
+        (other, [Replicate(), Replicate()], "same mesh passed to fully_shard"),
+        (named, [Shard(0), Replicate()], "Expected Replicate() on DP"),
+    ):
+        whole = model[0].weight.detach()
+        model[0].weight = nn.Parameter(distribute_tensor(torch.ones_like(whole), mesh, placements))
+        unchanged(
+            model, lambda: fully_shard(model, mesh=named, dp_mesh_dims=dims), "'0.weight'", part
+        )
+        model[0].weight = nn.Parameter(torch.ones(6, 4))
+
+
+@distributed(4)
+def test_parallel_meshes_that_are_not_of_one_mesh() -> None:
+    model = mlp()
+    parallel = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "tp"))["tp"]
+    data = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("b", "dp"))["dp"]
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, parallel, [Shard(0)]))
+    unchanged(
+        model,
+        lambda: fully_shard(model, mesh=data),
+        "FSDP requires the DP and model parallel TP/EP mesh",
+    )
+
+
+# -------------------------------------------------------------------------------- arguments
+
+
+@distributed(2)
+def test_arguments_that_make_no_sense() -> None:
+    model = mlp()
+    fully_shard(model[0])
+    for options, parts in (
+        ({"ignored_params": ["1.weight"]}, ("ignored_params", "get_parameter('1.weight')")),
+        ({"ignored_params": "1.weight"}, ("ignored_params", "get_parameter('1.weight')")),
+        ({"ignored_params": model[1].weight}, ("ignored_params", "put it into a set")),
+        ({"ignored_params": {1}}, ("ignored_params", "but 1 is none")),
+        ({"ignored_params": 1}, ("ignored_params", "but 1 is none")),
+        ({"direct_min_bytes": -1}, ("direct_min_bytes", "-1")),
+        ({"direct_min_bytes": "1MB"}, ("direct_min_bytes", "'1MB'")),
+        ({"direct_min_bytes": True}, ("direct_min_bytes", "True")),
+        ({"mp_policy": torch.bfloat16}, ("mp_policy", "MixedPrecisionPolicy")),
+        ({"reshard_after_forward": 5}, ("reshard_after_forward", "factor of 2")),
+        ({"shard_placement_fn": lambda p: Shard(1)}, ("'1.bias'", "on dim 1")),
+        ({"shard_placement_fn": lambda p: "row"}, ("Invalid shard_placement_fn result", "'row'")),
+    ):
+        unchanged(model, lambda options=options: fully_shard(model, **options), *parts)
+    fully_shard(model, ignored_params=[model[1].bias], direct_min_bytes=2**60)
+    assert isinstance(model[1].weight, DTensor)
+    assert not isinstance(model[1].bias, DTensor)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@distributed(2)
+def test_a_refused_root_takes_no_tied_parameter_from_its_blocks() -> None:
+    model = mlp()
+    model[1] = nn.Linear(4, 6)
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    owner = model[0].weight
+    with pytest.raises(ValueError, match="on dim 3"):
+        fully_shard(model, shard_placement_fn=lambda p: Shard(3))
+    assert model[0].weight is owner
+    fully_shard(model)
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, DTensor)
+
+
+def test_dtypes_that_are_none() -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        error_of(
+            lambda name=name: MixedPrecisionPolicy(**{name: "bf16"}),
+            TypeError,
+            name,
+            "torch.bfloat16",
+            "'bf16'",
+        )
+    error_of(lambda: MixedPrecisionPolicy(torch.int8), TypeError, "floating-point", "int8")
+    assert MixedPrecisionPolicy(torch.float16, None, torch.float64).param_dtype is torch.float16
+
+
+@distributed(2)
+def test_dtypes_of_torchs_policy_that_are_none() -> None:
+    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype="bf16")  # pyright: ignore
+    unchanged(mlp(), lambda: fully_shard(mlp(), mp_policy=policy), "param_dtype", "'bf16'")
+
+
+@distributed(4)
+def test_units_inside_that_forget_the_replicas() -> None:
+    """A warning: gradients of the first are not averaged over all ranks, so replicas drift."""
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    for inner, part in (
+        (mesh["shard"], "not averaged over the 2 replicas"),
+        (None, "has no replicas"),
+    ):
+        model = mlp()
+        fully_shard(model[0], mesh=inner)
+        with pytest.warns(UserWarning, match=part) as caught:
+            fully_shard(model, mesh=mesh)
+        assert "Unit '0'" in str(caught[0].message)
+        assert "same mesh=" in str(caught[0].message)
+        assert caught[0].filename == __file__
+
+
+@distributed(4)
+def test_units_inside_that_are_meant_to_be_on_another_mesh() -> None:
+    """No warning for replicated units, tensor parallelism, and a root that is not hybrid."""
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = mlp()
+        replicate(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model = mlp()
+        fully_shard(model[0], mesh=mesh["shard"])
+        fully_shard(model)
+        model = mlp()
+        for name, param in model[0].named_parameters():
+            whole = distribute_tensor(param.detach(), mesh["replicate"], [Shard(0)])
+            setattr(model[0], name, nn.Parameter(whole))
+        fully_shard(model[0], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+
+
+@distributed(2)
+def test_wrap_in_the_words_of_the_command_line() -> None:
+    model = shard_model(mlp(), wrap="class:Linear")
+    assert all(isinstance(layer, FSDPModule) for layer in model)
+    model = shard_model(mlp(), wrap="size:110B")
+    assert [isinstance(layer, FSDPModule) for layer in model] == [True, True]
+    model = mlp()
+    unchanged(model, lambda: shard_model(model, wrap="class:Block"), "no module of class Block")
+    unchanged(model, lambda: shard_model(model, wrap="size:much"), "'much' is no size")
+
+
+# ---------------------------------------------------------------------- inference mode
+
+
+@distributed(1, 2)
+def test_a_model_made_or_sharded_in_inference_mode_trains() -> None:
+    for made, sharded in ((True, False), (False, True), (True, True)):
+        case = TRANSFORMER
+        _, plain = pair(case)
+        torch.manual_seed(0)
+        with torch.inference_mode(made):
+            model = case.build().double()
+        with torch.inference_mode(sharded):
+            for unit in case.units(model):
+                fully_shard(unit)
+            fully_shard(model)
+        for step in range(2):
+            run_both(case, model, plain, step)
+            assert_same_gradients(model, plain)
+
+
+# ----------------------------------------------------- parameters behind the unit's back
+
+
+@distributed(2)
+def test_the_guard_knows_the_full_name_before_the_first_forward() -> None:
+    class Chat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleDict({"layers": nn.ModuleList([mlp()])})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body["layers"][0](x)  # type: ignore[index]
+
+    model = Chat()
+    block = model.body["layers"][0]  # type: ignore[index]
+    fully_shard(block)
+    fully_shard(model)
+    error_of(
+        lambda: block[1](torch.ones(1, 6)),
+        RuntimeError,
+        "body.layers.0.1.weight",
+        "'body.layers.0'",
+        "register_fsdp_forward_method(module, 'generate')",
+        "unshard()",
+    )
+
+
+@distributed(2)
+def test_state_dicts_of_wrapped_models() -> None:
+    model, plain = mlp(), mlp()
+    fully_shard(model[0])
+    fully_shard(model)
+    for prefix, wrapper in (
+        ("module.", "DistributedDataParallel"),
+        ("_orig_mod.", "torch.compile"),
+    ):
+        state = {prefix + name: value for name, value in plain.state_dict().items()}
+        advice = f"consume_prefix_in_state_dict_if_present(state_dict, '{prefix}')"
+        for load in (model.load_state_dict, lambda s: load_full_state_dict(model, s)):
+            given = dict(state)
+            text = error_of(partial(load, given), RuntimeError, wrapper, advice)
+            assert text.count("consume_prefix") == 1
+        model.load_state_dict(dict(state), strict=False)
+        torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, prefix)
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({"other": torch.ones(1)})
+    assert "begin with" not in str(caught.value)
