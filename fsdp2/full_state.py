@@ -30,6 +30,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from .checkpoint.boxes import Box
 from .checkpoint.placement import box_of, slices_like, this_rank
 from .collectives import backend_name, take_tags
+from .failures import explained
 from .hooks import about_to_write, wrapper_prefix
 from .runtime import units_in
 
@@ -485,6 +486,9 @@ def _plain(local: Tensor, name: str) -> Tensor:
     return local
 
 
+_CALL = "a message of full_state_dict or load_full_state_dict, a call of all ranks,"
+
+
 class _Wire:
     """Messages between pairs of ranks: posted one by one, then sent and waited for together.
 
@@ -538,11 +542,12 @@ class _Wire:
 
     def finish(self) -> None:
         """Send and receive all that was posted."""
-        if self._posted:
-            for work in dist.batch_isend_irecv(self._posted):
-                work.wait()
-        for data, source in self._broadcasts:
-            dist.broadcast(data, source, group=self.group)
+        with explained(_CALL, self.group):
+            if self._posted:
+                for work in dist.batch_isend_irecv(self._posted):
+                    work.wait()
+            for data, source in self._broadcasts:
+                dist.broadcast(data, source, group=self.group)
         for into, buffer in self._unpack:
             if into is not buffer:
                 into.copy_(buffer)
@@ -557,7 +562,8 @@ class _Wire:
         if len(self.ranks) == 1:
             return value
         values, device = [value], self._device(torch.device("cpu"))
-        dist.broadcast_object_list(values, source, group=self.group, device=device)
+        with explained(_CALL, self.group):
+            dist.broadcast_object_list(values, source, group=self.group, device=device)
         return values[0]
 
     def _post(self, op: Any, data: Tensor, peer: int, pair: tuple[int, int]) -> None:

@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from .failures import reraise
 from .finalization import Finalization, GradientReductionHandle
 from .forwards import Forward, Forwards
 from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
 from .param import ORIGINS
+from .stale_optimizers import watch_optimizers
 from .streams import make_streams
 from .substitutes import in_functional_call
 from .unit import State, Unit, unit_of, units_in
@@ -272,7 +274,10 @@ class Runtime:
         for reduction in reductions:
             if reduction.collides():
                 self._complete_all()
-            reduction.launch(self.streams)
+            try:
+                reduction.launch(self.streams)
+            except RuntimeError as error:
+                self._reraise(error, reduction)
         self._reductions.append(reductions)
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
@@ -283,7 +288,20 @@ class Runtime:
     def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
         for reductions in in_flight:
             for reduction in reductions:
-                reduction.advance()
+                try:
+                    reduction.advance()
+                except RuntimeError as error:
+                    self._reraise(error, reduction)
+
+    def _reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
+        bucket = reduction.bucket
+        name = next(unit.name for unit in self.units if bucket in unit.buckets)
+        names = [bucket.params[i].fqn for i in reduction.plan.present[:3]]
+        if len(reduction.plan.present) > 3:
+            names.append("...")
+        what = f"the reduction of gradients of unit '{name}' ({', '.join(names)})"
+        transport = reduction.scatter or reduction.replicate
+        reraise(error, what, transport and transport.group)
 
     def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
         """Complete older reductions until one of ``nbytes`` more may be in flight."""
@@ -311,7 +329,10 @@ class Runtime:
 
     def _complete_oldest(self) -> None:
         for reduction in self._reductions.popleft():
-            self._attached += reduction.complete(self.streams)
+            try:
+                self._attached += reduction.complete(self.streams)
+            except RuntimeError as error:
+                self._reraise(error, reduction)
 
     def _complete_all(self) -> None:
         while self._reductions:
@@ -548,6 +569,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for unit in units:
         unit.runtime = runtime
     runtime.choose_kept()
+    watch_optimizers(units)
     for parameters, name, value in lent:
         parameters[name] = value
     return runtime

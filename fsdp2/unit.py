@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .collectives import Finish
+from .failures import reraise
 from .forwards import Forward, are_awaited
 from .kept import free_held
 from .links import Links
@@ -175,10 +176,13 @@ class Unit:
                 self._waits_for_gather = True
                 if bucket.kept:
                     bucket.hold()
-                if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
-                    self._launch_regrouped(bucket, links, tag)
-                elif not bucket.aliases_shards:
-                    self._launch(bucket, links, tag)
+                try:
+                    if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
+                        self._launch_regrouped(bucket, links, tag)
+                    elif not bucket.aliases_shards:
+                        self._launch(bucket, links, tag)
+                except RuntimeError as error:
+                    reraise(error, self._current_gather(), links.mesh.shard_group)
                 if self.encloses:
                     bucket.note_references()
             if self._waits_for_gather:
@@ -204,11 +208,18 @@ class Unit:
         if finish is not None:
             self._gather_finish.append(finish)
 
+    def _current_gather(self) -> str:
+        phase = "backward" if self.runtime.in_backward else "forward"
+        return f"the all-gather of unit '{self.name}' in {phase}"
+
     def finish_gather(self, streams: Streams) -> None:
         """GATHERING -> UNSHARDED: compute may use the parameters."""
         assert self.state is State.GATHERING
-        for finish in self._gather_finish:
-            finish()
+        try:
+            for finish in self._gather_finish:
+                finish()
+        except RuntimeError as error:
+            reraise(error, self._current_gather(), self.mesh.shard_group)
         self._gather_finish.clear()
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)

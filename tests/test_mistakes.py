@@ -306,3 +306,106 @@ def test_state_dicts_of_wrapped_models() -> None:
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict({"other": torch.ones(1)})
     assert "begin with" not in str(caught.value)
+
+
+# ------------------------------------------------------ optimizers that were built too early
+
+
+def sharded_mlp(model: nn.Sequential) -> nn.Sequential:
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    torch.optim.AdamW,
+]
+
+
+@pytest.mark.parametrize("which", range(len(OPTIMIZERS)))
+@distributed(1, 2)
+def test_an_optimizer_built_before_sharding(which: int) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[which](model.parameters())
+    sharded_mlp(model)
+    model(torch.ones(2, 4)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def unchanged_ones() -> list[bool]:
+        pairs = zip(model.parameters(), before, strict=True)
+        return [bool((a == b).full_tensor().all()) for a, b in pairs]  # type: ignore[attr-defined]
+
+    error_of(
+        optimizer.step,
+        RuntimeError,
+        type(optimizer).__name__,
+        "built before fully_shard",
+        "'0.weight' and 3 more",
+        "Build it after fully_shard",
+    )
+    assert all(
+        (a == b).full_tensor().all() for a, b in zip(model.parameters(), before, strict=True)
+    )
+    OPTIMIZERS[which](model.parameters()).step()
+    assert not any(
+        (a == b).full_tensor().all() for a, b in zip(model.parameters(), before, strict=True)
+    )
+
+
+@distributed(2)
+def test_an_optimizer_of_two_models_one_of_which_is_sharded_after_it() -> None:
+    """Its step would change the other one only."""
+    model, other = mlp(), mlp()
+    optimizer = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)
+    sharded_mlp(model)
+    model(other(torch.ones(2, 4))).sum().backward()
+    error_of(optimizer.step, RuntimeError, "built before fully_shard", "'0.weight' and 3 more")
+
+
+@distributed(2)
+def test_optimizers_that_hold_originals_and_are_right() -> None:
+    """The originals live on, and nothing is wrong."""
+    from fsdp2 import stale_optimizers
+
+    # Accelerate puts the sharded parameters into the optimizer that it was given.
+    model = mlp()
+    originals = list(model.parameters())
+    early = torch.optim.AdamW(originals)
+    sharded_mlp(model)
+    early.param_groups[0]["params"] = list(model.parameters())
+    # A teacher that is not sharded shares the parameters, and is trained by an optimizer.
+    shared = mlp()
+    teacher = nn.Sequential(shared[0], nn.Linear(6, 2))
+    student = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    student[0].weight = nn.Parameter(shared[0].weight.detach().clone())
+    student[1].weight = shared[1].weight
+    of_teacher = torch.optim.SGD([*teacher.parameters(), shared[1].weight], lr=0.1)
+    sharded_mlp(student)
+    for step in range(2):
+        for module in (model, student):
+            module(torch.ones(2, 4)).sum().backward()
+        (shared(torch.ones(2, 4)).sum() + teacher(torch.ones(2, 4)).sum()).backward()
+        late = torch.optim.AdamW(model.parameters())
+        for optimizer in (early, late, of_teacher):
+            optimizer.step()
+        assert early in stale_optimizers._fine
+        assert of_teacher not in stale_optimizers._fine, step
+        for optimizer in (early, late, of_teacher):
+            optimizer.zero_grad()
+
+
+@distributed(2)
+def test_steps_of_usual_optimizers_have_no_hook() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    from fsdp2 import stale_optimizers
+
+    if stale_optimizers._hook is not None:  # of an earlier test
+        stale_optimizers._hook.remove()
+        stale_optimizers._hook = None
+    before = len(hooks)
+    model = sharded_mlp(mlp())
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    assert stale_optimizers._hook is None
+    assert len(hooks) == before

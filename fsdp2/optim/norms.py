@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from ..failures import explained
 from .parts import local_part, uncompiled, without_partial_sums
 
 # CPU tensors below this are measured together: one call for each would cost more than the copy.
@@ -430,7 +431,8 @@ def all_reduce(values: Tensor, order: float, group: dist.ProcessGroup) -> Tensor
     """The sum, or largest of each, over the ranks; on the device of ``values``."""
     op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
     reduced = values.contiguous().to(device_for(group, values.device), copy=True)
-    dist.all_reduce(reduced, op, group)
+    with explained("a norm's all-reduce (clip_grad_norm_ or get_total_norm)", group):
+        dist.all_reduce(reduced, op, group)
     return reduced.to(values.device)
 
 

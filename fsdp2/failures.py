@@ -1,0 +1,66 @@
+"""Errors of the communication itself, told again with what was going on.
+
+A rank that waits for others gets the backend's error after its timeout: which socket, how many
+milliseconds. What it does not say is what this rank waited for, and that the cause is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+_ADVICE = (
+    "Another rank stopped with an error of its own (see its output), runs other modules or in "
+    "another order, skipped a forward or a backward, or did not make a call that all ranks have to "
+    "make. To find out which: run the step inside of `with fsdp2.watch_ranks(model):`, and "
+    "fsdp2.check_ranks_agree(model) before it"
+)
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether a backend raised it: a lost connection or a timeout, say."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
+    """Raise ``error`` again; where it is one of communication, with words around it.
+
+    Args:
+        what: was communicated: "the all-gather of unit 'layers.1' in forward".
+        group: over whose ranks; None: unknown.
+    """
+    if not is_of_communication(error) or hasattr(error, "_fsdp2_told"):
+        raise error
+    text = f"Rank {dist.get_rank()}: {what} failed{_others(group)}: {error}\n{_ADVICE}"
+    try:
+        told = type(error)(text)
+    except TypeError:
+        told = RuntimeError(text)
+    vars(told)["_fsdp2_told"] = True
+    raise told from error
+
+
+def _others(group: Any) -> str:
+    try:
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, TypeError, ValueError):  # a group that torch does not know
+        return ""
+    me = dist.get_rank()
+    others = [str(rank) for rank in ranks if rank != me]
+    if not others:
+        return ""
+    more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+    word = "rank" if len(others) == 1 else "ranks"
+    return f", waiting for {word} {', '.join(others[:8])}{more}"
+
+
+@contextmanager
+def explained(what: str, group: Any) -> Iterator[None]:
+    """`reraise` for what is communicated inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        reraise(error, what, group)
