@@ -97,8 +97,9 @@ def test_a_full_state_dict_of_one_rank() -> None:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             yield
         finally:
