@@ -54,7 +54,7 @@ def recording(
             stack.enter_context(simulating(recorder.device))
         if offload:
             device = torch.device("cpu", 0)
-            patch(importlib.import_module("fsdp2.fully_shard"), "device_of", lambda _: device)
+            patch(importlib.import_module("fsdp2.arguments"), "device_of", lambda _: device)
             for name in ("shard_from", "gradient_store"):
                 patch(storage.Bucket, name, _on_host(recorder, getattr(storage.Bucket, name)))
         patch(storage, "resize", recorder.resize)
