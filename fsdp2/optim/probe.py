@@ -36,8 +36,9 @@ SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     3: ((4, 3, 2), (5, 2, 3)),
     4: ((4, 3, 2, 2), (5, 2, 3, 3)),
 }
-# 8-bit optimizers treat parameters from 4,096 elements on in blocks.
-LARGE: dict[int, tuple[int, ...]] = {1: (5000,), 2: (96, 128), 3: (48, 16, 16), 4: (48, 16, 4, 4)}
+# 8-bit optimizers treat parameters from 4,096 elements on in blocks of 64 to 2,048 elements, where
+# blocks come out even: they do for these, and not for the shards of them.
+LARGE: dict[int, tuple[int, ...]] = {1: (12288,), 2: (128, 96), 3: (128, 8, 12), 4: (128, 4, 4, 6)}
 LARGE_FROM = 4096
 
 
@@ -90,7 +91,7 @@ def why_not_elementwise(optimizer: Optimizer, raw: RawStep, closure: bool) -> st
     Raises:
         CannotTry: a step raised.
     """
-    probes = probes_of(optimizer, large=True)
+    probes = probes_of(optimizer)
 
     def compare(dtype: torch.dtype | None) -> str | None:
         return _compare_shards(optimizer, raw, [_in(p, dtype) for p in probes], closure)
@@ -110,7 +111,7 @@ def why_not_separable(
     Raises:
         CannotTry: a step raised.
     """
-    probes = probes_of(optimizer, large=False)
+    probes = probes_of(optimizer, vectors=False)
     varying: set[tuple[int, str]] = set()
 
     def compare(dtype: torch.dtype | None) -> str | None:
@@ -158,9 +159,9 @@ def _compare_shards(
         for mine, grad in zip(pieces, grads, strict=True):
             for p, part in zip(mine, _parts(grad), strict=True):
                 p.grad = part.clone()
-        generators = _random_state(probes)
+        generators = random_state(*(p.device for p in probes))
         _step(optimizer, raw, runs[0], closure)
-        if _random_state(probes) != generators:
+        if random_state(*(p.device for p in probes)) != generators:
             return "draws random numbers"
         for run in runs[1:]:
             try:
@@ -192,8 +193,7 @@ def _compare_separate(
     idle = _parameter(torch.ones_like(together[0]))
     joint = _run(optimizer, probes, together)
     joint.groups[probes[0].group]["params"].append(idle)
-    options = [{k: v for k, v in g.items() if k != "params"} for g in joint.groups]
-    shared = Run([dict(each) for each in options])
+    shared = Run([{k: copied(v) for k, v in g.items() if k != "params"} for g in joint.groups])
     states: list[Any] = [
         _run(optimizer, [p], [q]).state for p, q in zip(probes, alone, strict=True)
     ]
@@ -201,9 +201,9 @@ def _compare_separate(
         before = [p.detach().clone() for p in together]
         for p, q, probe in zip(together, alone, probes, strict=True):
             p.grad, q.grad = probe.grad(step), probe.grad(step)
-        generators = _random_state(probes)
+        generators = random_state(*(p.device for p in probes))
         _step(optimizer, raw, joint, closure)
-        if _random_state(probes) != generators:
+        if random_state(*(p.device for p in probes)) != generators:
             return "draws random numbers"
         if not torch.equal(idle, torch.ones_like(idle)):
             return "changes parameters that have no gradient"
@@ -236,9 +236,9 @@ def _compare_separate(
     return None
 
 
-def _random_state(probes: Sequence[Probe]) -> tuple[Any, ...]:
+def random_state(*devices: torch.device) -> tuple[Any, ...]:
     """Of all generators that a step may use by default."""
-    kinds = {p.device.type for p in probes} - {"cpu"}
+    kinds = {device.type for device in devices} - {"cpu"}
     states = [torch.get_device_module(kind).get_rng_state() for kind in sorted(kinds)]
     return (random.getstate(), *(bytes(s.numpy()) for s in (torch.get_rng_state(), *states)))
 
@@ -270,12 +270,12 @@ def _draws(
     for step in range(2):
         for p, probe in zip(params, probes, strict=True):
             p.grad = probe.grad(step)
-        generators = _random_state(probes)
+        generators = random_state(*(p.device for p in probes))
         try:
             _step(optimizer, raw, run, closure)
         except CannotTry:
             return None  # the step itself will say so
-        if _random_state(probes) != generators:
+        if random_state(*(p.device for p in probes)) != generators:
             return "draws random numbers"
     return None
 
@@ -283,8 +283,12 @@ def _draws(
 # -- probes ----------------------------------------------------------------------------------
 
 
-def probes_of(optimizer: Optimizer, *, large: bool) -> list[Probe]:
-    """For each group and number of dims two small parameters; a large one where there are such."""
+def probes_of(optimizer: Optimizer, *, vectors: bool = True) -> list[Probe]:
+    """For each group and number of dims two small parameters, and a large one where there are such.
+
+    Args:
+        vectors: also large ones with one dim, of which some optimizers make square matrices.
+    """
     probes: list[Probe] = []
     for i, group in enumerate(optimizer.param_groups):
         seen: dict[int, Tensor] = {}
@@ -294,7 +298,8 @@ def probes_of(optimizer: Optimizer, *, large: bool) -> list[Probe]:
                 seen[param.ndim] = param
         for ndim, param in seen.items():
             shapes = list(SHAPES.get(ndim, ((4, *[2] * (ndim - 1)), (5, *[2] * (ndim - 1)))))
-            if large and ndim in LARGE and prod(param.shape) >= LARGE_FROM:
+            large = prod(param.shape) >= LARGE_FROM and (vectors or ndim > 1)
+            if large and ndim in LARGE:
                 shapes.append(LARGE[ndim])
             local = local_part(param.detach())
             device = torch.device("cpu") if local.is_meta else local.device

@@ -40,6 +40,12 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
             f"{caller} expects a torch.optim.Optimizer, and {name} is none. If it wraps one, apply "
             f"{caller} to that one before wrapping it"
         )
+    for attribute in ("param_groups", "state"):
+        if isinstance(getattr(type(optimizer), attribute, None), property):
+            raise TypeError(
+                f"{name} makes up its {attribute} (a property): {caller} cannot show it others. "
+                "If it wraps an optimizer, apply it to that one before wrapping it"
+            )
     for attribute, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise TypeError(

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from .exchange import Exchange, Item, Layout
 from .parts import local_part, placed_like
-from .probe import Trial, why_not_separable
+from .probe import Trial, random_state, why_not_separable
 from .stepping import (
     KEPT,
     check_optimizer,
@@ -337,7 +337,13 @@ class WholeStep:
         group = {key: copied(value) for key, value in options.items()}
         attributes = own_attributes(optimizer)
         with isolated(optimizer, [{**group, "params": [plain]}], inner, copy=False):
+            generators = random_state(whole.device) if self._options.trial is not None else None
             self._step()
+            if generators is not None and random_state(whole.device) != generators:
+                raise RuntimeError(
+                    f"{self._who} drew random numbers, of which one process would draw others. "
+                    "If that is all right, pass separable=True to whole_step"
+                )
             written = _changes(optimizer.param_groups[0], options, self._who)
             own = {
                 name: value
