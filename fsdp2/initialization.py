@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on how a model is sharded.
+"""Memory and initial weights, which do not depend on how a model is sharded.
 
 A random operation on a DTensor draws for the local shard: on the CPU the weights depend then on
 the world size, the mesh and the rows of a rank, and each rank's generator goes its own way. Inside
@@ -8,15 +8,19 @@ and keeps its own part, so any code that initializes gives what it gives on one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .checkpoint.fill import device_for
 from .checkpoint.placement import own_part
+from .unit import units_in
+from .unwritten import never_written
 
 
 @contextmanager
@@ -60,9 +64,9 @@ class _WholeTensors(TorchDispatchMode):
             return first.full_tensor().item()
         if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(first, DTensor):
             return func(*args, **kwargs)
-        if first.is_meta:
-            return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
+        if first.is_meta:  # no values, so nothing to draw
+            return first if name.endswith("_") else func(*args, **kwargs)
         rest = [*args[1:], *kwargs.values()]
         if any(isinstance(arg, DTensor) for arg in rest):
             raise NotImplementedError(f"{name} with several DTensors in init_on_whole_tensors")
@@ -85,3 +89,96 @@ def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str
     operation(whole, *args, **kwargs)
     into._local_tensor.copy_(own_part(whole, into)._local_tensor)
     return into
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+    seed: int | None = 0,
+    parameters: bool = True,
+) -> nn.Module:
+    """Give a sharded model on the meta device memory and initial values, buffers included.
+
+    What ``to_empty`` and ``init_weights`` do, for what is on the meta device only. Before a
+    checkpoint is loaded, use ``parameters=False``: buffers that no checkpoint has (the frequencies
+    of rotary embeddings) are computed, and `fsdp2.checkpoint.load_model` gives the rest memory and
+    values at once, reading every byte once.
+
+    Args:
+        model: sharded; or plain.
+        device: by default that of the parameters' mesh; for shards under `CPUOffloadPolicy` and
+            plain models the CPU.
+        init: what gives values; called with the model. By default ``model.init_weights()`` (of
+            transformers, torchtitan and others), or where there is none ``reset_parameters()``
+            of every module that has it (all of torch.nn).
+        seed: the same weights for every world size and mesh, as by `init_on_whole_tensors`; None:
+            random operations draw as DTensors do.
+        parameters: False: buffers only.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        RuntimeError: naming buffers that are not saved in checkpoints and that ``init`` left
+            without values.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(config)
+        >>> shard_model(model)
+        >>> materialize(model, parameters=False)
+        >>> load_model(model, "Llama-3-8B")
+    """
+    on_mesh = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    usual = torch.device("cpu") if on_mesh is None else device_for(on_mesh)
+    units = units_in(model)
+    offloaded = {id(p.sharded) for u in units if u.settings.offload for p in u.params}
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or (isinstance(tensor, nn.Parameter) and not parameters):
+            return tensor
+        to = device or ("cpu" if id(tensor) in offloaded else usual)
+        return torch.empty_like(tensor, device=to)
+
+    make.makes_empty = True  # type: ignore[attr-defined]
+    model._apply(make)
+    for module in model.modules():
+        # transformers notes which modules have values: these were made on the meta device.
+        vars(module).pop("_is_hf_initialized", None)
+    with nullcontext() if seed is None else init_on_whole_tensors(seed):
+        (init or _usual_init)(model)
+    _check_buffers(model)
+    return model
+
+
+def _usual_init(model: nn.Module) -> None:
+    init_weights = getattr(model, "init_weights", None)
+    if callable(init_weights):
+        init_weights()
+        return
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Check that buffers which no checkpoint holds have values.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    marks = [mark for unit in units_in(model) for mark in unit.contents.unwritten]
+    left = [
+        mark.full_name(names)
+        for mark in never_written(m for m in marks if m.module is not None)
+        if mark.name in mark.module._non_persistent_buffers_set  # type: ignore[union-attr]
+    ]
+    if left:
+        raise RuntimeError(
+            f"Nothing gave values to these buffers, which no checkpoint holds: {', '.join(left)}. "
+            "Pass init=: a function of the model that computes them, too"
+        )

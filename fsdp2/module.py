@@ -19,7 +19,8 @@ from .interop import PipelineState, state_of
 from .kept import KeepFrozen
 from .link_choices import change_links, change_memory, check_one_mesh
 from .runtime import Runtime, build_runtime
-from .unit import Unit, unit_of, units_in
+from .unit import Unit, own_modules, unit_of, units_in
+from .unwritten import to_be_made, write_pattern
 
 
 class FSDPModule:
@@ -548,10 +549,12 @@ class FSDPModule:
             unit.runtime.reshard(unit)
         unit.contents.note_grad_dtypes()
         kept = unit.contents.detach_gradients()
+        made = to_be_made(fn, own_modules(self, recurse), unit.params)  # type: ignore[arg-type]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.contents.adopt_replaced()
         unit.contents.attach_gradients(kept)
         unit.contents.dirty = True
+        unit.contents.unwritten += write_pattern(made)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -28,6 +28,7 @@ from .stale_optimizers import watch_optimizers
 from .streams import make_streams
 from .substitutes import in_functional_call
 from .unit import State, Unit, unit_of, units_in
+from .unwritten import check_meta_buffers, warn_of_unwritten
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
 # On host-ordered devices little overlaps, and memory counts more.
@@ -473,6 +474,13 @@ class Runtime:
     def wait_unshard(self, unit: Unit) -> None:
         unit.unshard(self.streams)
 
+    def look_for_unwritten(self) -> None:
+        """Before the first gather after ``to_empty``: warn of what nothing wrote since."""
+        marks = [mark for unit in self.units for mark in unit.contents.unwritten]
+        for unit in self.units:
+            unit.contents.unwritten = []
+        warn_of_unwritten(self.root.modules[0], marks)
+
     def reshard(self, unit: Unit) -> None:
         """Free ``unit``, with what it keeps gathered."""
         unit.free(self.streams)
@@ -565,6 +573,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         unit.choose_reshard(is_root=unit is root)
     for unit in units:
         unit.materialize()
+    check_meta_buffers(root_module)
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime

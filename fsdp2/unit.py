@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -157,6 +157,8 @@ class Unit:
             self.materialize()
             self.runtime.choose_kept()
             streams.before_root_forward()  # compute has just written the new shards
+        if contents.unwritten:
+            self.runtime.look_for_unwritten()
         if not self.runtime.in_backward:
             if contents.follow_freezing():
                 self.runtime.choose_kept()
@@ -365,3 +367,11 @@ def units_in(module: nn.Module) -> list[Unit]:
         if unit is not None:
             found[unit] = None
     return list(found)
+
+
+def own_modules(module: nn.Module, recurse: bool = True) -> Iterator[nn.Module]:
+    """``module`` and the modules under it, without those of sharded modules inside."""
+    yield module
+    for child in module.children() if recurse else ():
+        if _KEY not in vars(child):
+            yield from own_modules(child)

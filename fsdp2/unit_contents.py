@@ -26,6 +26,7 @@ from .registration import Registration
 from .settings import Settings, direct_min_bytes_for
 from .storage import Bucket
 from .tensor_subclass import inner_tensors
+from .unwritten import Mark
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -68,6 +69,7 @@ class UnitContents:
         self.unsharded: list[nn.Parameter | None] = []
         self.is_trained: tuple[bool, ...] = ()
         self.dirty = False
+        self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
         self.materialized = False
         self.incomplete = False
         self.generation = 0

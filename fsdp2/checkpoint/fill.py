@@ -141,8 +141,9 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
     any_meta = any(t.is_meta for t in found.tensors.values())
     if left:
         raise CheckpointError(
-            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Make "
-            "these on a real device first (buffers that are not saved have to be computed)"
+            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Buffers "
+            "that are not saved have to be computed: fsdp2.materialize(model, parameters=False) "
+            "does it by model.init_weights(); give parameters values, or leave them out"
         )
     return any_meta
 

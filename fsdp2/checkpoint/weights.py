@@ -158,6 +158,7 @@ def load_model(
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         fully_shard(model)
+        fsdp2.materialize(model, parameters=False)  # buffers that no file holds
         load_model(model, "Llama-3-8B")
     """
     with open_source(path) as source:
