@@ -1,0 +1,217 @@
+"""torchao: quantized weights and optimizer state, sharded, beside one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import harness
+from fsdp2 import checkpoint, fully_shard
+from harness import cached_mesh, distributed
+from reference import average_gradients
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+STEPS = 4
+MESHES = {1: (), 2: (), 4: (2, 2)}
+
+
+class Lora(nn.Module):
+    """A frozen NF4 weight and a trained low-rank one."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        super().__init__()
+        self.base = nn.Linear(size_in, size_out, bias=False)
+        base = to_nf4(self.base.weight.detach(), 64, 4)
+        self.base.weight = nn.Parameter(base, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(4, size_in) * 0.1)
+        self.up = nn.Parameter(torch.zeros(size_out, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def converted(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "nf4":
+        return nn.Sequential(Lora(128, 256), nn.Tanh(), Lora(256, 128))
+    model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
+    from torchao.prototype.quantized_training import int8, int8_mixed_precision
+
+    make: Any = {
+        "int8 mixed precision": lambda w: (
+            int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight(
+                w, int8_mixed_precision.Int8MixedPrecisionTrainingConfig()
+            )
+        ),
+        "int8 weights": int8.Int8QuantizedTrainingLinearWeight.from_float,
+        "plain": lambda w: w,
+    }[kind]
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(make(layer.weight.detach()))
+    return model
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    world = dist.get_world_size()
+    if MESHES[world]:
+        options["mesh"] = cached_mesh(*MESHES[world], names=("replicate", "shard"))
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int, size: int = 128) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, size, generator=generator)
+
+
+def without_random_rounding() -> None:
+    """Rounding draws as many numbers as a rank has rows: other ones than one process."""
+    from torchao.prototype.quantized_training import int8
+
+    original = getattr(int8, "_original", int8.quantize_int8_rowwise)
+    int8._original = original
+    int8.quantize_int8_rowwise = lambda t, stochastic_rounding=False, eps=1e-12: original(t)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nf4",
+        "int8 mixed precision",
+        pytest.param("int8 weights", marks=pytest.mark.long),
+    ],
+)
+@distributed(2, long=(1, 4))
+def test_training_is_that_of_one_process(kind: str, reshard: bool) -> None:
+    without_random_rounding()
+    model = converted(kind)
+    reference = copy.deepcopy(model) if kind != "nf4" else converted(kind)
+    shard(model, reshard_after_forward=reshard)
+    sides = [model, reference]
+    optimizers = [
+        torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+        for m in sides
+    ]
+    first = None
+    for step in range(STEPS):
+        losses = []
+        for side in sides:
+            losses.append((side(batch(step)) - 1).square().mean())
+            losses[-1].backward()
+        average_gradients(reference)
+        assert torch.allclose(losses[0], losses[1], rtol=1e-4), (step, losses)
+        first = first or losses[0].item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        assert (model(batch(0)) - 1).square().mean().item() < 0.98 * first  # it learns at all
+
+
+# -- state of optimizers ------------------------------------------------------------------------
+
+
+def optimizer_of(kind: str, model: nn.Module) -> Any:
+    import torchao.optim as ao
+
+    return getattr(ao, kind)(model.parameters(), lr=1e-2)
+
+
+def step_with(model: nn.Module, optimizer: Any, number: int) -> None:
+    (model(batch(number)) - 1).square().mean().backward()
+    with mock.patch.object(torch, "compile", lambda function, **options: function):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_state(kind: str, folder: str) -> list[Any]:
+    model = shard(converted("plain"))
+    optimizer = optimizer_of(kind, model)
+    for number in range(2):
+        step_with(model, optimizer, number)
+    checkpoint.Checkpointer(folder).save(2, model=model, optimizer=optimizer)
+    return after(model, optimizer)
+
+
+def load_state(kind: str, folder: str, *, stepped: bool) -> list[Any]:
+    model = shard(converted("plain"))
+    optimizer = optimizer_of(kind, model)
+    if stepped:
+        step_with(model, optimizer, 7)
+    checkpoint.Checkpointer(folder).load(model=model, optimizer=optimizer)
+    return after(model, optimizer)
+
+
+def after(model: nn.Module, optimizer: Any) -> list[Any]:
+    """Whole values of parameters and state, then those of a step after them."""
+    found = []
+    for _ in range(2):
+        for param, state in optimizer.state.items():
+            for value in (param, *state.values()):
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                plain = local.dequantize() if hasattr(local, "block_size") else local
+                parts: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(parts, plain.detach())
+                found.append(torch.cat(parts) if isinstance(value, DTensor) else plain.clone())
+        x = torch.ones(1, 128)  # the same on any number of ranks
+        (model(x) - 1).square().mean().backward()
+        with mock.patch.object(torch, "compile", lambda function, **options: function):
+            optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stepped", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind",
+    ["AdamW8bit", *(pytest.param(k, marks=pytest.mark.long) for k in ("AdamW4bit", "AdamWFp8"))],
+)
+def test_quantized_state_is_saved_and_loaded(
+    tmp_path: Path, kind: str, ranks: int, stepped: bool
+) -> None:
+    saved = harness.run_on(2, save_state, kind, str(tmp_path))[0]
+    loaded = harness.run_on(ranks, load_state, kind, str(tmp_path), stepped=stepped)[0]
+    assert len(saved) == len(loaded)
+    for before, now in zip(saved[: len(saved) // 2], loaded, strict=False):
+        assert torch.equal(before, now)
+    for before, now in zip(saved, loaded, strict=True):
+        assert torch.allclose(before, now, rtol=1e-3, atol=1e-5)
+
+
+def weights(kind: str, folder: str, *, save: bool) -> Any:
+    model = shard(converted(kind))
+    if save:
+        checkpoint.save_model(model, folder)
+    else:
+        for param in model.parameters():
+            local = param._local_tensor  # type: ignore[attr-defined]
+            for name in getattr(local, "__tensor_flatten__", lambda: ((), None))()[0]:
+                if name != "nf4":
+                    getattr(local, name).zero_()
+        checkpoint.load_model(model, folder)
+    with torch.no_grad():
+        return model(torch.ones(1, 128))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["nf4", "int8 weights", pytest.param("int8 mixed precision", marks=pytest.mark.long)]
+)
+def test_quantized_weights_are_saved_and_loaded(tmp_path: Path, kind: str, ranks: int) -> None:
+    folder = str(tmp_path / "weights")
+    saved = harness.run_on(2, weights, kind, folder, save=True)[0]
+    assert torch.equal(saved, harness.run_on(ranks, weights, kind, folder, save=False)[0])
