@@ -26,9 +26,9 @@ class Forward:
 
     __slots__ = ("__weakref__", "entered", "previous", "unit")
 
-    def __init__(self, unit: Any) -> None:
+    def __init__(self, unit: Any, *, entered: bool = False) -> None:
         self.unit = unit
-        self.entered = False
+        self.entered = entered
         self.previous: weakref.ref[Forward] | None = None
 
     def unit_before(self) -> Any:
@@ -66,7 +66,7 @@ class Forwards:
         Returns:
             The unit that ran before it, if backward is still to come to that.
         """
-        if forward is None or forward.previous is None:
+        if forward is None or (forward.previous is None and not forward.entered):
             forward = next((f for ref in reversed(unit.forwards) if (f := _is_awaited(ref))), None)
         if forward is None or forward.entered:
             return None

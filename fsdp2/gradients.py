@@ -19,7 +19,7 @@ from torch import nn
 
 from .collectives import Finish
 from .links import Links
-from .param import with_own_storage
+from .param import ShardedParam, with_own_storage
 from .reduction import ReducePlan
 from .storage import Bucket, GradientStore
 from .streams import Event, Streams
@@ -318,3 +318,34 @@ class Reduction:
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     return getattr(grad, "_local_tensor", grad)
+
+
+class _NoGraph(torch.autograd.Function):
+    """Identity, whose backward is an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, param: ShardedParam, local: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.fqn = param.fqn
+        return param.sharded_spec.wrap(local)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"Backward came to '{ctx.fqn}'.grad, which backward(create_graph=True) made. Gradients "
+            "of sharded parameters are reduced over ranks, and that is not differentiated. A "
+            "penalty can be on gradients that torch.autograd.grad(..., create_graph=True) gives: "
+            "with respect to inputs and activations or, with reshard_after_forward=False and "
+            "between forward and backward, to the unsharded parameters (of this rank's own loss)"
+        )
+
+
+def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, a sharded gradient, as a tensor that may not be differentiated.
+
+    It requires a gradient, as all that ``backward(create_graph=True)`` leaves.
+    """
+    with torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        return _NoGraph.apply(anchor, param, _local(grad).detach())

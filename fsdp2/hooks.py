@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -185,12 +185,18 @@ class UnitHooks:
         if base.grad_fn is not None and not inputs:
             base.grad_fn.register_prehook(enter)
 
-    def leave_backward(self) -> None:
-        """Backward left the unit by its inputs."""
+    def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
+        """Backward left the unit by its inputs, whose gradients are ``grads``."""
         apart(self.unit.runtime.post_backward, self.unit)
+        if torch.is_grad_enabled():
+            # With create_graph=True. A second backward, through the first one, comes in here.
+            forward = Forward(self.unit, entered=True)
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(functools.partial(self.enter_backward, forward))
 
-    def _leave_by_view(self, grads: Any) -> None:
-        self.leave_backward()
+    def _leave_by_view(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self.leave_backward(grads)
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
@@ -236,7 +242,7 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leave()
+        ctx.leave(grads)
         return (None, *grads)
 
     @staticmethod

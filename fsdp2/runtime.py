@@ -42,6 +42,8 @@ class Runtime:
     Attributes:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
+        creates_graph: whether the last backward was called with ``create_graph=True``: a second one
+            is to go through it, and reads the weights again.
         is_last_backward: whether the end of the next backward waits for the reductions.
         finalization: whether the caller ends the iteration instead.
         forwards: those that backward may still come to.
@@ -67,6 +69,7 @@ class Runtime:
         self._predicted = False
         self._leads_to_backward = False
         self.in_backward = False
+        self.creates_graph = False
         self.num_backwards = 0
         self.forwards = Forwards()
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
@@ -238,6 +241,7 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         self.in_backward = True
+        self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -249,8 +253,12 @@ class Runtime:
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
-        if unit.settings.reshard_after_backward and not runs_next and not unit.running:
+        if self._frees(unit) and not runs_next and not unit.running:
             unit.free(self.streams)
+
+    def _frees(self, unit: Unit) -> bool:
+        """Whether backward frees ``unit``: not if another one is to go through it."""
+        return unit.settings.reshard_after_backward and not self.creates_graph
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
         """Start the reduction of the gradients that ``unit`` has."""
@@ -260,7 +268,7 @@ class Runtime:
             return
         unit.reduced = True
         taken = gradients.take(direct_only=direct_only, may_sum_late=self.ends_iteration)
-        if unit.encloses and self.in_backward and settings.reshard_after_backward:
+        if unit.encloses and self.in_backward and self._frees(unit):
             unit.release_reduced(taken, self.streams)
         reductions = gradients.make_reductions(
             taken,
@@ -414,6 +422,8 @@ class Runtime:
         sum_late(unit.gradients.late_sums for unit in self.units)
         for unit in self.units:
             unit.gradients.late_sums.forget()
+            if self.creates_graph:
+                unit.gradients.refuse_graph()
         self._attached.clear()
         self.forwards.forget_ungraphed()
         self.finalization.end()
@@ -422,10 +432,12 @@ class Runtime:
         for unit in self.units:
             if unit.running:
                 pass  # backward ran inside of its forward, which goes on
-            elif unit.state is not State.SHARDED and unit.settings.reshard_after_backward:
+            elif unit.state is not State.SHARDED and self._frees(unit):
                 unit.free(self.streams)
             elif unit.state is State.GATHERING:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
+            if self.creates_graph and unit.settings.reshard_after_backward and not unit.running:
+                unit.show_sharded()
         if self._offloads:
             self.streams.synchronize()
         self.streams.join_capture()

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
-from .gradients import Reduction
+from .gradients import Reduction, reduced_without_graph
 from .late_sums import LateSums
 from .settings import Settings
 from .storage import Bucket
@@ -89,6 +90,8 @@ class UnitGradients:
                 grad = unsharded.grad
                 if grad is not None:
                     unsharded.grad = None
+                    if grad.requires_grad:  # of backward(create_graph=True)
+                        grad = grad.detach()
                     if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
                         param = bucket.params[i]
                         may_wait = may_sum_late and not bucket.is_reducing(i)
@@ -158,6 +161,16 @@ class UnitGradients:
         for bucket in self._contents.buckets:
             bucket.partial = None
             bucket.partial_present.clear()
+
+    def refuse_graph(self) -> None:
+        """After ``backward(create_graph=True)``: going backward from ``.grad`` is an error.
+
+        The reduction is not differentiated; without this, a penalty on gradients would have no
+        effect beside a loss that has one.
+        """
+        for param in self._contents.params:
+            if isinstance(param.sharded.grad, DTensor):
+                param.sharded.grad = reduced_without_graph(param, param.sharded.grad)
 
     # -- reducing ---------------------------------------------------------------------------
 
