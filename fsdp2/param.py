@@ -172,7 +172,8 @@ class ShardedParam:
         self.note_grad_dtype(original)
         if whole.ndim and not -whole.ndim <= dim < whole.ndim:
             raise ValueError(
-                f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}"
+                f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}: "
+                f"Shard dim {dim} is invalid for {whole.ndim}D tensor"
             )
         self.dim: int | None = dim % whole.ndim if whole.ndim else None
         others = self.tensor_parallel
@@ -343,8 +344,8 @@ def is_extension(tensor: torch.Tensor, name: str) -> bool:
     defined = [method for method in EXTENSION_METHODS if hasattr(tensor, method)]
     if len(defined) == 1:
         raise ValueError(
-            f"Parameter '{name}' ({type(tensor).__name__}) defines {defined[0]} only: both of "
-            f"{' and '.join(EXTENSION_METHODS)} are needed"
+            f"Parameter '{name}' ({type(tensor).__name__}) defines {defined[0]} only. Both "
+            f"{' and '.join(EXTENSION_METHODS)} should be defined"
         )
     return bool(defined)
 

@@ -637,7 +637,8 @@ def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
                 other = ORIGINS[value][1].fqn
                 full = f"{name}.{key}" if name else key
                 raise ValueError(
-                    f"Parameter '{full}' is tied to '{other}', which is sharded in another unit. "
+                    f"Parameter '{full}' is shared with a parameter already managed by another "
+                    f"FSDP group: it is tied to '{other}', which is sharded in another unit. "
                     "Shard a common parent with fully_shard(parent), which takes tied parameters "
                     "over, or put the modules into one unit with fully_shard([module_a, module_b])"
                 )

@@ -131,6 +131,49 @@ def test_parallel_meshes_that_are_not_of_one_mesh() -> None:
 # -------------------------------------------------------------------------------- arguments
 
 
+class Half(torch.Tensor):
+    """Defines one half of the extension of all-gathers."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self,), None
+
+
+@distributed(2)
+def test_words_of_torch() -> None:
+    """What tests and scripts match in torch's messages is in ours."""
+    done = fully_shard(mlp())
+    unchanged(done, lambda: fully_shard(done), "can only be applied to a module once")
+    layers = nn.ModuleList([nn.Linear(2, 2)])
+    part = "fully_shard does not support containers that do not implement forward"
+    unchanged(layers, lambda: fully_shard(layers), part)
+    model = mlp()
+    part = "should be a bool or an int representing the group size to reshard to, not 'yes'"
+    unchanged(model, lambda: fully_shard(model, reshard_after_forward="yes"), part)
+    part = "Shard dim 2 is invalid for 2D tensor"
+    unchanged(model, lambda: fully_shard(model, shard_placement_fn=lambda p: Shard(2)), part)
+    model[1].weight = nn.Parameter(torch.ones(4, 6).as_subclass(Half))
+    part = "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined"
+    unchanged(model, lambda: fully_shard(model), part)
+    model = mlp()
+    meta = DeviceMesh("meta", torch.arange(2), _init_backend=False)
+    whole = DTensor.from_local(torch.ones(6, 4, device="meta"), meta, [Replicate()])
+    model[0].weight = nn.Parameter(whole)
+    part = "Requires DTensor to have mesh of the same type as the FSDP mesh but got meta"
+    with pytest.raises(ValueError, match=part):
+        fully_shard(model)
+    assert not isinstance(model, FSDPModule)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    for layer in model:
+        fully_shard(layer)
+    part = "is shared with a parameter already managed by another FSDP group"
+    error_of(lambda: fully_shard(nn.Sequential(model[1]))(torch.ones(1, 4)), ValueError, part)
+    with torch.device("meta"):
+        model = fully_shard(mlp())
+    part = "FSDP parameters should be materialized from meta device before training"
+    error_of(lambda: model(torch.ones(2, 4)), RuntimeError, part)
+
+
 @distributed(2)
 def test_arguments_that_make_no_sense() -> None:
     model = mlp()
