@@ -145,6 +145,7 @@ MODULES = (
         "torch.nn.Module()._buffers",
         "torch.nn.Module()._forward_hooks",
         "torch.nn.Module()._forward_pre_hooks",
+        "torch.nn.Module()._state_dict_pre_hooks",
         "torch.nn.Module._apply",
     ),
     *_names("what `load_*` returns", "torch.nn.modules.module._IncompatibleKeys"),

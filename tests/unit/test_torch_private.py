@@ -36,7 +36,9 @@ TORCH_CLASSES = (
 
 
 def is_private(part: str) -> bool:
-    return part.startswith("_") and not part.endswith("__") and part.strip("_") != ""
+    """Whether a part of a path is private, and not a mark of ours on objects of others."""
+    ours = part.startswith("_fsdp2_")
+    return part.startswith("_") and not part.endswith("__") and part.strip("_") != "" and not ours
 
 
 @cache
