@@ -296,7 +296,7 @@ def report(
     parts = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in communicated.items() if v)
     print(f"received     per rank and step, computed for float32 gradients: {parts or 'nothing'}")
     print(f"loss curve   {curve}")
-    print(f"checkpoint   {out} (a larger --steps with --resume trains on)")
+    print(f"checkpoint   {out / 'checkpoints'} (a larger --steps with --resume trains on)")
     print(f"sample\n{sample}", flush=True)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -39,8 +39,10 @@ def set_earlier_run_aside(out: str) -> None:
     """A run that starts anew has checkpoints of its own; those of the run before are kept."""
     folder = checkpoint_folder(out)
     if dist.get_rank() == 0 and folder.exists():
-        aside = folder.with_name("checkpoints-before")
-        shutil.rmtree(aside, ignore_errors=True)
+        numbers = itertools.count(1)
+        aside = next(
+            f for n in numbers if not (f := folder.with_name(f"{folder.name}-{n}")).exists()
+        )
         folder.rename(aside)
         print(f"note         checkpoints of the run before are in {aside} now", flush=True)
     dist.barrier()

@@ -190,7 +190,9 @@ class Run:
             f"speed        {self.options.batch / step_s:,.0f} {self.unit}/s, {step_s * 1e3:.0f} ms "
             f"per step (median of {len(times)})"
         )
-        self._say(f"checkpoint   {self.out} (a larger --steps with --resume trains on)")
+        self._say(
+            f"checkpoint   {self.checkpoints.root} (a larger --steps with --resume trains on)"
+        )
         if dist.get_rank() == 0:
             summary = {**figures, "ranks": ranks, "sent_bytes": sent.sent_bytes, "step_s": step_s}
             (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

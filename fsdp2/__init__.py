@@ -71,3 +71,8 @@ __all__ = [
     "watch_ranks",
     "wrap",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names and packages; what else is here serves those."""
+    return sorted([*__all__, "__version__", "checkpoint", "custom", "experts", "testing"])

@@ -60,7 +60,7 @@ def explain(
     Example:
         >>> print(explain(model))
         >>> with torch.device("meta"):
-        ...     print(explain(Llama(), 64, strategy="hybrid", mesh_shape=(8, 8)))
+        ...     print(explain(Llama(), (8, 8), strategy="hybrid"))
     """
     units = units_in(model)
     if (mesh_shape is None) == (not units):

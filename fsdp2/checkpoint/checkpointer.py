@@ -341,7 +341,7 @@ class Checkpointer:
 
     def _resolve(self, step: int | str) -> int:
         if step != "latest":
-            return int(step)
+            return _number(step, self.root)
         steps = self.steps()
         said = said_by_first(f"latest/{self.root}", str(steps[-1] if steps else ""), self.ranks)
         if not said:
@@ -376,7 +376,9 @@ class Checkpointer:
         wanted: list[Wanted] = []
         found = tensors_of(model) if model is not None else None
         if found is not None:
-            wanted, report = match_model(source, found, self.rank, strict=strict, cast=cast)
+            wanted, report = match_model(
+                source, found, self.rank, strict=strict, cast=cast, translatable=False
+            )
             loaded.missing, loaded.unexpected = report.missing, report.unexpected
             assert model is not None
             if check_meta(found, model, {w.name for w in wanted}) and optimizers:
@@ -444,7 +446,7 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
     steps = steps_in(folder)
     if step == "latest" and not steps:
         raise CheckpointNotFound(f"{folder} has no committed checkpoint")
-    number = steps[-1] if step == "latest" else int(step)
+    number = steps[-1] if step == "latest" else _number(step, folder)
     with open_source(_find(folder, number)) as source:
         extra = {
             rank: decode(values_of_rank(source, rank).get("extra")) for rank in source.manifests
@@ -469,6 +471,21 @@ def _find(root: Path, step: int) -> Path:
         known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
         raise CheckpointNotFound(f"{root} has no committed step {step}; the last ones: {known}")
     return path
+
+
+def _number(step: int | str, root: Path) -> int:
+    """A step that was given as a number, or as a string of digits.
+
+    Raises:
+        ValueError: for anything else, with the steps that there are.
+    """
+    try:
+        return int(step)
+    except (TypeError, ValueError):
+        known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
+        raise ValueError(
+            f"step must be a number or 'latest', got {step!r}; the last steps in {root}: {known}"
+        ) from None
 
 
 def _as_list(value: Any) -> list[Any]:

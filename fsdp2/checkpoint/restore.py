@@ -54,6 +54,7 @@ def match_model(
     strict: bool,
     cast: bool,
     names: NameMap = None,
+    translatable: bool = True,
 ) -> tuple[list[Wanted], LoadReport]:
     """Find each tensor of the model in the checkpoint, and check that it fits.
 
@@ -92,7 +93,8 @@ def match_model(
         raise CheckpointMismatch(
             f"{source.path} does not fit the model: missing in the checkpoint: "
             f"[{some(missing)}]; unexpected, not in the model: [{some(unexpected)}]. "
-            "Pass strict=False to load what is in both, or names= to translate names"
+            "Pass strict=False to load what is in both, or "
+            + ("names= to translate names" if translatable else "translate by load_model(names=)")
         )
     check_fit(source, wanted, cast=cast)
     return wanted, LoadReport(missing, unexpected)

@@ -191,6 +191,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
                 _open_index(source, given)
         else:
             source.path = folder
+            if given.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+                raise CorruptCheckpoint(
+                    f"{given} is no safetensors file; checkpoints that are pickled are not read "
+                    "here: use model.load_state_dict(torch.load(..., weights_only=True)), or "
+                    "save it with safetensors.torch.save_file first"
+                )
             _open_single(source, given.name)
     except BaseException:
         source.__exit__()
