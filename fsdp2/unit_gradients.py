@@ -60,9 +60,11 @@ class UnitGradients:
         if self._generation != contents.generation:
             self._generation = contents.generation
             self._accumulators = [
-                get_gradient_edge(param).node
+                node
                 for param in contents.unsharded
-                if param is not None and param.requires_grad
+                if param is not None
+                and param.requires_grad
+                and (node := _accumulator(param)) is not None
             ]
         # Usually the first answer ends it; none is given where nothing is trained.
         return any(map(_will_run, self._accumulators)) or not self._accumulators
@@ -238,6 +240,14 @@ class UnitGradients:
         for i, param in enumerate(bucket.params):
             if i not in grads and param.sharded.requires_grad:
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
+
+
+def _accumulator(param: torch.Tensor) -> Any:
+    """The node that accumulates the gradient; None for some tensor subclasses."""
+    try:
+        return get_gradient_edge(param).node
+    except NotImplementedError:  # it takes a view, and not every class has that operator
+        return None
 
 
 def _will_run(accumulator: Any) -> bool:

@@ -46,7 +46,7 @@ def converted(kind: str) -> nn.Module:
     if kind == "nf4":
         return nn.Sequential(Lora(128, 256), nn.Tanh(), Lora(256, 128))
     model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 128))
-    from torchao.prototype.quantized_training import int8, int8_mixed_precision
+    from torchao.prototype.quantized_training import bitnet, int8, int8_mixed_precision
 
     make: Any = {
         "int8 mixed precision": lambda w: (
@@ -55,6 +55,7 @@ def converted(kind: str) -> nn.Module:
             )
         ),
         "int8 weights": int8.Int8QuantizedTrainingLinearWeight.from_float,
+        "bitnet": bitnet.BitNetTrainingLinearWeight,
         "plain": lambda w: w,
     }[kind]
     for layer in (model[0], model[2]):
@@ -215,3 +216,26 @@ def test_quantized_weights_are_saved_and_loaded(tmp_path: Path, kind: str, ranks
     folder = str(tmp_path / "weights")
     saved = harness.run_on(2, weights, kind, folder, save=True)[0]
     assert torch.equal(saved, harness.run_on(ranks, weights, kind, folder, save=False)[0])
+
+
+@pytest.mark.long
+@distributed(1, 2)
+def test_the_scale_of_bitnet_is_that_of_the_weights_that_compute() -> None:
+    """Its scale is metadata: another one in every gather."""
+    from torchao.prototype.quantized_training import bitnet
+
+    model = converted("bitnet")
+    shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    seen: list[Any] = []
+    model[0].register_forward_pre_hook(  # type: ignore[index,operator]
+        lambda module, args: seen.append(module.weight.scale.clone())
+    )
+    for step in range(STEPS):
+        wholes = [p.full_tensor() for p in model.parameters()]
+        (model(batch(step)) - 1).square().mean().backward()
+        now = bitnet.get_bitnet_scale(getattr(wholes[0], "_data", wholes[0]))
+        assert torch.allclose(seen[-1], now, rtol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.allclose(seen[0], seen[-1], rtol=1e-3)
