@@ -143,6 +143,7 @@ MODULES = (
         "parameters, buffers and hooks of modules, exchanged without the checks of their setters",
         "torch.nn.Module()._parameters",
         "torch.nn.Module()._buffers",
+        "torch.nn.Module()._non_persistent_buffers_set",
         "torch.nn.Module()._forward_hooks",
         "torch.nn.Module()._forward_pre_hooks",
         "torch.nn.Module()._state_dict_pre_hooks",

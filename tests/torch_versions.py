@@ -34,6 +34,7 @@ DEPEND_ON_TORCH_VERSION = {
     "test_torch_suites.py": "cases of torch's own tests",
     "test_transforms.py": "functorch and forward-mode differentiation",
     "test_transports.py": "signatures of collectives",
+    "ecosystem/test_dcp.py": "torch.distributed.checkpoint between torch's FSDP2 and ours",
     "unit/test_torch_private.py": "the private names of torch that we use",
     "unit/test_versions.py": "the check of torch's version",
 }
