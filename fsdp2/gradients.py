@@ -11,11 +11,12 @@ On stream-ordered devices `launch` enqueues everything and `complete` only makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .collectives import Finish
 from .links import Links
@@ -72,6 +73,7 @@ class Reduction:
         self.flat: Any = None
         self._held: Any = None
         self.in_place = False
+        self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
         self._finish: Finish | None = None
         self._event: Event = None
         self._advanced = False
@@ -239,6 +241,7 @@ class Reduction:
             else:
                 _local(param.sharded.grad).add_(grad)
         self.dtensors = dtensors
+        self._fresh = dtensors.keys()
 
     def _run_finish(self) -> None:
         if self._finish is not None:
@@ -283,7 +286,9 @@ class Reduction:
     def _write_back(self) -> None:
         """From the temporary output into the gradient storage, or added to ``.grad``."""
         if self.in_place:
+            self._fresh = self.plan.present
             return
+        fresh = self._fresh = []
         params, store = self.bucket.params, self.store
         slots, rank = self.bucket.layout.slots, self.bucket.rank
         for i in self.plan.present:
@@ -293,6 +298,7 @@ class Reduction:
             value = value.view(slot.local_shape(rank))
             grad = params[i].sharded.grad
             if grad is None:
+                fresh.append(i)
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 _local(grad).add_(value.to(_local(grad).device))
@@ -306,14 +312,23 @@ class Reduction:
         attached = []
         for i in self.plan.present:
             sharded = params[i].sharded
-            if self.in_place or sharded.grad is None:
+            if i in self._fresh:
+                if sharded.grad is None:
+                    attached.append(sharded)
+                else:  # autograd left one meanwhile, of a use of the shard itself
+                    _add(sharded.grad, to=self.dtensors[i])
                 sharded.grad = self.dtensors[i]
-                attached.append(sharded)
             hooks = sharded._post_accumulate_grad_hooks
             if hooks:  # as autograd would call them
                 for hook in tuple(hooks.values()):
                     hook(sharded)
         return attached
+
+
+def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:
+    if isinstance(grad, DTensor) and isinstance(to, DTensor):
+        grad = grad.redistribute(placements=to.placements)
+    _local(to).add_(_local(grad))
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

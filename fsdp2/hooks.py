@@ -200,8 +200,12 @@ class UnitHooks:
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
-        unit = self.unit
         self._watching = True
+        self.notice_accumulation()
+
+    def notice_accumulation(self) -> None:
+        """Call `_accumulated` whenever autograd has accumulated a gradient."""
+        unit = self.unit
         if self._watched_generation == unit.contents.generation:
             return
         self._watched_generation = unit.contents.generation
@@ -224,6 +228,7 @@ class UnitHooks:
 
     def _accumulated(self) -> None:
         unit = self.unit
+        unit.runtime.begin_backward()
         if not self._watching or unit.settings.reduce_unused:
             return  # (ranks that use different parameters reduce at the end of backward)
         self._num_accumulated += 1

@@ -203,8 +203,7 @@ class Runtime:
                 parameters. If not (``autograd.grad``), someone may compute them in another run
                 and assign them: pipelines with zero bubbles do. No hook is called there.
         """
-        if not self.in_backward:
-            self._begin_backward()
+        self.begin_backward()
         settings = unit.settings
         before = self.forwards.enter(unit, forward)
         if unit.backward_began:
@@ -239,7 +238,10 @@ class Runtime:
         # and an optimizer in backward may be writing their shards.
         self._prefetch(unit for unit in units if unit.awaits_backward)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Something of this tree is in a run of autograd; its end ends this backward."""
+        if self.in_backward:
+            return
         self.in_backward = True
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
@@ -453,6 +455,7 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             unit.launch_gather(self.streams)
+        unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
 
     def take_weight_gradients(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""

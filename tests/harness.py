@@ -207,6 +207,8 @@ def _serve(
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
+    if not RUNS_ON_TORCH:
+        start_accounts()
     _freeze()
     connection.send_bytes(pickle.dumps(_Outcome(value="ready")))
     while True:
@@ -220,6 +222,21 @@ def _serve(
         except Exception:
             answer = pickle.dumps(_Outcome(error=traceback.format_exc()))
         connection.send_bytes(answer)
+
+
+_accounts = contextlib.ExitStack()
+
+
+def start_accounts() -> None:
+    """From now on every test fails where a gradient that autograd made does not arrive."""
+    from fsdp2.testing import account_gradients
+
+    _accounts.enter_context(account_gradients())
+
+
+def stop_accounts() -> None:
+    """For a test of them, which starts them again."""
+    _accounts.close()
 
 
 @functools.cache

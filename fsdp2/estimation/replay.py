@@ -209,7 +209,7 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, outside of autograd."""
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         self.in_backward = True
         self.forward_root = None
 

@@ -3,6 +3,7 @@
 - `simulated`: a process group for one process that moves as many bytes as a real one, and takes the
   time of a `link`.
 - `order`: a happens-before checker over a list of events; no torch.
+- `account_gradients`: follows every gradient that autograd makes, and raises where one is lost.
 - `recording`: runs training on the CPU as if on a device with streams, and records its order.
 
 Example:
@@ -12,6 +13,8 @@ Example:
     >>> assert check(recorder.events) == []
 """
 
+from .gradients import account_gradients
+from .ledger import GradientLostError
 from .link import Link, Transfer
 from .order import Checker, Kind, Violation, check
 from .recording import recording
@@ -20,6 +23,7 @@ from .trace import Recorder, UsedAfterFreeError
 
 __all__ = [
     "Checker",
+    "GradientLostError",
     "Kind",
     "Link",
     "Recorder",
@@ -27,6 +31,7 @@ __all__ = [
     "Transfer",
     "UsedAfterFreeError",
     "Violation",
+    "account_gradients",
     "check",
     "recording",
     "simulated_mesh",

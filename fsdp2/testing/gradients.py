@@ -1,0 +1,270 @@
+"""Accounts for every gradient: see `account_gradients`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..gradients import Reduction
+from ..runtime import Runtime
+from ..unit import Unit
+from ..unit_gradients import UnitGradients
+from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
+
+_UNREDUCED = ("on_param", "waiting", "taken")
+
+
+@contextmanager
+def account_gradients() -> Iterator[None]:
+    """Follow every gradient that autograd makes, and raise where one does not arrive.
+
+    For all sharded modules of this process, those that exist already included. Each accumulation
+    into an unsharded parameter is counted, by parameter and micro-batch, and followed through
+    accumulation and reductions to the ``.grad`` of the sharded parameter. At the end of a backward
+    with gradient sync (of `FSDPModule.finalize_backward`, of a pipeline's step) and at a step of an
+    optimizer, all that belongs there must have arrived. Costs some microseconds per parameter and
+    micro-batch, no memory, no communication; nothing outside of the context.
+
+    Micro-batches are numbered from 0 in every iteration, in the order of the unit's forwards.
+
+    Raises:
+        GradientLostError: names the unit, the parameter, the micro-batch, and where the gradient
+            was seen last. Out of ``backward()``, ``finalize_backward()`` or ``optimizer.step()``.
+        RuntimeError: if it is active already.
+
+    Example:
+        >>> with fsdp2.testing.account_gradients():
+        ...     for batch in loader:
+        ...         loss_of(model, batch).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    if _accounts:
+        raise RuntimeError("account_gradients() is active already")
+    _accounts.append(weakref.WeakSet())
+    with ExitStack() as stack:
+        stack.callback(_accounts.clear)
+        for owner, name, around in _FOLLOWED:
+            method = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, _wrapped(method, around)))
+        stack.callback(register_optimizer_step_pre_hook(_check_step).remove)
+        yield
+
+
+_accounts: list[weakref.WeakSet[Account]] = []  # one set while active
+
+
+def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(partial(method, self), self, *args, **kwargs)
+
+    return call
+
+
+# -- the way of a gradient ------------------------------------------------------------------
+
+
+def _launch_gather(original: Any, unit: Unit, *args: Any) -> None:
+    original(*args)
+    if type(unit) is not Unit:
+        return  # one of an estimate, without gradients
+    account = open_account(unit)
+    watch(account, unit, _made)
+    _accounts[0].add(account)
+
+
+def _post_forward(original: Any, runtime: Runtime, unit: Unit, **kwargs: Any) -> None:
+    account, forward = account_of(unit.gradients), kwargs.get("forward")
+    if account and forward and kwargs["differentiable"] and not runtime.in_backward:
+        account.forward_ended(forward, len(unit.modules))
+    original(unit, **kwargs)
+
+
+def _pre_backward(
+    original: Any, runtime: Runtime, unit: Unit, forward: Any = None, **kwargs: Any
+) -> None:
+    account = account_of(unit.gradients)
+    if account and not unit.backward_began:
+        # (The hooks on outputs may run again in the backward of the weights.)
+        first = forward is None or not forward.entered
+        owes = first and not kwargs.get("accumulates", True) and not runtime.ends_iteration
+        shown = unit.registration.shown == "unsharded"
+        account.backward_entered(forward, owes=owes, shown=shown)
+    original(unit, forward, **kwargs)
+
+
+def _take(original: Any, gradients: UnitGradients, **kwargs: Any) -> Any:
+    account = account_of(gradients)
+    if account is None:
+        return original(**kwargs)
+    account.observe()
+    taken = original(**kwargs)
+    for bucket, grads in zip(gradients._contents.buckets, taken, strict=True):
+        account.took([bucket.params[i] for i in grads])
+    return taken
+
+
+def _accumulate(original: Any, gradients: UnitGradients) -> None:
+    account = account_of(gradients)
+    if account is not None:
+        account.observe()
+    original()
+    if account is not None:
+        account.accumulated(gradients.accumulated)
+
+
+def _make_reductions(original: Any, gradients: UnitGradients, *args: Any, **kwargs: Any) -> Any:
+    reductions = original(*args, **kwargs)
+    account = account_of(gradients)
+    if account is None:
+        return reductions
+    for reduction in reductions:
+        params = [reduction.bucket.params[i] for i in reduction.plan.present]
+        vars(reduction)["_records"] = account.launched(params)
+    return reductions
+
+
+def _complete(original: Any, reduction: Reduction, *args: Any) -> Any:
+    records = vars(reduction).get("_records", ())
+    for record in records:  # an optimizer in backward may step in the middle of this
+        record.attaching, record.flying = record.flying, []
+    result = original(*args)
+    for record in records:
+        sharded = record.param.sharded
+        if reduction.waits:
+            record.partial += record.attaching
+        else:
+            record.num_reduced += len(record.attaching)
+            if reduction.replicate is not None:
+                record.partial.clear()
+            if sharded.grad is None and not sharded._post_accumulate_grad_hooks:
+                record.lose(record.attaching, "it was reduced, and not attached to the shard")
+        record.attaching.clear()
+    return result
+
+
+def _discard(original: Any, reduction: Reduction, *args: Any) -> None:
+    original(*args)
+    for record in vars(reduction).get("_records", ()):
+        record.forget()
+
+
+def _drop(original: Any, gradients: UnitGradients) -> None:
+    original()
+    account = account_of(gradients)
+    if account is not None:
+        account.forget()
+
+
+# -- is all there? --------------------------------------------------------------------------
+
+
+def _made(account: Account) -> None:
+    """A gradient was made; see that it is noticed, also where no hook of the unit runs."""
+    unit = account.unit()
+    if unit is None or unit.runtime.in_backward or account.is_queued:
+        return
+    account.is_queued = True
+    Variable._execution_engine.queue_callback(partial(_check_noticed, weakref.ref(account)))
+
+
+def _check_noticed(ref: weakref.ref[Account]) -> None:
+    account = ref()
+    unit = None if account is None else account.unit()
+    if account is None or unit is None:
+        return
+    account.is_queued = False
+    manual = unit.runtime.finalization.manual
+    if unit.settings.reduce_grads and not unit.runtime.in_backward and not manual:
+        _raise(account.problems(_UNREDUCED, all_owed=False))
+
+
+def _end_backward(original: Any, runtime: Runtime) -> None:
+    explicit = torch._C._current_graph_task_id() == -1  # of a pipeline, not of a backward
+    original()
+    _check(runtime, ended=runtime.ends_iteration, explicit=explicit)
+
+
+def _finalize_backward(original: Any, runtime: Runtime, *, wait: bool) -> Any:
+    result = original(wait=wait)
+    _check(runtime, ended=wait, explicit=True)
+    return result
+
+
+def _finish_finalization(original: Any, runtime: Runtime, *args: Any) -> None:
+    original(*args)
+    _check(runtime, ended=True, explicit=True)
+
+
+def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
+    """At the end of a backward or an iteration."""
+    problems = []
+    for unit in runtime.units:
+        account, settings = account_of(unit.gradients), unit.settings
+        if account is None:
+            continue
+        account.observe()
+        places: list[str] = []
+        waits_for_caller = runtime.finalization.manual and settings.sync_grads and not explicit
+        if settings.reduce_grads and not waits_for_caller:
+            places += _UNREDUCED
+        if ended:
+            places.append("flying")
+            if settings.all_reduce_grads and settings.reduce_grads:
+                places.append("partial")
+        problems += account.problems(places, all_owed=ended and explicit)
+        if ended:
+            account.settle()
+    _raise(problems)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step: all gradients of what it changes are there."""
+    stepped: set[int] = set()
+    problems = []
+    for account in list(_accounts[0]) if _accounts else ():
+        account.observe()
+        for record in account.records.values():
+            left = record.left(PLACES)
+            if left and not stepped:
+                groups = optimizer.param_groups
+                stepped = {id(p) for group in groups for p in group["params"]}
+            if left and id(record.param.sharded) in stepped:
+                name = record.param.fqn
+                problems += [f"parameter '{name}', {text}, and now it is stepped" for text in left]
+    _raise(problems)
+
+
+def _raise(problems: list[str]) -> None:
+    if not problems:
+        return
+    for account in list(_accounts[0]) if _accounts else ():
+        account.forget()
+    shown = "\n  ".join(problems[:20])
+    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    raise GradientLostError(f"Gradients did not reach the sharded parameters:\n  {shown}{more}")
+
+
+_FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (Unit, "launch_gather", _launch_gather),
+    (Runtime, "post_forward", _post_forward),
+    (Runtime, "pre_backward", _pre_backward),
+    (UnitGradients, "take", _take),
+    (UnitGradients, "accumulate", _accumulate),
+    (UnitGradients, "make_reductions", _make_reductions),
+    (UnitGradients, "drop", _drop),
+    (Reduction, "complete", _complete),
+    (Reduction, "discard", _discard),
+    (Runtime, "end_backward", _end_backward),
+    (Runtime, "finalize_backward", _finalize_backward),
+    (Runtime, "_finish_finalization", _finish_finalization),
+)

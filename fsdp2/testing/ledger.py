@@ -1,0 +1,253 @@
+"""What became of the gradients of one unit: every one that autograd made is in one place.
+
+A gradient of one parameter and one micro-batch goes this way, and the account of its unit follows::
+
+    made -> on the parameter -> (accumulated) -> taken -> in a reduction -> (partial) -> reduced
+
+In brackets: in the dtype of the reduction, without gradient sync; over shards, before an all-reduce
+over replicas. Whatever leaves this way is lost, unless it was dropped on purpose: after a backward
+that failed, or by `FSDPModule.reset_iter_state`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..forwards import Forward
+from ..param import ShardedParam
+from ..unit import Unit
+
+# Where a gradient may be that is not reduced yet, and how to say it.
+PLACES = {
+    "on_param": "it is still on the unsharded parameter: no reduction took it",
+    "waiting": "it waits in the accumulated sum, which no reduction took",
+    "taken": "it was taken from the parameter, and no reduction has it",
+    "flying": "its reduction was never completed",
+    "partial": "it was reduced over shards only, and the all-reduce over replicas never came",
+}
+
+
+class GradientLostError(RuntimeError):
+    """A gradient that autograd made did not reach the ``.grad`` of its sharded parameter."""
+
+
+class Record:
+    """The gradients of one parameter, as micro-batches, by the place where they are."""
+
+    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "tensor")
+
+    def __init__(self, param: ShardedParam) -> None:
+        self.param = param
+        self.tensor: Any = None  # the unsharded parameter that is watched
+        self.seen: Any = None  # of its `.grad`: which tensor, and how often it was written
+        self.num_reduced = 0
+        self.lost: list[str] = []
+        self.on_param: list[int] = []
+        self.waiting: list[int] = []
+        self.taken: list[int] = []
+        self.flying: list[int] = []
+        self.partial: list[int] = []
+        self.attaching: list[int] = []
+
+    def now(self) -> Any:
+        """Changes with every write to ``.grad`` of the unsharded parameter."""
+        grad = None if self.tensor is None else self.tensor.grad
+        return None if grad is None else (id(grad), grad._version)
+
+    def lose(self, micro_batches: list[int], why: str) -> None:
+        self.lost += [f"micro-batch {m}: {why}" for m in micro_batches]
+        micro_batches.clear()
+
+    def left(self, places: Any = PLACES) -> list[str]:
+        """What is in any of ``places``, in words."""
+        return [
+            f"micro-batch {m}: {PLACES[place]}" for place in places for m in getattr(self, place)
+        ]
+
+    def forget(self) -> None:
+        """They were dropped on purpose."""
+        for place in (*PLACES, "lost", "attaching"):
+            getattr(self, place).clear()
+        self.seen = self.now()
+
+
+class Account:
+    """The gradients of one unit.
+
+    Attributes:
+        current: the micro-batch whose backward is in the unit.
+        owed: micro-batches of a pipeline that went through backward for inputs only.
+        unseen: those of them in whose backward the modules did not hold the parameters that
+            compute, so that nobody could ask for their gradients.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.ref(unit)
+        self.records: dict[int, Record] = {}
+        self.generation = -1
+        self.current = 0
+        self.owed: list[int] = []
+        self.unseen: list[int] = []
+        self.is_queued = False
+        self._num_forwards = 0
+        self._numbers: weakref.WeakKeyDictionary[Forward, int] = weakref.WeakKeyDictionary()
+
+    # -- micro-batches ----------------------------------------------------------------------
+
+    def forward_ended(self, forward: Forward, num_modules: int) -> None:
+        self._numbers[forward] = self._num_forwards // num_modules
+        self._num_forwards += 1
+
+    def backward_entered(self, forward: Forward | None, *, owes: bool, shown: bool) -> None:
+        if forward is not None:
+            self.current = self._numbers.get(forward, self.current)
+        if owes:
+            self.owed.append(self.current)
+            if not shown:
+                self.unseen.append(self.current)
+
+    # -- from place to place ----------------------------------------------------------------
+
+    def made(self, record: Record) -> None:
+        """Autograd has accumulated a gradient."""
+        record.on_param.append(self.current)
+        record.seen = record.now()
+
+    def observe(self) -> None:
+        """Find what somebody assigned by hand, as pipelines with zero bubbles do, or took away."""
+        by_hand = []
+        for record in self.records.values():
+            now = record.now()
+            if now is None and record.on_param:
+                record.lose(
+                    record.on_param,
+                    "it was removed from the unsharded parameter",
+                )
+            elif now is not None and now != record.seen:
+                by_hand.append(record)
+            record.seen = now
+        if by_hand:
+            micro_batch = self.owed.pop(0) if self.owed else self.current
+            for record in by_hand:
+                record.on_param.append(micro_batch)
+
+    def took(self, params: list[ShardedParam]) -> None:
+        for param in params:
+            record = self.records.get(id(param))
+            if record is not None:
+                record.taken += record.waiting + record.on_param
+                record.waiting.clear()
+                record.on_param.clear()
+                record.seen = record.now()
+
+    def accumulated(self, waiting: Any) -> None:
+        """Sums are where they wait for a reduction; ``waiting``: by ``id`` of the parameter."""
+        for record in self.records.values():
+            if record.on_param and record.tensor.grad is None:
+                if id(record.param) in waiting:
+                    record.waiting += record.on_param
+                    record.on_param.clear()
+                else:
+                    record.lose(record.on_param, "it was taken off to be accumulated, and was not")
+            record.seen = record.now()
+
+    def launched(self, params: list[ShardedParam]) -> list[Record]:
+        """A reduction of them is on its way."""
+        records = [self.records[id(p)] for p in params if id(p) in self.records]
+        for record in records:
+            record.flying += record.taken
+            record.taken.clear()
+        return records
+
+    # -- is all there? ----------------------------------------------------------------------
+
+    def problems(self, places: Any, *, all_owed: bool) -> list[str]:
+        """What is lost, and what is in one of ``places`` where nothing should be any more."""
+        unit = self.unit()
+        found = [
+            (record.param.fqn, text)
+            for record in self.records.values()
+            for text in (*record.lost, *record.left(places))
+        ]
+        if all_owed and self.owed:
+            missing = (self.unseen or self.owed)[: len(self.owed)]
+            names = ", ".join(record.param.fqn for record in self.records.values())
+            found += [
+                (
+                    names,
+                    f"micro-batch {m}: backward computed the gradients of inputs only, and those "
+                    "of these parameters never came",
+                )
+                for m in missing
+            ]
+        if all_owed:
+            self.owed.clear()
+            self.unseen.clear()
+        name = "" if unit is None else unit.name
+        return [f"unit '{name}', parameter '{param}', {text}" for param, text in found]
+
+    def settle(self) -> None:
+        """Count micro-batches from 0 again, if none is on its way."""
+        unit = self.unit()
+        if unit is None or unit.awaits_backward or unit.running:
+            return
+        if not any(record.left() for record in self.records.values()):
+            self._num_forwards = 0
+
+    def forget(self) -> None:
+        self.owed.clear()
+        self.unseen.clear()
+        for record in self.records.values():
+            record.forget()
+
+
+def account_of(gradients: Any) -> Account | None:
+    """That of the unit whose `UnitGradients` these are; None if it is not watched."""
+    return vars(gradients).get(_KEY)
+
+
+def open_account(unit: Unit) -> Account:
+    """That of ``unit``; made if there is none, so that the two live equally long."""
+    account = account_of(unit.gradients)
+    if account is None:
+        account = vars(unit.gradients)[_KEY] = Account(unit)
+    return account
+
+
+def watch(account: Account, unit: Unit, on_made: Any) -> None:
+    """Be told when autograd accumulates a gradient of the unit's parameters as they are now."""
+    if account.generation == unit.contents.generation:
+        return
+    account.generation = unit.contents.generation
+    before = account.records
+    account.records = {}
+    for param in unit.params:
+        record = account.records[id(param)] = before.get(id(param)) or Record(param)
+        tensor = param.unsharded
+        if tensor is None or record.tensor is tensor:
+            continue
+        record.lose(record.on_param, "its unsharded parameter was replaced by another")
+        record.tensor, record.seen = tensor, None
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(_reporting(account, record, on_made))
+        else:
+            record.tensor = None  # may be thawed later
+
+
+def _reporting(account: Account, record: Record, on_made: Any) -> Any:
+    # The collector does not see what hooks of tensors hold.
+    of_account, key = weakref.ref(account), id(record.param)
+
+    def hook(param: torch.Tensor) -> None:
+        there = of_account()
+        if there is not None and key in there.records:
+            there.made(there.records[key])
+            on_made(there)
+
+    return hook
+
+
+_KEY = "_account"

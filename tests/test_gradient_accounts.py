@@ -1,0 +1,175 @@
+"""`fsdp2.testing.account_gradients`, which is on in all ranks: planted losses are found by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import harness
+from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2.gradients import Reduction
+from fsdp2.runtime import Runtime
+from fsdp2.testing import GradientLostError, account_gradients
+from fsdp2.unit import unit_of
+from fsdp2.unit_gradients import UnitGradients
+from harness import distributed, ours_only
+from models import MLP
+from reference import pair
+
+pytestmark = [ours_only("torch has no such accounts")]
+
+END = Runtime.end_backward
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    MLP.loss(model, *MLP.batch(step, dist.get_rank(), next(model.parameters()).dtype)).backward()
+
+
+def accumulate_and_sync(model: nn.Module) -> None:
+    """Three micro-batches, of which the last one reduces."""
+    assert isinstance(model, FSDPModule)
+    with model.no_sync():
+        backward(model, 0)
+        backward(model, 1)
+    backward(model, 2)
+
+
+def of_unit(gradients: UnitGradients, name: str) -> bool:
+    return gradients._contents._registration.unit_name == name
+
+
+def take_and_forget() -> Any:
+    """What `take` returns lacks a parameter."""
+    take = UnitGradients.take
+
+    def forgetful(self: UnitGradients, **kwargs: Any) -> Any:
+        taken = take(self, **kwargs)
+        if of_unit(self, "2") and taken[0]:
+            taken[0].pop(0)
+        return taken
+
+    return mock.patch.object(UnitGradients, "take", forgetful)
+
+
+def forget_to_take() -> Any:
+    """No reduction ever sees the gradients of one unit, and nobody looks for them."""
+    take, left = UnitGradients.take, UnitGradients.are_left
+
+    def blind(self: UnitGradients, **kwargs: Any) -> Any:
+        return [{} for _ in self._contents.buckets] if of_unit(self, "2") else take(self, **kwargs)
+
+    def nothing_left(self: UnitGradients) -> bool:
+        return False if of_unit(self, "2") else left(self)
+
+    both = contextlib.ExitStack()
+    both.enter_context(mock.patch.object(UnitGradients, "take", blind))
+    both.enter_context(mock.patch.object(UnitGradients, "are_left", nothing_left))
+    return both
+
+
+def drop_instead_of_accumulating() -> Any:
+    accumulate = UnitGradients.accumulate
+
+    def dropping(self: UnitGradients) -> None:
+        accumulate(self)
+        if of_unit(self, "2"):
+            self.accumulated.clear()
+
+    return mock.patch.object(UnitGradients, "accumulate", dropping)
+
+
+def reset_on_the_unsharded_parameter() -> Any:
+    """As an optimizer's ``zero_grad`` on unsharded parameters would do it."""
+    end = Runtime.end_backward
+
+    def resetting(self: Runtime) -> None:
+        end(self)
+        for unit in self.units:
+            for param in unit.params if unit.name == "2" else ():
+                param.unsharded.grad = None  # type: ignore[union-attr]
+
+    return mock.patch.object(Runtime, "end_backward", resetting)
+
+
+def never_complete() -> Any:
+    return mock.patch.object(Runtime, "_complete_all")
+
+
+def not_attached() -> Any:
+    attach = Reduction._attach
+
+    def forgetful(self: Reduction) -> Any:
+        attached = attach(self)
+        for i in self.plan.present:
+            if self.bucket.params[i].fqn == "2.bias":
+                self.bucket.params[i].sharded.grad = None
+        return attached
+
+    return mock.patch.object(Reduction, "_attach", forgetful)
+
+
+@contextlib.contextmanager
+def planted(mutation: Callable[[], Any]) -> Iterator[None]:
+    """Break the code below what counts."""
+    harness.stop_accounts()
+    try:
+        with mutation(), account_gradients():
+            yield
+    finally:
+        harness.start_accounts()
+
+
+PLANTED: list[tuple[Any, dict[str, Any], str]] = [
+    (take_and_forget, {}, r"'2', parameter '2\.weight', micro-batch 0: it was removed from the"),
+    (forget_to_take, {}, r"'2', parameter '2\.weight', micro-batch 0: it is still on the unsh"),
+    (forget_to_take, {}, r"'2', parameter '2\.bias', micro-batch 2: it is still on the unsh"),
+    (drop_instead_of_accumulating, {"mp_policy": BF16}, r"'2\.weight', micro-batch 0: it was tak"),
+    (reset_on_the_unsharded_parameter, {}, r"'2\.weight', micro-batch 0: it was removed from"),
+    (never_complete, {}, r"micro-batch 2: its reduction was never completed"),
+    (not_attached, {}, r"'2\.bias', micro-batch 2: it was reduced, and not attached"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PLANTED)))
+@distributed(2)
+def test_a_planted_loss_is_named(number: int) -> None:
+    """By unit, parameter and micro-batch."""
+    mutation, options, text = PLANTED[number]
+    dtype = torch.float32 if options else torch.float64
+    model, _ = pair(MLP, dtype=dtype, **options)
+    optimizer = torch.optim.SGD(model.parameters())
+    accumulate_and_sync(model)  # without it, all is well
+    optimizer.step()
+    optimizer.zero_grad()
+    with planted(mutation), pytest.raises(GradientLostError, match=text):
+        accumulate_and_sync(model)
+    unit_of(model).runtime.reset(discard=True)
+
+
+@distributed(2)
+def test_a_step_without_a_backward_with_sync() -> None:
+    """Micro-batches are accumulated, and the last one is too: nothing was reduced."""
+    model, _ = pair(MLP)
+    assert isinstance(model, FSDPModule)
+    optimizer = torch.optim.SGD(model.parameters())
+    with model.no_sync():
+        backward(model)
+    with pytest.raises(GradientLostError, match=r"'4\.bias', micro-batch 0: .* now it is stepped"):
+        optimizer.step()
+    model.reset_iter_state()
+
+
+def test_the_context_is_not_nested() -> None:
+    with account_gradients():
+        with pytest.raises(RuntimeError, match="active already"), account_gradients():
+            pass
+        assert Runtime.end_backward is not END
+    assert Runtime.end_backward is END  # off: nothing is left of it
