@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .meeting import Meeting, RanksDisagreeError, differences, name_ranks
 from .param import ShardedParam
-from .runtime import units_in
-from .unit import Unit
+from .unit import Unit, units_in
 
 
 def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float = 60.0) -> None:

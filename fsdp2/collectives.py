@@ -28,9 +28,10 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.profiler import record_function
 
+from .gather_plan import GatherPlan
 from .mesh import own_group
 from .reduction import ReducePlan, stage
-from .storage import Bucket, GatherPlan
+from .storage import Bucket
 from .streams import device_module
 
 Finish = Callable[[], None]

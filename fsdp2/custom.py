@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Finish, Transport
+from .gather_plan import GatherPlan
 from .reduction import ReducePlan, stage
-from .storage import Bucket, GatherPlan
+from .storage import Bucket
 
 
 class Comm(Protocol):

@@ -32,7 +32,7 @@ from .checkpoint.placement import box_of, slices_like, this_rank
 from .collectives import backend_name, take_tags
 from .failures import explained
 from .hooks import about_to_write, wrapper_prefix
-from .runtime import units_in
+from .unit import units_in
 
 # Tensors are sent together up to this many bytes (of whole tensors), or one by one if larger.
 BATCH_BYTES = 32 * 1024 * 1024

@@ -21,6 +21,7 @@ from .arguments import (
     checked_reshard,
     warn_of_other_meshes,
 )
+from .building import name_units
 from .classes import class_for
 from .copying import refuse_own_deepcopy
 from .hooks import StateDictHooks, UnitHooks
@@ -34,7 +35,6 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from .runtime import name_units
 from .settings import Settings
 from .unit import Unit, set_unit, units_in
 

@@ -286,9 +286,10 @@ class Reduction:
     def _write_back(self) -> None:
         """From the temporary output into the gradient storage, or added to ``.grad``."""
         if self.in_place:
-            self._fresh = self.plan.present
+            self._fresh = self.covered
             return
-        fresh = self._fresh = []
+        fresh: set[int] = set()
+        self._fresh = fresh
         params, store = self.bucket.params, self.store
         slots, rank = self.bucket.layout.slots, self.bucket.rank
         for i in self.plan.present:
@@ -298,7 +299,7 @@ class Reduction:
             value = value.view(slot.local_shape(rank))
             grad = params[i].sharded.grad
             if grad is None:
-                fresh.append(i)
+                fresh.add(i)
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 _local(grad).add_(value.to(_local(grad).device))

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .building import build_runtime
 from .checkpoint.placement import own_part
 from .forwards import Forward
 from .modes import apart, between_graphs, is_transformed
-from .runtime import build_runtime
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .building import build_runtime
 from .classes import original_class
 from .copying import ToBeCopied
 from .custom import AllGather, ReduceScatter
@@ -18,7 +19,7 @@ from .hooks import wrapper_prefix
 from .interop import PipelineState, state_of
 from .kept import KeepFrozen
 from .link_choices import change_links, change_memory, check_one_mesh
-from .runtime import Runtime, build_runtime
+from .runtime import Runtime
 from .unit import Unit, own_modules, unit_of, units_in
 from .unwritten import to_be_made, write_pattern
 

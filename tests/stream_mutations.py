@@ -15,11 +15,12 @@ from unittest import mock
 from fsdp2 import collectives
 from fsdp2 import unit as unit_module
 from fsdp2.collectives import GroupTransport
+from fsdp2.gather_plan import GatherPlan
 from fsdp2.gradients import Reduction
 from fsdp2.hooks import UnitHooks
 from fsdp2.references import References
 from fsdp2.runtime import Runtime
-from fsdp2.storage import Bucket, GatherPlan, GradientStore, RegroupedShards
+from fsdp2.storage import Bucket, GradientStore, RegroupedShards
 from fsdp2.streams import DeviceStreams
 from fsdp2.testing import Kind
 from fsdp2.unit import State, Unit

@@ -206,8 +206,8 @@ class Net(nn.Module):
                     raise Boom
                 if torch.is_grad_enabled():
                     x = _Fails.apply(x, self.control)
-                if self.control["wastes"]:
-                    self.layers[0](x)
+                if self.control["wastes"]:  # (backward may come to it for as long as it is held)
+                    self.control["wasted"] = self.layers[0](x)
             x = self.layers[index](x)
         if self.head_is_embedding:
             assert self.embedding is not None
@@ -224,7 +224,7 @@ def sharded(plan: Plan, control: dict) -> Any:
         "direct_min_bytes": plan.direct_min_bytes,
         "mp_policy": {
             "full": MixedPrecisionPolicy(),
-            "low": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "low": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
             "mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             "reduce": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
         }[plan.precision],
@@ -338,7 +338,7 @@ class Training:
 
     def micro(self, micro: Micro) -> None:
         model = self.model
-        self.control.update(order=micro.order, fails=micro.fails, wastes=micro.wastes)
+        self.control.update(order=micro.order, fails=micro.fails, wastes=micro.wastes, wasted=None)
         model.set_requires_gradient_sync(micro.sync)
         if micro.sync:
             model.set_requires_all_reduce(micro.all_reduce)

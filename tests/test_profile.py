@@ -27,9 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, Profile, explain, fully_shard, profile, replicate
-from fsdp2.runtime import units_in
 from fsdp2.testing import simulated_mesh
-from fsdp2.unit import Unit
+from fsdp2.unit import Unit, units_in
 from harness import cached_mesh, distributed, ours_only
 from models import MLP, NESTED, TRANSFORMER, build_even_mlp, build_mlp
 from reference import pair, shard_case

@@ -9,8 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ..runtime import units_in
-from ..unit import Unit
+from ..unit import Unit, units_in
 from .events import Recording
 from .measures import Measures, UnitMeasures, measure
 from .recorder import Recorder

@@ -1,0 +1,124 @@
+"""What a gather of one bucket reads and writes, as lists of tensors that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from .layout import BucketLayout, Slot
+
+
+class Gathered(Protocol):
+    """The gathered storage: one or several pieces of memory."""
+
+    dtype: torch.dtype
+
+    def view(self, offset: int, numel: int) -> torch.Tensor:
+        """Elements ``offset`` to ``offset + numel``, which lie in one piece."""
+        ...
+
+
+class GatherPlan:
+    """Everything that a gather of one bucket reads and writes, as lists made once.
+
+    Attributes:
+        inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
+        own, source: this rank's slices of ``outputs`` and where their data comes from. With a
+            cast, ``own`` is written first (cast straight into place) and gathered in place.
+        rows: for each output, how many elements each rank has that are not padding.
+    """
+
+    __slots__ = (
+        "cast",
+        "inputs",
+        "messages",
+        "outputs",
+        "own",
+        "rank",
+        "rows",
+        "source",
+        "unpack_from",
+        "unpack_to",
+    )
+
+    def __init__(
+        self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
+    ) -> None:
+        self.rank = rank
+        self.cast = shards.dtype != gathered.dtype
+        self.messages: Any = None  # what a transport wants to keep with the plan
+        num_shards = layout.num_shards
+        spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]
+        starts = [layout.slots[i].full_offset for i in layout.direct]
+        self.rows = [
+            [layout.slots[i].local_numel(r) for r in range(num_shards)] for i in layout.direct
+        ]
+        if layout.pack_numel:
+            spans.append((layout.pack_offset, layout.pack_numel))
+            starts.append(layout.pack_full_offset)
+            self.rows.append([layout.pack_numel] * num_shards)
+        self.source = [shards[offset : offset + numel] for offset, numel in spans]
+        self.outputs = [
+            gathered.view(start, num_shards * numel)
+            for start, (_, numel) in zip(starts, spans, strict=True)
+        ]
+        self.own = [
+            output[rank * numel : (rank + 1) * numel]
+            for output, (_, numel) in zip(self.outputs, spans, strict=True)
+        ]
+        self.inputs = self.own if self.cast else self.source
+        self._plan_unpack(layout, gathered)
+
+    def _plan_unpack(self, layout: BucketLayout, gathered: Gathered) -> None:
+        """Views for copying packed parameters from the pack to their places."""
+        self.unpack_to: list[torch.Tensor] = []
+        self.unpack_from: list[torch.Tensor] = []
+        if not layout.packed:
+            return
+        num_shards = layout.num_shards
+        pack = gathered.view(layout.pack_full_offset, num_shards * layout.pack_numel)
+        pack = pack.view(num_shards, layout.pack_numel)
+        slots = [layout.slots[i] for i in layout.packed]
+        for group in _of_equal_size([slot for slot in slots if slot.dim in (0, None)]):
+            first, numel = group[0], group[0].shard_numel
+            whole = gathered.view(first.full_offset, len(group) * num_shards * numel)
+            rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)
+            self.unpack_to.append(whole.view(len(group), num_shards, numel))
+            self.unpack_from.append(rows.unflatten(1, (len(group), numel)).transpose(0, 1))
+        for slot in slots:
+            if slot.dim in (0, None):
+                continue
+            whole = gathered.view(slot.full_offset, prod(slot.shape)).view(slot.shape)
+            offset = slot.shard_offset - layout.pack_offset
+            for rank in range(num_shards):
+                start, stop = slot.span(rank)
+                piece = pack[rank, offset : offset + slot.local_numel(rank)]
+                self.unpack_to.append(whole.narrow(slot.dim, start, stop - start))
+                self.unpack_from.append(piece.view(slot.local_shape(rank)))
+
+    def unpack(self) -> None:
+        """Copy packed parameters from the pack to their places, those of equal size together."""
+        if self.unpack_to:
+            torch._foreach_copy_(self.unpack_to, self.unpack_from)
+
+
+def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Neighbours in both storages with shards of equal size, grouped; empty ones left out."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        if not slot.shard_numel:
+            continue
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None
+            and slot.shard_numel == last.shard_numel
+            and slot.shard_offset == last.shard_offset + last.shard_numel
+            and slot.full_offset == last.full_offset + last.full_numel
+        ):
+            groups[-1].append(slot)
+        else:
+            groups.append([slot])
+    return groups
