@@ -68,6 +68,12 @@ def covered_bytes(ranges: Iterable[tuple[int, int]]) -> int:
     return total
 
 
+def _lies_in(part: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether a range of (address, bytes) lies in one of the others."""
+    start, stop = part[0], sum(part)
+    return any(address <= start and stop <= address + size for address, size in ranges)
+
+
 class Ledger(TorchDispatchMode):
     """Records the bytes of every live tensor storage after every operation.
 
@@ -95,6 +101,9 @@ class Ledger(TorchDispatchMode):
         # Where the object of a live storage is, its weak reference, its place in `histories`.
         # Holding the reference keeps that place from being given to another storage.
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Storages that are slices of others. A slice keeps the storage that it was cut from, not
+        # the memory: when that is resized to nothing, the slice still names bytes that are gone.
+        self._slices: set[int] = set()
         self._paused = False
 
     @property
@@ -132,29 +141,46 @@ class Ledger(TorchDispatchMode):
     def sample(self, operation: str) -> None:
         """Counts now, right after `operation`."""
         moment = len(self.live_bytes)
-        live = []
+        live, fixed = [], []
         for key, (reference, place) in list(self._live.items()):
             now = (0, 0)
             if reference.expired():
                 del self._live[key]
+                self._slices.discard(key)
             else:
                 storage = torch.UntypedStorage._new_with_weak_ptr(key)
                 if storage is not None and storage.nbytes():
                     now = (storage.data_ptr(), storage.nbytes())
-                    live.append(now)
+                    if storage.resizable():
+                        live.append(now)
+                    elif key not in self._slices:
+                        fixed.append((key, now))
             ranges = self.histories[place].ranges
             if now != (ranges[-1][1:] if ranges else (0, 0)):
                 ranges.append((moment, now[0], now[1]))
+        for key, now in fixed:  # a slice, or memory that is not torch's
+            if _lies_in(now, live):
+                self._slices.add(key)
+            else:
+                live.append(now)
         self.operations.append(operation)
         self.live_bytes.append(covered_bytes(live))
+
+    def _is_slice(self, part: torch.UntypedStorage) -> bool:
+        others = map(torch.UntypedStorage._new_with_weak_ptr, list(self._live))
+        ranges = [(s.data_ptr(), s.nbytes()) for s in others if s is not None and s.resizable()]
+        return _lies_in((part.data_ptr(), part.nbytes()), ranges)
 
     def _track(self, tensors: object, operation: str) -> None:
         for tensor in tree_iter(tensors):
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 continue
             local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-            reference = StorageWeakRef(local.untyped_storage())
+            storage = local.untyped_storage()
+            reference = StorageWeakRef(storage)
             if reference.cdata not in self._live:
+                if not storage.resizable() and self._is_slice(storage):
+                    self._slices.add(reference.cdata)
                 self._live[reference.cdata] = (reference, len(self.histories))
                 self.histories.append(StorageHistory(f"{operation} in {_caller()}"))
 

@@ -8,9 +8,14 @@ it lives exactly as long as the part of the graph that backward would enter the 
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
+from torch import nn
+
+_METHODS = __package__ + ".hooks"  # has what calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
 
@@ -93,3 +98,23 @@ def _is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
 
 def _nothing() -> None:
     return None
+
+
+def modules_being_called() -> set[nn.Module]:
+    """The modules whose forward, or a registered method in its place, is on the stack of a thread.
+
+    Of any thread: autograd calls hooks from threads of its own where there is an accelerator.
+    """
+    found: set[nn.Module] = set()
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            module = None
+            if frame.f_code is nn.Module._call_impl.__code__:
+                module = frame.f_locals.get("self")
+            elif frame.f_globals.get("__name__") == _METHODS and frame.f_code.co_name == "call":
+                module = frame.f_locals.get("module")
+            if isinstance(module, nn.Module):
+                found.add(module)
+            frame = frame.f_back
+    return found

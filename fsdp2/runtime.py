@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from .failures import reraise
 from .finalization import Finalization, GradientReductionHandle
-from .forwards import Forward, Forwards
+from .forwards import Forward, Forwards, modules_being_called
 from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
@@ -239,11 +239,26 @@ class Runtime:
         """Something of this tree is in a run of autograd; its end ends this backward."""
         if self.in_backward:
             return
+        if self.forward_root is not None:
+            self._notice_failed_forward()
         self.in_backward = True
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
         Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _notice_failed_forward(self) -> None:
+        """A forward has begun and not ended: it called this backward, or it has raised.
+
+        After one that raised the units it left running are to be freed like all others. What is
+        on the stack tells the two apart; it is looked at in this rare case only.
+        """
+        running = modules_being_called()
+        for unit in self.units:
+            if not running.intersection(unit.modules):
+                unit.running = 0
+        if self.forward_root is not None and not self.forward_root.running:
+            self.forward_root = None
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of a call of ``unit`` are done: reduce them and free the unit."""

@@ -47,6 +47,7 @@ def _names(use: str, *names: str, without: str = "") -> tuple[PrivateName, ...]:
 
 AUTOGRAD = (
     *_names("whether a backward is running", "torch._C._current_graph_task_id"),
+    *_names("whether a forward is running", "torch.nn.Module._call_impl"),
     *_names(
         "whether a backward accumulates gradients of a unit",
         "torch._C._will_engine_execute_node",

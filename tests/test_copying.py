@@ -480,7 +480,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     contents = {
         "params", "buckets", "links", "gather_tags", "reduce_tags", "unsharded", "is_trained",
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_reserved_tags",
-        "_sharded", "_versioned", "_regrouped_for",
+        "_sharded", "_versioned", "_regrouped_for", "unwritten",
     }  # fmt: skip
     given = {"mesh", "device", "_settings", "_registration"}
     mesh: Any = None
@@ -489,7 +489,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     assert vars(unit.contents).keys() == contents | given
     gradients = {
         "accumulated", "late_sums", "_contents", "_settings", "_offloads", "_accumulators",
-        "_generation",
+        "_generation", "widened",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients
     assert vars(unit.gradients.late_sums).keys() == {"groups"}

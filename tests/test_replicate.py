@@ -377,7 +377,7 @@ def test_wrong_arguments() -> None:
     layer = replicate(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="replicated already: replicate can only be applied"):
         replicate(layer)
-    with pytest.raises(ValueError, match="replicated already: fully_shard may be applied"):
+    with pytest.raises(ValueError, match="replicated already: fully_shard can only be applied"):
         fully_shard(layer)
     with pytest.raises(ValueError, match="sharded already: replicate can only be applied"):
         replicate(fully_shard(nn.Linear(2, 2)))

@@ -65,6 +65,8 @@ class World:
 class CountedGradient(Held):
     """A gradient that is not reduced yet."""
 
+    requires_grad = False  # no backward here makes a graph of its own
+
     def __init__(self, account: Account, nbytes: int, numel: int, dtype: torch.dtype) -> None:
         super().__init__(account, "unreduced gradients", nbytes)
         self.numel = numel
