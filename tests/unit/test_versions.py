@@ -48,7 +48,7 @@ def test_the_command_tells_the_versions(capsys: pytest.CaptureFixture[str]) -> N
     "version", ["2.10.0", "2.16.0", "2.16.0.dev20261101+cpu", "3.0.0", "1.13.1"]
 )
 def test_a_torch_outside_of_the_range_warns_and_names_what_was_tested(version: str) -> None:
-    with pytest.warns(UserWarning, match=r"tested with torch 2\.11 to 2\.15") as caught:
+    with pytest.warns(UserWarning, match=r"supports torch 2\.11 to 2\.15") as caught:
         assert versions.warn_if_untested(version)
     assert f"torch {version}" in str(caught[0].message)
 
@@ -67,7 +67,7 @@ def test_the_warning_comes_once_when_the_package_is_imported() -> None:
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    import fsdp2, fsdp2.checkpoint, fsdp2.versions\n"
-        "print([str(w.message) for w in caught if 'tested with torch' in str(w.message)])"
+        "print([str(w.message) for w in caught if 'supports torch' in str(w.message)])"
     )
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
