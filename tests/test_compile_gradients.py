@@ -46,7 +46,7 @@ def assert_equal(ours: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(1, 2)
+@distributed(2, long=(1,))
 def test_a_compiled_step_is_the_step(name: str) -> None:
     torch._dynamo.reset()
     compiled, eager = pair(MLP)[0], pair(MLP)[0]

@@ -99,7 +99,7 @@ def test_dtypes_and_values_are_those_of_torch() -> None:
             assert torch.equal(found[1][name], expected), f"{what}: {name}"
 
 
-@distributed(1, 2, 3)
+@distributed(2, long=(1, 3))
 def test_float32_gradients_of_low_precision_parameters_add_up() -> None:
     """A thousand and one ones, in micro-batches with and without sync: bf16 would stop at 256."""
     for sync in (False, True):

@@ -175,7 +175,7 @@ class Counting(Base):
         return grad * norm / (group["k"] + group["count"] + self.calls)
 
 
-@distributed(2, 3)
+@distributed(2, long=(3,))
 def test_counters_in_groups_and_on_the_optimizer_advance_once_a_step() -> None:
     """Also those of a group without gradients, as in one process."""
 
@@ -430,7 +430,7 @@ class InContainers(Base):
         return sum(momenta.values()) + sum(queue)  # type: ignore[return-value]
 
 
-@distributed(2, 3)
+@distributed(2, long=(3,))
 def test_local_steps_keep_dtensors_in_containers() -> None:
     model, plain, optimizer, reference = train(
         MLP, lambda p: local_step(InContainers(p)), InContainers

@@ -127,7 +127,7 @@ def test_two_tensor_steps_on_local_tensors() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@distributed(1, 2, long=(3,))
+@distributed(2, long=(1, 3))
 def test_every_way_to_make_the_parameter_computes_with_the_last_gather(style: str) -> None:
     """Another scale in every gather: after forward, in backward, in the next step."""
     for kind in (OfMesh, OfModule):
