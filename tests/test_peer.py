@@ -122,10 +122,23 @@ def run(script: Script, library: ModuleType) -> list[dict[str, Tensor | None]]:
     return results
 
 
+# Until 2.15, torch added the gradients of several uses of a parameter (a tied embedding, several
+# micro-batches) in the dtype of computation. We add them in the reduction's, with any torch.
+PEER_SUMS_IN_BF16 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
 def assert_close(
-    mine: dict[str, Tensor | None], theirs: dict[str, Tensor | None], what: str
+    mine: dict[str, Tensor | None],
+    theirs: dict[str, Tensor | None],
+    what: str,
+    *,
+    rounded: bool = False,
 ) -> None:
-    """By the tolerances of the reference, which are of the largest value on any rank."""
+    """By the tolerances of the reference, which are of the largest value on any rank.
+
+    Args:
+        rounded: theirs were rounded to bf16 once more.
+    """
     assert list(mine) == list(theirs), what
     names = [name for name, value in theirs.items() if value is not None]
     assert names == [name for name, value in mine.items() if value is not None], what
@@ -138,6 +151,8 @@ def assert_close(
         assert value.shape == expected.shape
         assert value.dtype == expected.dtype
         allowed = 0.0 if one_order_only() else TOLERANCE[expected.dtype] * scale
+        if rounded:
+            allowed = torch.finfo(torch.bfloat16).eps * scale
         difference = largest(value - expected)
         assert difference <= allowed, f"{what}, {name}: differs by {difference} of {scale}"
 
@@ -151,9 +166,10 @@ def compare(script: Script) -> None:
     for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         # A difference in the last bit of a parameter may turn a rounding to bf16 the other way:
         # from the second step on, only scripts without a cast have a tolerance.
-        if script.precision is not None and not one_order_only() and index >= 2:
+        rounded = script.precision is not None and PEER_SUMS_IN_BF16
+        if script.precision is not None and (rounded or not one_order_only()) and index >= 2:
             break
-        assert_close(mine, theirs, f"{script}: result {index}")
+        assert_close(mine, theirs, f"{script}: result {index}", rounded=rounded)
 
 
 BF16 = (torch.bfloat16, torch.float32)
