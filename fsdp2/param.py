@@ -359,9 +359,13 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: contiguous, of a storage whose size does not change.
     """
+    return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
+
+
+def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
     start = tensor.storage_offset() * tensor.itemsize
-    part = tensor.untyped_storage()[start : start + tensor.nbytes]
-    return tensor.new_empty(0).set_(part, 0, tensor.shape, tensor.stride())
+    return tensor.untyped_storage()[start : start + tensor.nbytes]
 
 
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

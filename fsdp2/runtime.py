@@ -404,9 +404,7 @@ class Runtime:
     def _finish_finalization(self, handle: GradientReductionHandle) -> None:
         self.finalization.check_handle(handle)
         self._complete_iteration()
-        if self._offloads:
-            self.streams.synchronize()
-        self.streams.join_capture()
+        self._join()
 
     def _reduce_left(self) -> None:
         """Reduce what no hook has reduced; or accumulate it, where gradients are not in sync.
@@ -452,6 +450,10 @@ class Runtime:
                 unit.finish_gather(self.streams)  # or the optimizer would overtake it
             if self.creates_graph and unit.settings.reshard_after_backward and not unit.running:
                 unit.show_sharded()
+        self._join()
+
+    def _join(self) -> None:
+        """Let the host (for offloaded shards) and a graph capture wait for all streams."""
         if self._offloads:
             self.streams.synchronize()
         self.streams.join_capture()

@@ -20,7 +20,7 @@ import torch
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, regroup
 from .mesh import DataParallelMesh
-from .param import ShardedParam, own_rows
+from .param import ShardedParam, own_rows, storage_part, with_own_storage
 from .policy import MixedPrecisionPolicy
 from .references import References
 
@@ -170,7 +170,7 @@ class GradientStore:
         with torch.no_grad():
             for i, local in enumerate(self.locals):
                 if local.numel():
-                    self._parts[i] = _part_of_storage(self.flat, self._slots[i], self._rank)
+                    self._parts[i] = storage_part(_shard_of(self.flat, self._slots[i], self._rank))
                     local.set_(self._parts[i], 0, local.shape, local.stride())
 
     def free(self) -> None:
@@ -523,21 +523,18 @@ def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
     return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides)
 
 
+def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's shard of a parameter, as a view of ``flat``."""
+    stop = slot.shard_offset + slot.local_numel(rank)
+    return flat[slot.shard_offset : stop].view(slot.local_shape(rank))
+
+
 def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's shard of a parameter as a tensor whose storage is just these bytes of ``flat``.
 
     ``torch.save`` writes whole storages, so a plain view would make it write the whole unit.
     """
-    numel, shape = slot.local_numel(rank), slot.local_shape(rank)
-    if numel == 0:
-        return flat.new_empty(shape)
-    if flat.is_meta:
-        return flat[slot.shard_offset : slot.shard_offset + numel].view(shape)
-    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-    return flat.new_empty(0).set_(_part_of_storage(flat, slot, rank), 0, shape, strides)
-
-
-def _part_of_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.UntypedStorage:
-    start = slot.shard_offset * flat.itemsize
-    stop = start + slot.local_numel(rank) * flat.itemsize
-    return flat.untyped_storage()[start:stop]
+    shard = _shard_of(flat, slot, rank)
+    if shard.numel() == 0:
+        return flat.new_empty(shard.shape)
+    return shard if flat.is_meta else with_own_storage(shard)
