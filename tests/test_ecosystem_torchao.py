@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import harness
-from fsdp2 import checkpoint, fully_shard
+from fsdp2 import checkpoint, full_state_dict, fully_shard, load_full_state_dict
 from harness import cached_mesh, distributed
 from reference import average_gradients
+from test_full_state_subclasses import assert_alike, inner
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -239,3 +240,31 @@ def test_the_scale_of_bitnet_is_that_of_the_weights_that_compute() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.allclose(seen[0], seen[-1], rtol=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["nf4", "int8 weights", "int8 mixed precision", "bitnet"])
+@distributed(2, 1)
+def test_whole_weights_are_those_of_one_process(kind: str) -> None:
+    whole, model = converted(kind), shard(converted(kind))
+    x = torch.ones(1, 128)
+    with torch.no_grad():
+        out = model(x)
+    states = full_state_dict(model, ranks=range(dist.get_world_size()))
+    for name, value in whole.state_dict().items():
+        assert_alike(states[name], value)
+    one = converted(kind)
+    for param in one.parameters():
+        if not hasattr(param, "__tensor_flatten__"):
+            param.data.zero_()
+    one.load_state_dict(states, assign=True)
+    with torch.no_grad():
+        assert torch.allclose(one(x), out, rtol=1e-5, atol=1e-6)
+    for param in model.parameters():
+        local: Any = param._local_tensor
+        for name, value in (inner(local) if hasattr(local, "block_size") else {}).items():
+            if name not in ("nf4", "scaler_mean"):
+                value.zero_()
+    load_full_state_dict(model, states)
+    with torch.no_grad():
+        assert torch.equal(model(x), out)

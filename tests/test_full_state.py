@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import fsdp2
 import fsdp2.full_state
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.full_state import _Wire
+from fsdp2.wire import Wire
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
@@ -196,17 +196,17 @@ def test_only_what_is_needed_travels() -> None:
     mesh = cached_mesh(2, 2, names=("full_replicate", "full_shard"))
     model, _ = pair(TRANSFORMER, mesh=mesh)
     sent = []
-    send = _Wire.send
+    send = Wire.send
 
-    def counting(wire: _Wire, tensor: Tensor, *args: Any) -> None:
+    def counting(wire: Wire, tensor: Tensor, *args: Any) -> None:
         sent.append(tensor.numel())
         send(wire, tensor, *args)
 
-    _Wire.send = counting
+    Wire.send = counting
     try:
         fsdp2.full_state_dict(model)
     finally:
-        _Wire.send = send
+        Wire.send = send
     shards = [p.to_local().numel() for p in model.parameters()]
     assert sent == (shards if dist.get_rank() == 1 else [])
 

@@ -43,6 +43,13 @@ class Table(OfMesh):
         return ["data_", "scale_", "table_"], {"shape": tuple(self.shape)}
 
     @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Table:
+        assert context["shape"] == tuple(size)
+        made = Table.made(inner["data_"], inner["scale_"])
+        made.table_ = inner["table_"]
+        return made
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs, first = func.overloadpacket.__name__, kwargs or {}, args[0]
         if name in ("detach", "view", "as_strided", "clone"):

@@ -108,7 +108,7 @@ def entries_of(name: str, tensor: Tensor, box: Box) -> dict[str, Tensor]:
     inner = inner_of(local)
     description = Description(
         kind_of(local), tuple(tensor.shape), tuple(local.shape), str(local.dtype),
-        _follows(local, inner), _context(local),
+        follows_rows(local, inner, fewer_rows(local)), _context(local),
     )  # fmt: skip
     if DESCRIPTION in inner:
         raise CheckpointError(f"'{name}': an inner tensor cannot be called '{DESCRIPTION}'")
@@ -138,10 +138,16 @@ def _context(local: Tensor) -> Any:
     return None
 
 
-def _follows(local: Tensor, inner: dict[str, Tensor]) -> dict[str, bool | None]:
-    """Ask the class for fewer rows and see which inner tensors became shorter."""
+def follows_rows(
+    local: Tensor, inner: dict[str, Tensor], fewer: Tensor | None
+) -> dict[str, bool | None]:
+    """Which inner tensors have a part for each row, by name (None: the class does not show it).
+
+    Args:
+        inner: those of ``local``.
+        fewer: the same tensor with fewer rows: what follows is shorter there.
+    """
     rows = local.shape[0] if local.ndim else 0
-    fewer = _fewer_rows(local, rows)
     if fewer is None:
         return {n: True if t.shape == local.shape else None for n, t in inner.items()}
     found: dict[str, bool | None] = {}
@@ -156,8 +162,12 @@ def _follows(local: Tensor, inner: dict[str, Tensor]) -> dict[str, bool | None]:
     return found
 
 
-def _fewer_rows(local: Tensor, rows: int) -> Tensor | None:
-    candidates = [rows // 2, *(rows // 2**i for i in range(2, 5)), 1]
+def fewer_rows(local: Tensor) -> Tensor | None:
+    """The first rows of ``local``, as its class cuts it; None where it refuses."""
+    rows = local.shape[0] if local.ndim else 0
+    # Blocks of rows mostly are powers of two.
+    powers = [1 << i for i in reversed(range(rows.bit_length()))]
+    candidates = [*(rows // 2**i for i in range(1, 5)), *powers]
     with torch.no_grad():
         for num in candidates:
             if not 0 < num < rows:
