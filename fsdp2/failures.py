@@ -6,7 +6,7 @@ milliseconds. What it does not say is what this rank waited for, and that the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -64,3 +64,20 @@ def explained(what: str, group: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reraise(error, what, group)
+
+
+def accumulation_lost(names: Sequence[str]) -> RuntimeError:
+    """What to raise after a backward failed that had added to gradients of earlier ones.
+
+    Args:
+        names: the units that held them.
+    """
+    shown = ", ".join(f"'{name}'" for name in names[:5]) + (", ..." if len(names) > 5 else "")
+    return RuntimeError(
+        "A backward raised in the middle of an accumulation (no_sync, "
+        "set_requires_gradient_sync(False) or set_requires_all_reduce(False)). The gradients that "
+        f"earlier micro-batches had left in the units {shown} cannot be told from what it had "
+        "added to them, and are dropped. Call zero_grad() and run the micro-batches of this "
+        "iteration again from the first one. To skip an iteration whose backward raised, call "
+        "reset_iter_state() where you catch the exception: it drops all gradients"
+    )

@@ -26,6 +26,7 @@ from .classes import class_for
 from .copying import refuse_own_deepcopy
 from .hooks import StateDictHooks, UnitHooks
 from .interop import TorchFSDPModule, is_replicated, show_state, state_of
+from .library_methods import adapt_layers, refuse_pruning, refuse_saving_shards
 from .mesh import DataParallelMesh, replicated, resolve_mesh
 from .module import FSDPModule
 from .param import ORIGINS, ShardedParam
@@ -35,6 +36,7 @@ from .policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .requested_gradients import look_at_requests
 from .settings import Settings
 from .unit import Unit, set_unit, units_in
 
@@ -233,6 +235,7 @@ def _make_unit(
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
+    adapt_layers(tree)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for sharded, cls in zip(unit.modules, classes, strict=True):
@@ -241,6 +244,8 @@ def _make_unit(
     if len(unit.modules) == 1:
         name_units(unit.modules[0], units_in(unit.modules[0]))
     warn_of_other_meshes(unit, modules)
+    look_at_requests()
+    refuse_pruning()
     show_state(unit)
 
 
@@ -259,7 +264,7 @@ def _sharded_class(module: nn.Module) -> type:
         _sharded_classes[cls] = class_for(
             module,
             f"FSDP{cls.__name__}",
-            refuse_own_deepcopy(cls),
+            {**refuse_own_deepcopy(cls), **refuse_saving_shards(cls)},
             before=(FSDPModule,),
             after=(TorchFSDPModule,),
         )

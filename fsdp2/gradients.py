@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .collectives import Finish
 from .links import Links
 from .param import ShardedParam, with_own_storage
+from .parameter_hooks import TensorHooks, call_tensor_hooks
 from .reduction import ReducePlan
 from .storage import Bucket, GradientStore
 from .streams import Event, Streams
@@ -182,6 +183,8 @@ class Reduction:
             if self.hook is not None:
                 for part in self._ranges():
                     self.hook(part)
+            if TensorHooks.registered:
+                self._call_tensor_hooks()
             self._write_back()
 
     # -- steps ------------------------------------------------------------------------------
@@ -234,6 +237,10 @@ class Reduction:
             if self.hook is not None:
                 self.hook(grad.view(-1))
             grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
+            if TensorHooks.registered and param.sharded._backward_hooks:
+                seen = param.sharded_spec.wrap(grad)
+                made = call_tensor_hooks(param.sharded, seen, param.fqn)
+                grad = grad if made is seen else _local(made).clone().contiguous()
             if grad.storage_offset():  # autograd may make several gradients in one storage
                 grad = with_own_storage(grad)
             if param.sharded.grad is None:
@@ -282,6 +289,23 @@ class Reduction:
         if self.factor is not None and self.factor != self.num_ranks:
             for part in self._ranges():
                 part.mul_(self.num_ranks / self.factor)
+
+    def _call_tensor_hooks(self) -> None:
+        """Users see, and may change, what is about to be added to ``.grad``."""
+        bucket = self.bucket
+        for i in self.plan.present:
+            param, slot = bucket.params[i], bucket.layout.slots[i]
+            if not param.sharded._backward_hooks:
+                continue
+            if self.in_place:
+                result, seen = self.store.locals[i], self.dtensors[i]
+            else:
+                start, shape = slot.shard_offset, slot.local_shape(bucket.rank)
+                result = self.flat[start : start + slot.local_numel(bucket.rank)].view(shape)
+                seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
+            made = _local(call_tensor_hooks(param.sharded, seen, param.fqn))
+            if made is not result:
+                result.copy_(made)
 
     def _write_back(self) -> None:
         """From the temporary output into the gradient storage, or added to ``.grad``."""

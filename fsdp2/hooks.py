@@ -311,14 +311,23 @@ def _is_whole(value: Any, param: DTensor) -> bool:
     )
 
 
+def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units that parameters of ``modules`` belong to, each once."""
+    found: dict[Unit, None] = {}
+    for module in modules:
+        for hook in module._state_dict_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, StateDictHooks):
+                found[owner.unit] = None
+    return list(found)
+
+
 def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
     """The unit whose ``param`` it is that ``module`` holds, if any."""
-    for hook in module._state_dict_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, StateDictHooks):
-            kinds = ((p.sharded, p.unsharded, p.regrouped) for p in owner.unit.params)
-            if any(held is param for held_kinds in kinds for held in held_kinds):
-                return owner.unit
+    for unit in units_holding([module]):
+        kinds = ((p.sharded, p.unsharded, p.regrouped) for p in unit.params)
+        if any(held is param for held_kinds in kinds for held in held_kinds):
+            return unit
     return None
 
 

@@ -71,5 +71,6 @@ def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
     return (
         sharded.grad is None
         and not sharded._post_accumulate_grad_hooks
+        and not sharded._backward_hooks
         and grad.numel() * grad.element_size() <= LATE_MAX_BYTES
     )

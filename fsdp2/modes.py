@@ -26,6 +26,13 @@ _SELECTIVE = tuple(
 )
 
 
+NOT_TRACED = (
+    "{} of a sharded model: its parameters are gathered and freed while it runs, which a traced "
+    "program cannot do. Trace a model that is not sharded: build one, load "
+    "fsdp2.full_state_dict(model) into it (collective; whole tensors on rank 0) and trace that"
+)
+
+
 def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, as a function that torch.compile calls and does not trace.
 
@@ -37,6 +44,8 @@ def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise RuntimeError(NOT_TRACED.format("torch.export"))
             return torch.compiler.disable(hook)(*args)
         return hook(*args)
 

@@ -520,8 +520,11 @@ class FSDPModule:
         self._unit_and_runtime()[1].reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, those of the sharded parameters too while others are registered."""
+        """Reset gradients: those of the sharded parameters too while others are registered, and
+        what backwards without gradient sync have accumulated."""
         for unit in self._units(recurse=True):
+            if unit.accumulates:
+                unit.drop_accumulated()
             for param in unit.params:
                 grad = param.sharded.grad
                 if grad is not None and set_to_none:

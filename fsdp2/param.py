@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
+from .parameter_hooks import UserHooks
 from .policy import compute_dtype
 from .tensor_subclass import (
     attach_attributes,
@@ -37,6 +39,7 @@ from .tensor_subclass import (
 # Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
 # original that the sharding did not reach, which means that the parameter is tied across units.
 ORIGINS: Any = WeakTensorKeyDictionary()
+_managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()  # by id, see below
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class ShardedParam:
     """A parameter managed by a unit."""
 
     __slots__ = (
+        "__weakref__",
         "attributes",
         "checks_gradient",
         "dim",
@@ -127,6 +131,7 @@ class ShardedParam:
         "sharded_spec",
         "tensor_parallel",
         "unsharded",
+        "user_hooks",
     )
 
     def __init__(
@@ -181,6 +186,7 @@ class ShardedParam:
             others = others.without_data_parallel(self.fqn)
         self.sharded_spec = _sharded_spec(original, others, mesh, self.dim)
         self.attributes = user_attributes(original)
+        self.user_hooks: UserHooks | None = UserHooks(original)  # until it is sharded
         self.checks_gradient = True  # once: a gradient of several tensors that differ
         self.is_sharded = False
         self.sharded: nn.Parameter = original
@@ -223,6 +229,9 @@ class ShardedParam:
         sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
         self.sharded = self.set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
+        (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
+        self.user_hooks = None  # a copy of the parameter has none, as of plain modules
+        _managed[id(sharded)] = self
 
     def replace_sharded(
         self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
@@ -257,6 +266,8 @@ class ShardedParam:
             self.sharded = new
         else:
             self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
+        UserHooks(new).carry_to(self.sharded, self)
+        _managed[id(self.sharded)] = self
         self.note_grad_dtype(new)
         self.set_grad_dtype(self.sharded)
 
@@ -281,6 +292,7 @@ class ShardedParam:
         self.regrouped = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )
+        _managed[id(self.regrouped)] = self
 
     def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
         """The ranks over which ``grad`` has to be summed to be laid out like the parameter.
@@ -321,6 +333,14 @@ class ShardedParam:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         return grad.contiguous()
+
+
+def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
+    """Whose sharded (or regrouped) form ``tensor`` is, if any."""
+    param = _managed.get(id(tensor))
+    if param is None or (tensor is not param.sharded and tensor is not param.regrouped):
+        return None
+    return param
 
 
 def sets_grad_dtype(param: torch.Tensor) -> bool:

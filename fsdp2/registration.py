@@ -24,8 +24,8 @@ from .released import ReleasedParameter
 from .substitutes import fits, in_functional_call, whole_of
 
 _AFTER_SHARDING = (
-    "Parametrizations (weight_norm, spectral_norm, orthogonal) have to be registered before "
-    "fully_shard"
+    "Parametrizations (weight_norm, spectral_norm, orthogonal) and pruning (torch.nn.utils.prune) "
+    "have to be registered before fully_shard"
 )
 _REPLACED = (
     "To change it, write into it (copy_, load_state_dict). torch.func.functional_call takes "

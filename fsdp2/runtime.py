@@ -8,8 +8,10 @@ this one, and the reverse of this forward what to gather next in backward.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -17,12 +19,13 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from .failures import reraise
+from .failures import accumulation_lost, reraise
 from .finalization import Finalization, GradientReductionHandle
 from .forwards import Forward, Forwards, modules_being_called
 from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
+from .modes import NOT_TRACED
 from .streams import make_streams
 from .unit import State, Unit
 from .unwritten import warn_of_unwritten
@@ -66,6 +69,7 @@ class Runtime:
         self._predicted = False
         self._leads_to_backward = False
         self.in_backward = False
+        self._end: weakref.ref[Any] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
         self.forwards = Forwards()
@@ -106,6 +110,8 @@ class Runtime:
 
     def _begin_forward(self, unit: Unit) -> None:
         self.finalization.check_forward()
+        if torch.jit.is_tracing():
+            raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
         self.forward_root = unit
@@ -200,6 +206,8 @@ class Runtime:
                 parameters. If not (``autograd.grad``), someone may compute them in another run
                 and assign them: pipelines with zero bubbles do. No hook is called there.
         """
+        if self.in_backward and not self.will_end_backward:
+            self.reset()  # an earlier backward raised, and no forward ran since
         self.begin_backward()
         settings = unit.settings
         before = self.forwards.enter(unit, forward)
@@ -245,7 +253,15 @@ class Runtime:
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
-        Variable._execution_engine.queue_callback(self.end_backward)
+        # Autograd forgets it when the backward is over, also when that raises.
+        end = partial(self.end_backward)
+        self._end = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    @property
+    def will_end_backward(self) -> bool:
+        """Whether autograd is going to call `end_backward`."""
+        return self._end() is not None
 
     def _notice_failed_forward(self) -> None:
         """A forward has begun and not ended: it called this backward, or it has raised.
@@ -427,6 +443,7 @@ class Runtime:
                 unit.reduced = False
             unit.backward_began = False
             unit.holds_earlier_gradients = leave or not settings.reduce_grads
+            unit.holds_partial_sums = not settings.all_reduce_grads
 
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""
@@ -527,8 +544,14 @@ class Runtime:
 
         Args:
             discard: drop gradients that micro-batches before the failed one have left, too.
+
+        Raises:
+            RuntimeError: after all that, if gradients of such micro-batches are lost, since a
+                backward that raised has added to them.
         """
+        lost: list[str] = []
         if self.in_backward or discard:
+            lost = [unit.name for unit in self.units if not discard and unit.accumulates]
             self._discard_gradients()
         if discard:
             for param in (param for unit in self.units for param in unit.params):
@@ -547,6 +570,8 @@ class Runtime:
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None
+        if lost:
+            raise accumulation_lost(lost)
 
     def _discard_gradients(self) -> None:
         """Drop what a failed backward has made; gradients that were there before stay."""
@@ -558,7 +583,7 @@ class Runtime:
             param.grad = None
         self._attached.clear()
         for unit in self.units:
-            unit.gradients.drop()
+            unit.drop_accumulated()
 
 
 def _largest_bytes(unit: Unit) -> int:

@@ -61,6 +61,16 @@ AUTOGRAD = (
         "torch.Tensor._post_accumulate_grad_hooks",
     ),
     *_names(
+        "the hooks of a tensor that ``register_hook`` was called on",
+        "torch.Tensor._backward_hooks",
+    ),
+    *_names(
+        "which gradients a backward is asked for by ``inputs``",
+        "torch.autograd._engine_run_backward",
+        "torch.autograd.graph._engine_run_backward",
+        without="gradients asked for of sharded parameters are not there, as with torch's FSDP2",
+    ),
+    *_names(
         "whether a user chose the dtype of gradients",
         "torch.Tensor._has_grad_dtype_override",
         without="a choice of the dtype that the parameter has anyway is taken for none",

@@ -108,6 +108,7 @@ class Unit:
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
+        self.holds_partial_sums = False  # of a backward without the all-reduce over replicas
 
     def __deepcopy__(self, memo: dict) -> Any:
         """Of a module inside only; whole units are put into ``memo`` before, by `copying`."""
@@ -328,6 +329,17 @@ class Unit:
         self._recalled.add(param)
         if self.released:
             self.runtime.wait_unshard(self)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backwards before the present one have left gradients that no ``.grad`` has."""
+        earlier = self.holds_earlier_gradients or self.holds_partial_sums
+        return earlier and self.gradients.are_left()
+
+    def drop_accumulated(self) -> None:
+        """Forget the gradients that no ``.grad`` of a sharded parameter has."""
+        self.gradients.drop()
+        self.holds_earlier_gradients = self.holds_partial_sums = False
 
     def show_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,6 +45,12 @@ class Case:
     units: Callable[[nn.Module], list[nn.Module]]
     batch: Callable[[int, int, torch.dtype], tuple[Any, ...]]
     loss: Callable[..., Tensor] = square_loss
+
+
+def run_backward(case: Case, model: nn.Module, step: int, **options: Any) -> None:
+    """Forward and backward on this rank's batch of a step, in float64."""
+    batch = case.batch(step, dist.get_rank(), torch.float64)
+    case.loss(model, *batch).backward(**options)
 
 
 def no_units(model: nn.Module) -> list[nn.Module]:

@@ -312,7 +312,12 @@ class Training:
             self.pipeline(step.pipeline)
         for micro in () if step.pipeline else step.micros:
             with suppress(Boom):
-                self.micro(micro)
+                try:
+                    self.micro(micro)
+                except RuntimeError as error:
+                    if "in the middle of an accumulation" not in str(error):
+                        raise
+                    self.micro(micro)  # the first forward after it says so, and the next one runs
         if self.plan.in_backward:
             return
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

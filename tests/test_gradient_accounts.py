@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -116,6 +117,18 @@ def not_attached() -> Any:
     return mock.patch.object(Reduction, "_attach", forgetful)
 
 
+def end_goes_unnoticed() -> Any:
+    """Nothing is called at the end of backward."""
+    begin, callbacks = Runtime.begin_backward, []
+
+    def without_callback(self: Runtime) -> None:
+        engine = SimpleNamespace(queue_callback=callbacks.append)
+        with mock.patch("fsdp2.runtime.Variable", SimpleNamespace(_execution_engine=engine)):
+            begin(self)
+
+    return mock.patch.object(Runtime, "begin_backward", without_callback)
+
+
 @contextlib.contextmanager
 def planted(mutation: Callable[[], Any]) -> Iterator[None]:
     """Break the code below what counts."""
@@ -151,6 +164,19 @@ def test_a_planted_loss_is_named(number: int) -> None:
     optimizer.zero_grad()
     with planted(mutation), pytest.raises(GradientLostError, match=text):
         accumulate_and_sync(model)
+    unit_of(model).runtime.reset(discard=True)
+
+
+@distributed(2)
+def test_a_backward_whose_end_goes_unnoticed_is_found_by_the_step() -> None:
+    model, _ = pair(MLP)
+    optimizer = torch.optim.SGD(model.parameters())
+    backward(model)
+    optimizer.zero_grad()
+    with planted(end_goes_unnoticed):
+        backward(model)
+        with pytest.raises(GradientLostError, match=r"'0\.weight', micro-batch 0: its reduction "):
+            optimizer.step()
     unit_of(model).runtime.reset(discard=True)
 
 

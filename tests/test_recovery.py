@@ -8,10 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fsdp2 import FSDPModule
+from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from harness import cached_mesh, distributed, ours_only
 from models import Case, normal_batch
-from reference import assert_same_gradients, assert_sharded, pair, run_both
+from reference import (
+    assert_same_gradients,
+    assert_sharded,
+    average_gradients,
+    pair,
+    run_both,
+    whole,
+)
 
 
 class PlannedError(Exception):
@@ -155,6 +162,81 @@ def test_a_failure_in_a_micro_batch_without_communication() -> None:
     model.set_requires_gradient_sync(True)
     run_both(FRAGILE, model, plain, 1)
     assert_sharded(model)
+
+
+@ours_only("gradients of earlier micro-batches")
+@distributed(2)
+def test_a_backward_that_raises_in_an_accumulation_is_not_silent() -> None:
+    """What it has added to the sums of earlier micro-batches cannot be told from these."""
+    text = "in the middle of an accumulation .* earlier micro-batches had left in the units .*'2'"
+    for options in ({}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}):
+        model, plain = pair(FRAGILE, **options)
+        assert isinstance(model, FSDPModule)
+        for fault in BACKWARD_FAULTS:
+            with model.no_sync():
+                run_both(FRAGILE, model, plain, 0, average=False)
+                fail_once(model, 1, fault)
+                with pytest.raises(RuntimeError, match=text):
+                    model(*FRAGILE.batch(1, dist.get_rank(), torch.float64))
+                plain.zero_grad()
+                run_both(FRAGILE, model, plain, 0, average=False)  # all micro-batches again
+            run_both(FRAGILE, model, plain, 1)
+            check_gradients(model, plain, options)
+
+            with model.no_sync():  # the iteration is skipped
+                run_both(FRAGILE, model, plain, 0, average=False)
+                fail_once(model, 1, fault)
+                model.reset_iter_state()
+            plain.zero_grad()
+            run_both(FRAGILE, model, plain, 1)
+            check_gradients(model, plain, options)
+
+
+def check_gradients(model: nn.Module, plain: nn.Module, options: object) -> None:
+    if options:  # sums are in float32
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+    else:
+        assert_same_gradients(model, plain)
+    assert_sharded(model)
+    model.zero_grad()
+    plain.zero_grad()
+
+
+@ours_only("zero_grad() does not reset what micro-batches have accumulated")
+@distributed(2)
+def test_gradients_that_were_accumulated_are_reset_by_hand() -> None:
+    model, plain = pair(FRAGILE)
+    assert isinstance(model, FSDPModule)
+    with model.no_sync():
+        run_both(FRAGILE, model, plain, 0)
+    model.zero_grad()
+    plain.zero_grad()
+    run_both(FRAGILE, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("a backward after one that raised")
+@distributed(2)
+def test_the_next_backward_needs_no_forward_before_it() -> None:
+    """Two graphs; the backward of one raises, then that of the other runs."""
+    for mode in (True, False):
+        for fault in BACKWARD_FAULTS:
+            model, plain = pair(FRAGILE, reshard_after_forward=mode)
+            batches = [FRAGILE.batch(step, dist.get_rank(), torch.float64) for step in range(2)]
+            set_fault(model, 1, fault)
+            broken = FRAGILE.loss(model, *batches[0])
+            set_fault(model, 1, "")
+            loss = FRAGILE.loss(model, *batches[1])
+            with pytest.raises(PlannedError):
+                broken.backward()
+            loss.backward()
+            FRAGILE.loss(plain, *batches[1]).backward()
+            average_gradients(plain)
+            assert_same_gradients(model, plain)
+            assert_sharded(model)
 
 
 @pytest.mark.parametrize("kind", ["no reduction", "no all-reduce", "reduced"])

@@ -437,6 +437,9 @@ class CountedReduction(Reduction):
         if not bucket.partial_present:
             self._held, bucket.partial = bucket.partial, None
 
+    def _call_tensor_hooks(self) -> None:
+        pass
+
     def _write_back(self) -> None:
         if not self.in_place and self.bucket.shard_device != self.bucket.device:
             self.bucket.world.copy("to host", self.bucket.shard_bytes, self.bucket.unit_name)

@@ -169,9 +169,9 @@ def _drop(original: Any, gradients: UnitGradients) -> None:
 
 
 def _made(account: Account) -> None:
-    """A gradient was made; see that it is noticed, also where no hook of the unit runs."""
-    unit = account.unit()
-    if unit is None or unit.runtime.in_backward or account.is_queued:
+    """A gradient was made; see that it is noticed, also where no hook of the unit runs, and that
+    the end of its backward is."""
+    if account.is_queued:
         return
     account.is_queued = True
     Variable._execution_engine.queue_callback(partial(_check_noticed, weakref.ref(account)))
@@ -183,9 +183,14 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
     if account is None or unit is None:
         return
     account.is_queued = False
-    manual = unit.runtime.finalization.manual
-    if unit.settings.reduce_grads and not unit.runtime.in_backward and not manual:
+    runtime = unit.runtime
+    if not unit.settings.reduce_grads or runtime.finalization.manual:
+        return
+    if not runtime.in_backward:
         _raise(account.problems(_UNREDUCED, all_owed=False))
+    elif not runtime.will_end_backward:  # in no run of autograd any more
+        places = (*_UNREDUCED, "flying") if runtime.ends_iteration else _UNREDUCED
+        _raise(account.problems(places, all_owed=False))
 
 
 def _end_backward(original: Any, runtime: Runtime) -> None:

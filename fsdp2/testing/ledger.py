@@ -227,8 +227,8 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
     for param in unit.params:
         record = account.records[id(param)] = before.get(id(param)) or Record(param)
         tensor = param.unsharded
-        if tensor is None or param.extension or record.tensor is tensor:
-            continue  # (the gradient of a tensor subclass may be several tensors: not followed)
+        if tensor is None or record.tensor is tensor:
+            continue
         record.lose(record.on_param, "its unsharded parameter was replaced by another")
         record.tensor, record.seen = tensor, None
         if tensor.requires_grad:

@@ -1,0 +1,97 @@
+"""Hooks that users register on parameters: carried to the sharded form, called once per reduction.
+
+Autograd accumulates into the unsharded parameters, so it never calls what is registered on the
+sharded ones. `Reduction` does: a tensor hook (``register_hook``) gets the reduced sharded gradient
+before it is added to ``.grad`` and may return another one, a post-accumulate hook gets the
+parameter after that. What one process would give them is the gradient of the whole batch; this is
+it, as a DTensor.
+
+A step without tensor hooks must not look for them at every parameter. So every sharded parameter
+has a dictionary of hooks from the beginning, one that notes when something is put into it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class TensorHooks(OrderedDict):
+    """Where ``register_hook`` of one sharded parameter puts hooks.
+
+    Attributes:
+        registered: whether any sharded parameter of this process has ever had one.
+    """
+
+    registered: ClassVar[bool] = False
+
+    def __init__(self, param: Any) -> None:
+        super().__init__()
+        self._param = weakref.ref(param)  # (the collector does not see what hooks of tensors hold)
+
+    def __setitem__(self, key: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+        param = self._param()
+        if getattr(hook, "__module__", None) == "torch.autograd.graph":
+            raise RuntimeError(
+                f"register_multi_grad_hook on the sharded parameter '{param and param.fqn}': it "
+                "waits for autograd to come to all of its tensors, and autograd never comes to "
+                "sharded parameters. Use register_post_accumulate_grad_hook on each of them, or "
+                "set_all_reduce_hook on the module"
+            )
+        TensorHooks.registered = True
+        super().__setitem__(key, hook)
+
+
+class UserHooks:
+    """The hooks that were registered on a parameter before it was sharded.
+
+    The dictionaries themselves, so that the handles that users were given remove them still.
+    """
+
+    def __init__(self, original: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._on_tensor = original._backward_hooks
+            self._after_accumulation = original._post_accumulate_grad_hooks
+
+    def carry_to(self, sharded: torch.Tensor, param: Any) -> None:
+        """Make them hooks of ``sharded``, the sharded form of ``param``."""
+        if self._on_tensor:
+            TensorHooks.registered = True
+            sharded._backward_hooks = self._on_tensor
+        elif not sharded._backward_hooks:
+            sharded._backward_hooks = TensorHooks(param)
+        if self._after_accumulation:
+            sharded._post_accumulate_grad_hooks = self._after_accumulation
+
+
+def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> torch.Tensor:
+    """``grad``, reduced, or what the tensor hooks of ``sharded`` made of it.
+
+    Args:
+        grad: laid out like ``sharded``.
+        name: of the parameter.
+
+    Raises:
+        TypeError: if a hook returns something else than a DTensor of that shape, or None.
+    """
+    for hook in tuple((sharded._backward_hooks or {}).values()):
+        result = hook(grad)
+        if result is None:
+            continue
+        if not isinstance(result, DTensor) or result.shape != grad.shape:
+            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else ""
+            raise TypeError(
+                f"A hook on parameter '{name}' (register_hook) returned a {type(result).__name__} "
+                f"{shape}: it is given the reduced gradient, a DTensor of shape "
+                f"{tuple(grad.shape)} sharded like the parameter, and has to return one or None. "
+                "distribute_tensor(whole, grad.device_mesh, grad.placements) makes one"
+            )
+        assert isinstance(grad, DTensor)
+        grad = result.detach()
+        grad = grad.redistribute(placements=sharded.placements)  # type: ignore[attr-defined]
+    return grad
