@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from .checkpoint.placement import own_part
 from .hooks import about_to_write, units_holding
 from .param import managed_param
 
@@ -88,7 +89,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     wholes: dict[Any, nn.Parameter] = {}
     for parameters, name, param in places:
         if param not in wholes:
-            whole = param.detach().full_tensor()
+            whole = param.detach().full_tensor().clone()  # may be the shard itself
             wholes[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
         parameters[name] = wholes[param]
     try:
@@ -98,9 +99,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             parameters[name] = param
     with torch.no_grad():
         for param, whole in wholes.items():
-            mesh, placements = param.device_mesh, param.placements
-            data = whole.detach().to(param.dtype)
-            param.copy_(distribute_tensor(data, mesh, placements, src_data_rank=None))
+            param.copy_(own_part(whole.detach().to(param.dtype), param))
 
 
 def refuse_saving_shards(cls: type) -> dict[str, Callable[..., Any]]:

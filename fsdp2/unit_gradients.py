@@ -147,7 +147,7 @@ class UnitGradients:
                 if grad is None:
                     continue
                 param.unsharded.grad = None  # type: ignore[union-attr]
-                grad = param.local_gradient(grad)
+                grad = param.local_gradient(grad.detach())  # (of backward(create_graph=True))
                 if id(param) in self.accumulated:
                     self.accumulated[id(param)].add_(grad)
                 else:

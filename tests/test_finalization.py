@@ -330,6 +330,9 @@ def test_a_backward_that_raises_drops_the_iteration(reset: bool) -> None:
         model.finalize_backward()
     if reset:
         model.reset_iter_state()
+    else:  # said once, and then it is as after a reset
+        with pytest.raises(RuntimeError, match="in the middle of an accumulation"):
+            sharded(*FRAGILE.batch(2, dist.get_rank(), torch.float64))
     plain.zero_grad()
     run_both(FRAGILE, sharded, plain, 2)
     model.set_requires_gradient_sync(True)

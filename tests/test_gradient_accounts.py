@@ -22,7 +22,8 @@ from fsdp2.unit import unit_of
 from fsdp2.unit_gradients import UnitGradients
 from harness import distributed, ours_only
 from models import MLP
-from reference import pair
+from reference import pair, shard_case
+from subclasses import two_tensor_methods, with_two_tensors
 
 pytestmark = [ours_only("torch has no such accounts")]
 
@@ -165,6 +166,22 @@ def test_a_planted_loss_is_named(number: int) -> None:
     with planted(mutation), pytest.raises(GradientLostError, match=text):
         accumulate_and_sync(model)
     unit_of(model).runtime.reset(discard=True)
+
+
+@distributed(2)
+def test_a_planted_loss_of_a_tensor_subclass_is_named() -> None:
+    with two_tensor_methods():
+        for mutation, text in (
+            (forget_to_take, r"'2\.weight', micro-batch 0: it is still on the unsh"),
+            (not_attached, r"'2\.bias', micro-batch 2: it was reduced, and not attached"),
+        ):
+            torch.manual_seed(0)
+            model = shard_case(MLP, with_two_tensors(MLP.build()))
+            accumulate_and_sync(model)
+            model.zero_grad()
+            with planted(mutation), pytest.raises(GradientLostError, match=text):
+                accumulate_and_sync(model)
+            unit_of(model).runtime.reset(discard=True)
 
 
 @distributed(2)

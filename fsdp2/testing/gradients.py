@@ -82,6 +82,15 @@ def _launch_gather(original: Any, unit: Unit, *args: Any) -> None:
     _accounts[0].add(account)
 
 
+def _finish_gather(original: Any, unit: Unit, *args: Any) -> None:
+    """The first one makes unsharded parameters of tensor subclasses, which are watched before the
+    runtime counts what they accumulate."""
+    original(*args)
+    account = account_of(unit.gradients)
+    if account is not None:
+        watch(account, unit, _made)
+
+
 def _post_forward(original: Any, runtime: Runtime, unit: Unit, **kwargs: Any) -> None:
     account, forward = account_of(unit.gradients), kwargs.get("forward")
     if account and forward and kwargs["differentiable"] and not runtime.in_backward:
@@ -261,6 +270,7 @@ def _raise(problems: list[str]) -> None:
 
 _FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (Unit, "launch_gather", _launch_gather),
+    (Unit, "finish_gather", _finish_gather),
     (Runtime, "post_forward", _post_forward),
     (Runtime, "pre_backward", _pre_backward),
     (UnitGradients, "take", _take),
