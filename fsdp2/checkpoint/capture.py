@@ -20,6 +20,7 @@ from .errors import CheckpointError, some
 from .inner import entries_of, is_subclass
 from .placement import Balance, Holding, box_of, holding, ranks_of
 from .saving import Part
+from .state_layout import layout_of
 from .tensors import describe, local_of
 from .values import encode
 
@@ -171,20 +172,61 @@ def optimizer_entries(
                     f"{type(optimizer).__name__} keeps state under {param!r}, not a parameter"
                 )
             name = names[id(param)]
-            others = {}
-            for key, value in state.items():
-                full_name = f"optim.{key}.{name}"
-                held = _holding_of_state(value, param, full_name, holdings[name], rank)
-                if held is not None:
-                    entries.append(Entry("optim", full_name, value, held))
-                elif isinstance(value, Tensor):
-                    captured.own[full_name] = _values_of(value)
-                else:
-                    others[key] = encode(value, full_name)
-            values[name] = {"keys": list(state), "values": others}
+            taking = _StateOf(param, name, holdings[name], rank, entries, captured)
+            values[name] = taking.take(state)
     captured.values["optimizers"] = groups
     captured.values["optimizer_state"] = values
     return entries
+
+
+@dataclass
+class _StateOf:
+    """Takes the state of one parameter apart.
+
+    Attributes:
+        entries, captured: where its tensors go.
+        layouts: of its tensors, where they do not follow from the parameter.
+    """
+
+    param: Tensor
+    name: str
+    holding: Holding
+    rank: int
+    entries: list[Entry]
+    captured: Captured
+    layouts: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """What is left of a state without its tensors, as JSON."""
+        others: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                self._tensor(value, str(key))
+            else:
+                others[str(key)] = self._encode(value, str(key))
+        keys = [encode(key, f"a key of the state of {self.name}") for key in state]
+        return {"keys": keys, "values": others, "layouts": self.layouts}
+
+    def _encode(self, value: Any, key: str) -> Any:
+        where = f"optim.{key}.{self.name}"
+
+        def save(tensor: Tensor, place: str) -> str:
+            inside = key + place.removeprefix(where)  # key[0]['m']
+            self._tensor(tensor, inside)
+            return inside
+
+        return encode(value, where, save)
+
+    def _tensor(self, value: Tensor, key: str) -> None:
+        full_name = f"optim.{key}.{self.name}"
+        held = _holding_of_state(value, self.param, full_name, self.holding, self.rank)
+        if held is None:
+            self.captured.own[full_name] = _values_of(value)
+            return
+        self.entries.append(Entry("optim", full_name, value, held))
+        layout = layout_of(value, self.param)
+        if layout is not None:
+            self.layouts[key] = layout
 
 
 def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str, Any]:
@@ -194,14 +236,11 @@ def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str,
 
 
 def _holding_of_state(
-    value: Any, param: Tensor, name: str, of_param: Holding, rank: int
+    value: Tensor, param: Tensor, name: str, of_param: Holding, rank: int
 ) -> Holding | None:
-    """Whether ``value`` is a tensor that all ranks know, and this rank's part of it."""
-    if not isinstance(value, Tensor):
-        return None
-    if isinstance(value, DTensor):
-        return holding(value, name, of_param.ranks, rank)
-    if value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape):
+    """This rank's part of a tensor; None if other ranks do not know it."""
+    shared = value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape)
+    if isinstance(value, DTensor) or shared:
         return holding(value, name, of_param.ranks, rank)
     return None
 

@@ -21,7 +21,8 @@ from .manifest import state_name
 from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
 from .placement import holding
 from .source import Source, Stored
-from .tensors import DTYPES, NAMES
+from .state_layout import empty_state, is_laid_out
+from .tensors import NAMES
 from .values import decode
 
 # Options that schedulers add to param groups.
@@ -217,11 +218,8 @@ def match_optimizers(
                 load.state.append((optimizer, param, None))
                 continue
             place = _Place(optimizer, group, param, name)
-            state = {
-                key: _state_value(source, load, key, entry, place, own, rank)
-                for key in entry["keys"]
-            }
-            load.state.append((optimizer, param, state))
+            reader = _StateReader(source, load, entry, place, own, rank)
+            load.state.append((optimizer, param, reader.state()))
     return load
 
 
@@ -283,47 +281,84 @@ class _Place:
     name: str
 
 
-def _state_value(
-    source: Source,
-    load: OptimizerLoad,
-    key: str,
-    entry: dict[str, Any],
-    place: _Place,
-    own: dict[str, Tensor],
-    rank: int,
-) -> Any:
-    """The value ``key`` of a parameter's state; a tensor of the checkpoint is still to be filled.
+@dataclass
+class _StateReader:
+    """Makes the state of one parameter; tensors of the checkpoint are still to be filled.
 
-    Args:
+    Attributes:
         entry: what was saved of that state beside tensors.
         own: tensors that only this rank had, if it is the one that saved them.
     """
-    if key in entry["values"]:
-        return decode(entry["values"][key])
-    full_name = f"optim.{key}.{place.name}"
-    stored = source.optimizer.get(full_name)
-    if stored is None:
-        shards = load.pieces.get(full_name)
+
+    source: Source
+    load: OptimizerLoad
+    entry: dict[str, Any]
+    place: _Place
+    own: dict[str, Tensor]
+    rank: int
+
+    def state(self) -> dict[Any, Any]:
+        """
+        Raises:
+            CheckpointMismatch: if a tensor is missing, or cannot be laid out.
+        """
+        old = self.place.optimizer.state.get(self.place.param, {})
+        values = self.entry["values"]
+        state: dict[Any, Any] = {}
+        for saved in self.entry["keys"]:
+            key = decode(saved)
+            if str(key) in values:
+                state[key] = self._decode(values[str(key)], key)
+            else:
+                state[key] = self._tensor(str(key), old.get(key))
+        return state
+
+    def _decode(self, value: Any, key: Any) -> Any:
+        try:
+            # What is in containers is made anew: those that are there stay until all is read.
+            return decode(value, lambda inside: self._tensor(inside, None))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointMismatch(
+                f"{self.source.path}: 'optim.{key}.{self.place.name}' cannot be read: {error}"
+            ) from error
+
+    def _tensor(self, key: str, old: Any) -> Tensor:
+        """
+        Args:
+            key: the key of the state; in containers with the places in them, ``key[0]['m']``.
+            old: what the optimizer has there.
+        """
+        param = self.place.param
+        full_name = f"optim.{key}.{self.place.name}"
+        stored = self.source.optimizer.get(full_name)
+        if stored is None:
+            return self._without_whole(full_name, old)
+        noted = self.entry.get("layouts", {}).get(key)
+        tensor = _like_before(old, stored)
+        is_new = tensor is None or not is_laid_out(tensor, param, noted)
+        if tensor is None or is_new:
+            tensor = empty_state(stored.info, noted, param, self.place.group)
+        held = holding(tensor, full_name, (self.rank,), self.rank)
+        self.load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=is_new))
+        return tensor
+
+    def _without_whole(self, full_name: str, old: Any) -> Tensor:
+        """Of a tensor subclass, or of this rank only."""
+        param = self.place.param
+        shards = self.load.pieces.get(full_name)
         if shards is not None:
-            held = holding(place.param, full_name, (rank,), rank)
-            old = place.optimizer.state.get(place.param, {}).get(key)
+            held = holding(param, full_name, (self.rank,), self.rank)
             has_one = isinstance(old, Tensor) and is_subclass(old)
-            state = old if has_one else empty_like_saved(full_name, place.param, shards, held.box)
+            state = old if has_one else empty_like_saved(full_name, param, shards, held.box)
             for part in wanted_of(full_name, state, shards, held.box) if is_subclass(state) else ():
-                load.wanted.append(replace(part, new=not has_one))
+                self.load.wanted.append(replace(part, new=not has_one))
             return state
-        if full_name in own:
-            return own[full_name].to(place.param.device)
+        if full_name in self.own:
+            return self.own[full_name].to(param.device)
         raise CheckpointMismatch(
-            f"{source.path}: '{full_name}' does not follow the sharding of its parameter, so it "
-            "was saved per rank, and can be loaded only by the same ranks in the same places"
+            f"{self.source.path}: '{full_name}' does not follow the sharding of its parameter, so "
+            "it was saved per rank, and can be loaded only by the same ranks in the same places"
         )
-    old = place.optimizer.state.get(place.param, {}).get(key)
-    before = _like_before(old, stored)
-    tensor = _make_state(stored, place.param, place.group) if before is None else before
-    held = holding(tensor, full_name, (rank,), rank)
-    load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=before is None))
-    return tensor
 
 
 def _like_before(old: Any, stored: Stored) -> Tensor | None:
@@ -331,22 +366,6 @@ def _like_before(old: Any, stored: Stored) -> Tensor | None:
     if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape:
         return None
     return old if NAMES.get(old.dtype) == stored.info.dtype else None
-
-
-def _make_state(stored: Stored, param: Tensor, group: dict[str, Any]) -> Tensor:
-    """An empty tensor for a state, placed as its parameter is."""
-    dtype = DTYPES[stored.info.dtype]
-    if stored.info.shape == () and param.ndim:
-        # As torch's optimizers do it: step counts are on the CPU unless kernels read them.
-        on_device = group.get("fused") or group.get("capturable")
-        return torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
-    data = param.detach()
-    if stored.info.shape == tuple(data.shape):
-        return torch.empty_like(data, dtype=dtype)
-    raise CheckpointMismatch(
-        f"'{stored.info.name}' has shape {stored.info.shape}, its parameter {tuple(data.shape)}: "
-        "take a step first, so that the optimizer makes its state"
-    )
 
 
 def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Small state as JSON, exactly: what plain JSON would change is written with a tag.
 
-Numbers that JSON has no word for (nan, infinities), tuples, bytes, dicts with keys that are not
-strings, sets, and small tensors keep their types. Nothing is ever executed when such a file is
+Numbers that JSON has no word for (nan, infinities), tuples, deques, bytes, dicts with keys that are
+not strings, sets, and small tensors keep their types. Nothing is ever executed when such a file is
 read, which is why this is not pickle. Example::
 
     >>> decode(encode({"betas": (0.9, 0.95), "best": float("inf")}))
@@ -13,20 +13,31 @@ from __future__ import annotations
 import base64
 import math
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 TAG = "$"
+# Defaults of a defaultdict that have a name here; any other becomes a plain dict.
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (list, dict, set, deque, tuple, int, float, bool, str)
+}
+
+Save = Callable[[torch.Tensor, str], Any]
+Read = Callable[[Any], Any]
 
 
-def encode(value: Any, where: str = "value") -> Any:
+def encode(value: Any, where: str = "value", save: Save | None = None) -> Any:
     """Turn ``value`` into what `json.dumps` writes without loss.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, tensors, torch.dtype, torch.device,
-            and lists, tuples, sets and dicts of these.
+            and lists, tuples, deques, sets and dicts of these.
         where: the name of ``value`` in an error message.
+        save: gets each tensor and its place (``where`` with ``[key]`` or ``[index]`` for each
+            container), keeps it somewhere else, and returns a JSON value by which `decode`'s
+            ``read`` finds it again. None: tensors are written out here.
 
     Raises:
         TypeError: for any other type, with the place of the value.
@@ -38,24 +49,44 @@ def encode(value: Any, where: str = "value") -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {TAG: "float", "value": repr(float(value))}
     if isinstance(value, list):
-        return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, dict | OrderedDict) and not isinstance(value, defaultdict):
-        if all(isinstance(key, str) for key in value) and TAG not in value:
-            return {key: encode(v, f"{where}[{key!r}]") for key, v in value.items()}
-        items = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        return {TAG: "dict", "value": items}
-    return _encode_tagged(value, where)
-
-
-def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
+        return [encode(v, f"{where}[{i}]", save) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return _encode_dict(value, where, save)
     if isinstance(value, tuple | set | frozenset | deque):
-        kind = next(k for k in (tuple, set, frozenset, deque) if isinstance(value, k)).__name__
-        content = [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-        if isinstance(value, deque):
-            return {TAG: kind, "value": content, "maxlen": value.maxlen}
-        return {TAG: kind, "value": content}
-    if isinstance(value, defaultdict):
-        return encode(dict(value), where)
+        return _encode_sequence(value, where, save)
+    if save is not None and isinstance(value, torch.Tensor):
+        return {TAG: "elsewhere", "value": save(value, where)}
+    return _encode_leaf(value, where)
+
+
+def _encode_dict(value: dict[Any, Any], where: str, save: Save | None) -> dict[str, Any]:
+    keys = [encode(k, where) for k in value]
+    values = [encode(v, f"{where}[{k!r}]", save) for k, v in value.items()]
+    items = [list(item) for item in zip(keys, values, strict=True)]
+    # An optimizer goes on with what it gets back; what a user keeps comes back as a dict.
+    if save is not None and isinstance(value, OrderedDict):
+        return {TAG: "ordered dict", "value": items}
+    if save is not None and isinstance(value, defaultdict):
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return {TAG: "defaultdict", "value": items, "default": name}
+    if TAG not in value and all(isinstance(key, str) for key in value):
+        return dict(items)
+    return {TAG: "dict", "value": items}
+
+
+def _encode_sequence(value: Any, where: str, save: Save | None) -> dict[str, Any]:
+    kind = next(k for k in (tuple, set, frozenset, deque) if isinstance(value, k)).__name__
+    unordered = isinstance(value, set | frozenset)
+    if save is not None and unordered and any(isinstance(v, torch.Tensor) for v in value):
+        raise TypeError(f"{where} is a {kind} of tensors, which has no order: use a list")
+    content = [encode(v, f"{where}[{i}]", save) for i, v in enumerate(value)]
+    if isinstance(value, deque):
+        return {TAG: kind, "value": content, "maxlen": value.maxlen}
+    return {TAG: kind, "value": content}
+
+
+def _encode_leaf(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, complex):
         return {TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
     if isinstance(value, bytes | bytearray):
@@ -80,23 +111,38 @@ def _encode_tagged(value: Any, where: str) -> dict[str, Any]:
     )
 
 
-def decode(value: Any) -> Any:
-    """The inverse of `encode`. Tensors come back on the CPU."""
+def decode(value: Any, read: Read | None = None) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        read: gets what `encode`'s ``save`` returned, and returns the tensor.
+
+    Returns:
+        The value; tensors that were written out in it are on the CPU.
+
+    Raises:
+        ValueError: of a tag that is not known.
+    """
     if isinstance(value, list):
-        return [decode(v) for v in value]
+        return [decode(v, read) for v in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: decode(v) for key, v in value.items()}
+        return {key: decode(v, read) for key, v in value.items()}
     kind: str = value[TAG]
     content: Any = value.get("value")
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in content}
+    if kind in ("dict", "ordered dict", "defaultdict"):
+        items = [(decode(k), decode(v, read)) for k, v in content]
+        if kind == "defaultdict":
+            return defaultdict(_FACTORIES[value["default"]], items)
+        return OrderedDict(items) if kind == "ordered dict" else dict(items)
     if kind == "deque":
-        return deque((decode(v) for v in content), value.get("maxlen"))
+        return deque((decode(v, read) for v in content), value.get("maxlen"))
     if kind in ("tuple", "set", "frozenset"):
         make = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-        return make(decode(v) for v in content)
+        return make(decode(v, read) for v in content)
+    if kind == "elsewhere" and read is not None:
+        return read(content)
     if kind == "float":
         return float(content)
     if kind == "complex":
