@@ -24,6 +24,7 @@ from .arguments import (
 from .building import name_units
 from .classes import class_for
 from .copying import refuse_own_deepcopy
+from .flat_optimizers import watch_flattening
 from .hooks import StateDictHooks, UnitHooks
 from .interop import TorchFSDPModule, is_replicated, show_state, state_of
 from .library_methods import adapt_layers, refuse_pruning, refuse_saving_shards
@@ -243,6 +244,7 @@ def _make_unit(
         object.__setattr__(sharded, "__class__", cls)
     if len(unit.modules) == 1:
         name_units(unit.modules[0], units_in(unit.modules[0]))
+    watch_flattening(unit.params)
     warn_of_other_meshes(unit, modules)
     look_at_requests()
     refuse_pruning()

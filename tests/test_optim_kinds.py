@@ -12,9 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2 import fully_shard, shard_model
 from fsdp2.optim import local_step, whole_step
 from harness import distributed
 from models import MLP, TRANSFORMER
@@ -317,6 +319,22 @@ def test_steps_that_are_not_elementwise_are_refused(kind: type[Base]) -> None:
     assert type(optimizer) is kind
 
 
+class Queue(Base):
+    """Elementwise until its queue is full."""
+
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        queue = state.setdefault("queue", deque(maxlen=group["keep"]))
+        queue.append(grad.clone())
+        return grad if len(queue) < group["keep"] else grad / queue[0].abs().max()
+
+
+@pytest.mark.parametrize("keep", [3, 12, 40])
+@distributed(1)
+def test_what_happens_only_after_many_steps_is_found_out(keep: int) -> None:
+    with pytest.raises(TypeError, match="Queue is not elementwise"):
+        local_step(Queue([nn.Parameter(torch.ones(4, 3))], keep=keep))
+
+
 class Ready(Base):
     """Refuses to step until it is told that training begins; then elementwise, or not."""
 
@@ -411,6 +429,50 @@ def test_wrappers_and_demanded_closures_are_refused_with_words(wrap: Callable[..
         wrap(Duck(inner))
     with pytest.raises(TypeError, match=r"LBFGS.step\(\) demands a closure"):
         wrap(torch.optim.LBFGS(inner.param_groups[0]["params"]))
+
+
+def with_lbfgs(model: nn.Module, **options: Any) -> None:
+    """The same batches on all ranks."""
+    optimizer = torch.optim.LBFGS(trainable(model), lr=0.5, max_iter=5, **options)
+    for step in range(2):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.full((3, 12), 0.1 * step + 0.1).double()) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@distributed(2, long=(3,))
+def test_lbfgs_over_dtensors_is_right_or_says_what_to_do() -> None:
+    """Where shards are of equal size, and where nothing is sharded, torch's own is right."""
+
+    def build(hidden: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, hidden), nn.Tanh(), nn.Linear(hidden, 6)).double()
+
+    def shard_evenly(p: nn.Parameter) -> Shard | Replicate:
+        return Replicate() if p.shape[0] % dist.get_world_size() else Shard(0)
+
+    for options in ({}, {"line_search_fn": "strong_wolfe"}):
+        for hidden, shard in (
+            (18, fully_shard),
+            (7, lambda model: shard_model(model, strategy="none")),
+            (7, lambda model: fully_shard(model, shard_placement_fn=shard_evenly)),
+        ):
+            plain, model = build(hidden), build(hidden)
+            shard(model)
+            with_lbfgs(plain, **options)
+            with_lbfgs(model, **options)
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                close(p, q, name, 1e-9)
+        model = fully_shard(build(7))
+        with pytest.raises(
+            RuntimeError, match=r"LBFGS makes one vector.*'0.weight' of shape \(7, 12"
+        ):
+            with_lbfgs(model, **options)
 
 
 # ---------------------------------------------------------------- state in containers

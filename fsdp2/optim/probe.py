@@ -28,6 +28,8 @@ RawStep = Callable[..., Any]
 Groups = list[dict[str, Any]]
 # Factors of the gradients of each step: large ones trip clipping, small ones do not.
 SCALES = (1.0, 0.01, 30.0, 1.0, 100.0, 0.3, 1e-3, 1.0)
+# What happens every so many steps, or after so many, is tried out if it is no more than this.
+MOST_STEPS = 100
 # Of parameters with this many dims; the first dim has rows for several parts.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()),
@@ -151,7 +153,7 @@ def _compare_shards(
     pieces = [[_parameter(t) for t in _parts(p.value())] for p in probes]
     ranks = list(zip(*pieces, strict=True))
     runs = [_run(optimizer, probes, params) for params in (wholes, *ranks)]
-    for step in range(len(SCALES)):
+    for step in range(_num_steps(optimizer)):
         before = [p.detach().clone() for p in wholes]
         grads = [p.grad(step) for p in probes]
         for p, grad in zip(wholes, grads, strict=True):
@@ -197,7 +199,7 @@ def _compare_separate(
     states: list[Any] = [
         _run(optimizer, [p], [q]).state for p, q in zip(probes, alone, strict=True)
     ]
-    for step in range(len(SCALES)):
+    for step in range(_num_steps(optimizer)):
         before = [p.detach().clone() for p in together]
         for p, q, probe in zip(together, alone, probes, strict=True):
             p.grad, q.grad = probe.grad(step), probe.grad(step)
@@ -234,6 +236,19 @@ def _compare_separate(
                 if not same(original, value):
                     return f"keeps what it remembers in its attribute '{name}', not in its state"
     return None
+
+
+def _num_steps(optimizer: Optimizer) -> int:
+    """Enough to see what an optimizer does after as many steps as an option says.
+
+    Queues fill up, preconditioners are made, slow weights follow: the numbers are options.
+    """
+    options = [
+        *(v for group in optimizer.param_groups for v in group.values()),
+        *own_attributes(optimizer).values(),
+    ]
+    counts = [v for v in options if type(v) is int and v <= MOST_STEPS]
+    return max(len(SCALES), *(count + 2 for count in counts), 0)
 
 
 def random_state(*devices: torch.device) -> tuple[Any, ...]:

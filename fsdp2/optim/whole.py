@@ -68,6 +68,25 @@ class HasCost(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Task(HasCost, Protocol):
+    """What can be computed on whole tensors: see `WholeTask`."""
+
+    @property
+    def inputs(self) -> Sequence[Layout]: ...
+
+    @property
+    def outputs(self) -> Sequence[Layout]: ...
+
+    @property
+    def read(self) -> Callable[[], Sequence[Tensor]]: ...
+
+    @property
+    def compute(self) -> Callable[..., Sequence[Tensor]]: ...
+
+    @property
+    def write(self) -> Callable[..., object]: ...
+
+
 Costed = TypeVar("Costed", bound=HasCost)
 
 
@@ -109,27 +128,39 @@ def run_whole(tasks: Iterable[WholeTask], *, batch_bytes: int = BATCH_BYTES) -> 
     for mesh, several in by_mesh.items():
         exchange = Exchange(mesh)  # type: ignore[arg-type]
         for batch in spread(several, mesh, batch_bytes):  # type: ignore[arg-type]
-            _run_batch(exchange, batch)
+            run_batch(exchange, batch)
 
 
-def _run_batch(exchange: Exchange, batch: Sequence[tuple[WholeTask, Coordinate]]) -> None:
-    """Gather, compute what this rank owns, deal out the results."""
+def run_batch(
+    exchange: Exchange,
+    batch: Sequence[tuple[Task, Coordinate]],
+    agree: Callable[[], object] | None = None,
+) -> None:
+    """Gather, compute what this rank owns, deal out the results.
+
+    Args:
+        batch: tasks with their owners.
+        agree: called on every rank when all is computed; from then on ``outputs`` are known.
+    """
     items = [Item(layout, owner) for task, owner in batch for layout in task.inputs]
     parts = [part for task, _ in batch for part in task.read()]
-    devices = {part.device for part in parts}
+    # Offloaded parameters: what was read on the CPU goes back there. Numbers say nothing.
+    devices = {part.device for part in parts if part.ndim}
+    device = devices.pop() if len(devices) == 1 else exchange.device
     whole = iter(exchange.gather(items, parts))
     del parts
-    results: list[Tensor | None] = []
-    for task, owner in batch:
+    computed: dict[int, Sequence[Tensor]] = {}
+    for i, (task, owner) in enumerate(batch):
         inputs = [next(whole) for _ in task.inputs]
         if owner == exchange.coordinate:
-            results += task.compute(*inputs)
-        else:
-            results += [None] * len(task.outputs)
+            computed[i] = task.compute(*inputs)
+    if agree is not None:
+        agree()
+    results: list[Tensor | None] = []
+    for i, (task, _) in enumerate(batch):
+        results += computed.pop(i) if i in computed else [None] * len(task.outputs)
     items = [Item(layout, owner) for task, owner in batch for layout in task.outputs]
     dealt = iter(exchange.scatter(items, results))
-    # Offloaded parameters: what was read on the CPU goes back there.
-    device = devices.pop() if len(devices) == 1 else exchange.device
     for task, _ in batch:
         task.write(*[next(dealt).to(device) for _ in task.outputs])
 

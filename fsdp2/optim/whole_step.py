@@ -9,6 +9,7 @@ parameters (`probe`).
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from .exchange import Exchange, Item, Layout
+from .exchange import Exchange, Layout
 from .parts import local_part, placed_like
 from .probe import Trial, random_state, why_not_separable
 from .stepping import (
@@ -48,7 +49,7 @@ from .values import (
     take_apart,
     tensor_leaves,
 )
-from .whole import BATCH_BYTES, matrix_cost, spread
+from .whole import BATCH_BYTES, matrix_cost, run_batch, spread
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -161,12 +162,12 @@ class _Loss:
     """What a parameter's step gets as closure: the loss that is known already."""
 
     def __init__(self, loss: Any, who: str) -> None:
-        self._loss, self._who, self._called = loss, who, False
+        self._loss, self.who, self._called = loss, who, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._called:
             raise RuntimeError(
-                f"{self._who} calls its closure more than once in a step, while it moves all "
+                f"{self.who} calls its closure more than once in a step, while it moves all "
                 "parameters; whole_step moves one at a time and cannot run that"
             )
         self._called = True
@@ -178,24 +179,28 @@ Values = dict[str, Any]
 
 @dataclass
 class Job:
-    """The step of one parameter.
+    """The step of one parameter: a task as of `WholeTask`.
 
     Attributes:
+        step: that it is part of.
         param: the parameter, with a gradient.
         group: the index of its group.
         state: what the optimizer remembers of it; empty before the first step.
         layout: of the parameter.
         structure: of state, writes into the group and attributes, as all ranks know it.
         kept: the tensors and numbers of the state on this rank.
-        result: what the step gave: on the owner, then everywhere.
+        found: on the owner, the structure that came out, or the error.
+        result: what the step gave, everywhere.
     """
 
+    step: WholeStep
     param: Tensor
     group: int
     state: dict[Any, Any]
     layout: Layout
     structure: Structure
     kept: Taken
+    found: Structure | Exception | None = None
     result: Values = field(default_factory=dict)
 
     @property
@@ -208,13 +213,15 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        whole = [self.layout, self.layout, *self.inputs]
-        return 2 * sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in whole)
+        return 2 * sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in self.inputs)
 
     @property
     def inputs(self) -> list[Layout]:
-        """Of the state's tensors."""
-        return [self._layout_now(tensor) for tensor in self.kept.tensors]
+        """Of the parameter, its gradient, and the state's tensors."""
+        assert self.param.grad is not None
+        dtype = self.param.grad.dtype
+        grad = Layout(self.mesh, self.layout.placements, self.layout.shape, dtype)
+        return [self.layout, grad, *(self._layout_now(tensor) for tensor in self.kept.tensors)]
 
     @property
     def outputs(self) -> list[Layout]:
@@ -261,6 +268,30 @@ class Job:
         state = [local_part(tensor) for tensor in self.kept.tensors]
         return [own, local_part(placed_like(grad, self.param)), *state]
 
+    def compute(self, *inputs: Tensor) -> list[Tensor]:
+        """The outputs; none after an error, of which `WholeStep` tells all ranks."""
+        try:
+            result = self.step.compute(self, *inputs)
+            taken = Taken()
+            self.found = take_apart(result["values"], taken, self.step.who)
+        except Exception as error:
+            self.found = error
+            return []
+        numbers = torch.tensor(taken.numbers, dtype=torch.float64, device=inputs[0].device)
+        return [result["param"], *map(local_part, taken.tensors), numbers]
+
+    def write(self, param: Tensor, *others: Tensor) -> None:
+        """Take over a result: the parameter and its state here, the rest when all are done."""
+        *parts, numbers = others
+        local_part(self.param.detach()).copy_(param)
+        placed: list[Tensor] = []
+        leaves = tensor_leaves(self.structure)
+        for leaf, layout, part in zip(leaves, self.leaf_layouts(), parts, strict=True):
+            own = part.cpu() if leaf.on_host else part.clone()
+            placed.append(layout.wrap(own) if leaf.shape else own)
+        self.result = put_together(self.structure, iter(placed), iter(numbers.tolist()))
+        self.step.update(self, self.result["state"])
+
 
 class WholeStep:
     """One step of an optimizer on whole parameters."""
@@ -269,7 +300,7 @@ class WholeStep:
         self, optimizer: Optimizer, options: StepOptions, step: Callable[[], None]
     ) -> None:
         self._optimizer, self._options, self._step = optimizer, options, step
-        self._who = original_name(optimizer)
+        self.who = original_name(optimizer)
         # What the last step wrote into each group, of which this one will write the same keys.
         self._written: dict[int, Structure] = vars(optimizer).setdefault("_fsdp2_written", {})
 
@@ -288,12 +319,17 @@ class WholeStep:
         by_mesh: dict[DeviceMesh | None, list[Job]] = {}
         for job in jobs:
             by_mesh.setdefault(job.mesh, []).append(job)
-        for job in by_mesh.pop(None, []):
-            self._run_plain(job)
+        for job in by_mesh.pop(None, []):  # every rank has it whole
+            results = job.compute(*job.read())
+            if isinstance(job.found, Exception):
+                raise job.found
+            job.structure = job.found  # type: ignore[assignment]
+            job.write(*results)
         for mesh, several in by_mesh.items():
             exchange = Exchange(mesh)  # type: ignore[arg-type]
             for batch in spread(several, mesh, self._options.batch_bytes):  # type: ignore[arg-type]
-                self._run_batch(exchange, batch)
+                agree = functools.partial(self._agree, exchange, [job for job, _ in batch])
+                run_batch(exchange, batch, agree)
         self._step_groups_without_gradients({job.group for job in jobs}, bool(jobs))
         self._carry_over(jobs)
 
@@ -301,20 +337,20 @@ class WholeStep:
         layout = Layout.of(param)
         state = self._optimizer.state.get(param) or {}
         kept = Taken()
-        known = take_apart(state, kept, self._who)
+        known = take_apart(state, kept, self.who)
         for i, tensor in enumerate(kept.tensors):
             if isinstance(tensor, DTensor) and tensor.device_mesh != layout.mesh:
-                raise TypeError(f"The state of {self._who} is on another mesh than its parameter")
+                raise TypeError(f"The state of {self.who} is on another mesh than its parameter")
             if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
                 kept.tensors[i] = tensor.redistribute(
                     placements=[Replicate()] * len(layout.placements)
                 )
         written = self._written.get(group, Branch(dict, (), ()))
-        return Job(param, group, state, layout, _joined(known, written), kept)
+        return Job(self, param, group, state, layout, _joined(known, written), kept)
 
     # -- one parameter ----------------------------------------------------------------------
 
-    def _compute(self, job: Job, whole: Tensor, grad: Tensor, *tensors: Tensor) -> Values:
+    def compute(self, job: Job, whole: Tensor, grad: Tensor, *tensors: Tensor) -> Values:
         """The step of a whole parameter: its new state, and what was written elsewhere."""
         state_structure = job.structure.items[0]  # type: ignore[union-attr]
         leaves = tensor_leaves(state_structure)
@@ -341,10 +377,10 @@ class WholeStep:
             self._step()
             if generators is not None and random_state(whole.device) != generators:
                 raise RuntimeError(
-                    f"{self._who} drew random numbers, of which one process would draw others. "
+                    f"{self.who} drew random numbers, of which one process would draw others. "
                     "If that is all right, pass separable=True to whole_step"
                 )
-            written = _changes(optimizer.param_groups[0], options, self._who)
+            written = _changes(optimizer.param_groups[0], options, self.who)
             own = {
                 name: value
                 for name, value in own_attributes(optimizer).items()
@@ -355,70 +391,18 @@ class WholeStep:
             "values": {"state": dict(inner.get(plain, {})), "group": written, "self": own},
         }
 
-    def _run_plain(self, job: Job) -> None:
-        """Of a parameter that every rank has whole."""
-        job.result = self._compute(job, *job.read())
-        taken = Taken()
-        job.structure = take_apart(job.result["values"], taken, self._who)
-        tensors = [job.result["param"], *taken.tensors]
-        self._keep(job, tensors, taken.numbers)
-
-    # -- many -------------------------------------------------------------------------------
-
-    def _run_batch(self, exchange: Exchange, batch: Sequence[tuple[Job, tuple[int, ...]]]) -> None:
-        """Gather, compute what this rank owns, agree on what came out, deal out the results."""
-        items = [
-            Item(layout, owner)
-            for job, owner in batch
-            for layout in (job.layout, _in_dtype(job), *job.inputs)
-        ]
-        parts = [part for job, _ in batch for part in job.read()]
-        devices = {part.device for part in parts if part.ndim}
-        whole = iter(exchange.gather(items, parts))
-        del parts
-        results: list[Tensor | None] = []
-        changed: dict[int, Structure | str] = {}
-        owned: dict[int, list[Tensor]] = {}
-        failure: Exception | None = None
-        for i, (job, owner) in enumerate(batch):
-            inputs = [next(whole) for _ in range(2 + len(job.kept.tensors))]
-            if owner != exchange.coordinate or failure is not None:
-                continue
-            try:
-                result = self._compute(job, *inputs)  # type: ignore[arg-type]
-                taken = Taken()
-                structure = take_apart(result["values"], taken, self._who)
-            except Exception as error:
-                failure = error
-                changed[i] = f"{type(error).__name__}: {error}"
-                continue
-            if structure != job.structure:
-                changed[i] = structure
-            numbers = torch.tensor(taken.numbers, dtype=torch.float64, device=exchange.device)
-            owned[i] = [result["param"], *map(local_part, taken.tensors), numbers]
-        self._agree(exchange, batch, changed, failure)
-        for i, (job, _) in enumerate(batch):
-            results += owned.get(i) or [None] * len(job.outputs)
-        items = [Item(layout, owner) for job, owner in batch for layout in job.outputs]
-        dealt = iter(exchange.scatter(items, results))
-        # Offloaded parameters: what was read on the CPU goes back there.
-        device = devices.pop() if len(devices) == 1 else exchange.device
-        for job, _ in batch:
-            *tensors, numbers = [next(dealt) for _ in job.outputs]
-            self._keep(job, [tensor.to(device) for tensor in tensors], numbers.tolist())
-
-    def _agree(
-        self,
-        exchange: Exchange,
-        batch: Sequence[tuple[Job, tuple[int, ...]]],
-        changed: dict[int, Structure | str],
-        failure: Exception | None,
-    ) -> None:
+    def _agree(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
         """Tell all ranks what results look like, where that is not as expected, and failures.
 
         One number is reduced for it; objects are sent only where something has changed: in the
         first step, and when an optimizer begins or ceases to remember something.
         """
+        changed: dict[int, Structure | str] = {}
+        for i, job in enumerate(jobs):
+            if isinstance(job.found, Exception):
+                changed[i] = f"{type(job.found).__name__}: {job.found}"
+            elif job.found is not None and job.found != job.structure:
+                changed[i] = job.found
         flag = torch.tensor(int(bool(changed)), device=exchange.device)
         for dim in exchange.dims:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=exchange.mesh.get_group(dim))
@@ -428,29 +412,18 @@ class WholeStep:
             several: list[Any] = [None] * exchange.mesh.size(dim)
             dist.all_gather_object(several, changed, exchange.mesh.get_group(dim))
             changed = {i: structure for each in several for i, structure in each.items()}
-        if failure is not None:
-            raise failure
+        for job in jobs:
+            if isinstance(job.found, Exception):
+                raise job.found
         for i, structure in changed.items():
             if isinstance(structure, str):
                 raise RuntimeError(
-                    f"The step of {self._who} failed for a parameter of shape "
-                    f"{batch[i][0].layout.shape} on the rank that owns it: {structure}"
+                    f"The step of {self.who} failed for a parameter of shape "
+                    f"{jobs[i].layout.shape} on the rank that owns it: {structure}"
                 )
-            batch[i][0].structure = structure
+            jobs[i].structure = structure
 
-    def _keep(self, job: Job, tensors: list[Tensor], numbers: list[float]) -> None:
-        """Take over a result: the parameter and its state here, the rest when all are done."""
-        param, *parts = tensors
-        local_part(job.param.detach()).copy_(param)
-        placed: list[Tensor] = []
-        leaves = tensor_leaves(job.structure)
-        for leaf, layout, part in zip(leaves, job.leaf_layouts(), parts, strict=True):
-            own = part.cpu() if leaf.on_host else part.clone()
-            placed.append(layout.wrap(own) if leaf.shape else own)
-        job.result = put_together(job.structure, iter(placed), iter(numbers))
-        self._update(job, job.result["state"])
-
-    def _update(self, job: Job, new: dict[Any, Any]) -> None:
+    def update(self, job: Job, new: dict[Any, Any]) -> None:
         """Into the state, in place where a tensor is there already."""
         if not new and not job.state:
             return
@@ -504,7 +477,7 @@ class WholeStep:
         for key in mine.keys() | theirs.keys():
             if not same(mine.get(key), theirs.get(key)) and (job.group, key) not in varying:
                 raise RuntimeError(
-                    f"{self._who} wrote different '{key}' into a group for two of its parameters "
+                    f"{self.who} wrote different '{key}' into a group for two of its parameters "
                     f"({theirs.get(key)} and {mine.get(key)}), so its steps depend on each other. "
                     f"{_ADVICE}"
                 )
@@ -515,12 +488,6 @@ def _joined(state: Structure, written: Structure) -> Structure:
     nothing = Branch(dict, (), ())
     parts = written.items if isinstance(written, Branch) and written.items else (nothing, nothing)
     return Branch(dict, ("state", "group", "self"), (state, *parts))
-
-
-def _in_dtype(job: Job) -> Layout:
-    """The layout of the gradient."""
-    assert job.param.grad is not None
-    return Layout(job.mesh, job.layout.placements, job.layout.shape, job.param.grad.dtype)
 
 
 def _alike(old: Tensor, new: Any) -> bool:
