@@ -35,7 +35,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions cuda lint format dist-check bench bench-gpu bench-ckpt bench-clip \
-	bench-estimate bench-choosing clean
+	bench-estimate bench-choosing optimizers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -107,6 +107,9 @@ bench-estimate: $(FOR_TRAIN)  ## compare estimates with runs, and plans with pub
 
 bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the examples
 	$(PY) -m benchmarks.choosing $(ARGS)
+
+optimizers: $(FOR_TEST)  ## train with every optimizer of six libraries; writes docs/optimizers.md
+	$(PY) -m benchmarks.optimizers --write docs/optimizers.md $(ARGS)
 
 dist-check: $(FOR_DEV)  ## build wheel and sdist, install and import them on each Python there is
 	$(PY) tools/dist_check.py $(ARGS)

@@ -1,91 +1,109 @@
-"""Which optimizers `fsdp2.optim.local_step` and `whole_step` take, and why not: a table.
+"""All optimizers of several libraries over sharded parameters: which are right, as a table.
 
-    python -m benchmarks.optimizers > table.md
+    python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--write docs/optimizers.md]
 
-It asks the two functions about every optimizer class of the libraries that are installed, with
-their defaults, on one process. Nothing is trained: `tests/test_optim_*.py` compare steps.
+Each is trained with its defaults on 2 and on 3 ranks, over plain DTensors, by
+`fsdp2.optim.local_step` and by `whole_step`, and compared with one process.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import argparse
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from .optimizer_cases import LIBRARIES, cases
+from .optimizer_training import WAYS, train_all
+from .ranks import run_ranks
 
-from fsdp2.optim import local_step, whole_step
-
-LIBRARIES = (
-    "torch.optim",
-    "pytorch_optimizer",
-    "schedulefree",
-    "timm.optim",
-    "torchao.optim",
-    "bitsandbytes.optim",
-)
-SHAPES = ((96, 64), (8, 12))
+RANKS = (2, 3)
+LONGEST = 150  # characters of a message in the table
 
 
-def classes(library: str) -> Iterator[tuple[str, Any]]:
-    module = importlib.import_module(library)
-    for name, kind in sorted(vars(module).items()):
-        if not inspect.isclass(kind) or name.startswith("_") or kind is torch.optim.Optimizer:
-            continue
-        if library != "torch.optim" and kind.__module__.startswith("torch.optim"):
-            continue
-        if hasattr(kind, "step") and hasattr(kind, "zero_grad"):
-            yield name, kind
+def cell(by_ranks: dict[int, Sequence[str]]) -> str:
+    """What the table says of one way of stepping."""
+    texts = {ranks: _text(*outcome) for ranks, outcome in by_ranks.items()}
+    if len({(kind, text[:40]) for kind, text in by_ranks.values()}) == 1 or _both_wrong(by_ranks):
+        return next(iter(texts.values()))
+    return "; ".join(f"{ranks} ranks: {text}" for ranks, text in texts.items())
 
 
-def make(kind: Any) -> Any:
-    """An optimizer with its defaults, in training mode where it has one."""
-    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    rate = inspect.signature(kind.__init__).parameters.get("lr")
-    needed = {"lr": 0.01} if rate is not None and rate.default is inspect.Parameter.empty else {}
-    optimizer = kind(params, **needed)
-    if "train_mode" in optimizer.param_groups[0]:
-        optimizer.train()
-    for param in params:
-        param.grad = torch.randn_like(param)
-    return optimizer
+def _both_wrong(by_ranks: dict[int, Sequence[str]]) -> bool:
+    return all(kind == "wrong" for kind, _ in by_ranks.values())
 
 
-def verdict(kind: Any, wrap: Any) -> str:
-    """``yes``, or the message, of a first step."""
-    try:
-        optimizer = make(kind)
-    except Exception as error:
-        return f"(cannot be made with its defaults: {type(error).__name__})"
-    try:
-        wrap(optimizer).step()
-    except Exception as error:
-        text = str(error).split(". It would see only")[0].split(". whole_step steps")[0]
-        text = text.split(" is not elementwise: ")[-1]
-        text = text.split(" is not one that steps each parameter on its own: ")[-1]
-        return "no: " + " ".join(text.split()).replace("|", "/")[:140]
-    return "yes"
+def _text(kind: str, text: str) -> str:
+    # Of a refusal the reason, without who it is and what to do.
+    for begin in (
+        r".* is not elementwise: ",
+        r".* is not one that steps each parameter on its own: ",
+    ):
+        text = re.sub(begin, "", text)
+    for end in (r"\. It would see only.*", r"\. whole_step steps parameters.*", r" See docs/.*"):
+        text = re.sub(end, "", text)
+    text = text.replace("|", "/").replace("<", "&lt;")
+    if len(text) > LONGEST:
+        text = text[:LONGEST].rstrip() + " ..."
+    if kind == "wrong":
+        return f"**WRONG** {text}"
+    return f"{kind}: {text}" if text else kind
+
+
+def section(library: str, names: Sequence[str], outcomes: dict[int, dict[str, Any]]) -> str:
+    """The table of a library, with its heading."""
+    version = metadata.version(library.split(".")[0]).split("+")[0]
+    lines = [
+        f"## {library} {version}\n",
+        "| optimizer | plain DTensors | `local_step` | `whole_step` |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        row = {ranks: found[f"{library}/{name}"] for ranks, found in outcomes.items()}
+        cells = [cell({ranks: by_way[way] for ranks, by_way in row.items()}) for way in WAYS]
+        if cells[0].startswith("not trained"):
+            cells = [cells[0], "", ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(file: Path, library: str, text: str) -> None:
+    """Replace the section of a library, or add it at the end."""
+    parts = re.split(r"(?m)^(?=## )", file.read_text())
+    parts = [part.rstrip() + "\n" for part in parts]
+    for i, part in enumerate(parts):
+        if part.startswith(f"## {library} "):
+            parts[i] = text
+            break
+    else:
+        parts.append(text)
+    file.write_text("\n".join(parts))
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("libraries", nargs="*", default=[], help=", ".join(LIBRARIES))
+    parser.add_argument("--only", nargs="*", default=[], help="names of optimizers")
+    parser.add_argument("--write", type=Path, help="file whose tables are replaced")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    for library in LIBRARIES:
+    for library in options.libraries or LIBRARIES:
         try:
-            found = list(classes(library))
+            names = [case.name for case in cases(library)]
         except ImportError:
             continue
-        version = metadata.version(library.split(".")[0])
-        print(f"\n## {library} {version.split('+')[0]}\n")
-        print("| optimizer | `local_step` | `whole_step` |\n|---|---|---|")
-        with torch.compiler.set_stance("force_eager"):
-            for name, kind in found:
-                torch.manual_seed(0)
-                row = [verdict(kind, wrap) for wrap in (local_step, whole_step)]
-                print(f"| {name} | {row[0]} | {row[1]} |", flush=True)
+        names = [name for name in names if not options.only or name in options.only]
+        found = {
+            ranks: run_ranks(train_all, ranks, {"found": [(library, name) for name in names]})
+            for ranks in RANKS
+        }
+        text = section(library, names, found)
+        print(text, flush=True)
+        if options.write:
+            write(options.write, library, text)
 
 
 if __name__ == "__main__":

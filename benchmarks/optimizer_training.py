@@ -1,0 +1,240 @@
+"""Trains with an optimizer over sharded parameters, beside the same one on one process.
+
+Every case has a process group of its own with a short timeout, since a rank that fails alone leaves
+its group broken. What came of it the ranks tell each other through the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import fully_shard
+from fsdp2.optim import local_step, whole_step
+
+from .optimizer_cases import OptimizerCase
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "plain DTensors": lambda optimizer: optimizer,
+    "local_step": local_step,
+    "whole_step": whole_step,
+}
+# Factors of the gradients of the steps: clipping and counters show.
+SCALES = (1.0, 0.01, 30.0, 1.0, 100.0, 0.3)
+GROUP_TIMEOUT = timedelta(seconds=10)
+# Of the largest change of a parameter: what rounding may make of it.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+_runs = itertools.count()  # of this process; the store keeps what was said in each
+PACKAGE = str(Path(__file__).parents[1] / "fsdp2")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one way of stepping: "right", "refused", "raises", "wrong", or "not trained" and why."""
+
+    kind: str
+    text: str = ""
+
+
+def build(case: OptimizerCase, dtype: torch.dtype) -> nn.Module:
+    """Rows that neither 2 nor 3 ranks share evenly; some ranks have none of the last ones.
+
+    For optimizers that quantize their state also a weight of which all ranks have whole blocks.
+    """
+    torch.manual_seed(0)
+    sizes = [64, 65, 7, 1]
+    if case.quantizes:
+        sizes[1:1] = [128, 192]
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+class Loss:
+    """The closure: gradients of the same batch on every rank, scaled."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.dtype, self.step = model, dtype, 0
+
+    @torch.enable_grad()
+    def __call__(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.step)
+        batch = torch.randn(8, 64, generator=generator, dtype=torch.float64).to(self.dtype)
+        self.model.zero_grad()
+        loss = (self.model(batch) - 1).square().mean() * SCALES[self.step]
+        loss.backward()
+        return loss.detach()
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of a whole tensor, as `torch.chunk` deals them out."""
+    if not isinstance(like, DTensor):
+        return whole
+    chunks = whole.chunk(like.device_mesh.size()) if whole.ndim else (whole,)
+    rank = like.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def steps(optimizer: Any, loss: Loss, with_closure: bool, feed: Any = None) -> Any:
+    """A generator: one step each time.
+
+    Args:
+        feed: called between backward and step.
+    """
+    for step in range(len(SCALES)):
+        loss.step = step
+        if not with_closure:
+            loss()
+            if feed is not None:
+                feed(step)
+        torch.manual_seed(step)
+        optimizer.step(loss) if with_closure else optimizer.step()
+        yield step
+
+
+@dataclass
+class Reference:
+    """The training on one process: gradients and parameters of each step."""
+
+    dtype: torch.dtype
+    initial: list[Tensor]
+    grads: list[list[Tensor]]
+    params: list[list[Tensor]]
+
+
+def reference(case: OptimizerCase, dtype: torch.dtype) -> Reference:
+    model = build(case, dtype)
+    result = Reference(dtype, [p.detach().clone() for p in model.parameters()], [], [])
+    optimizer = case.make(model, lambda optimizer: optimizer)
+
+    def note(step: int) -> None:
+        result.grads.append([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
+
+    for _ in steps(optimizer, Loss(model, dtype), case.with_closure, note):
+        result.params.append([p.detach().clone() for p in model.parameters()])
+    if not all(p.isfinite().all() for p in result.params[-1]):
+        raise ArithmeticError("parameters became infinite")
+    return result
+
+
+def error_of(case: OptimizerCase, way: str, expected: Reference, mesh: DeviceMesh) -> float:
+    """The largest error of this rank's parameters, in terms of the largest change of each."""
+    model = build(case, expected.dtype)
+    for layer in model[::2]:  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = case.make(model, WAYS[way])
+
+    def feed(step: int) -> None:
+        for p, grad in zip(model.parameters(), expected.grads[step], strict=True):
+            p.grad._local_tensor.copy_(own_rows(grad, p))  # type: ignore[union-attr]
+
+    worst = 0.0
+    for step in steps(optimizer, Loss(model, expected.dtype), case.with_closure, feed):
+        for p, before, value in zip(
+            model.parameters(), expected.initial, expected.params[step], strict=True
+        ):
+            change = (value - before).abs().max().item()
+            actual = p.detach()._local_tensor
+            wanted = own_rows(value, p)
+            if not wanted.numel():
+                continue
+            difference = (actual - wanted).abs().max().item()
+            if difference != difference:
+                return float("inf")
+            floor = torch.finfo(expected.dtype).eps * value.abs().max().item()
+            worst = max(worst, difference / max(change, 10 * floor))
+    return worst
+
+
+def try_way(case: OptimizerCase, way: str, expected: Reference, key: str) -> Outcome:
+    """One case on all ranks of the world."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo")
+    answer: dict[str, Any]
+    try:
+        # DTensor remembers by equal meshes, also the group of an earlier one, which may be broken.
+        name = re.sub(r"\W", "_", key)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+        answer = {"error": error_of(case, way, expected, mesh)}
+    except Exception as error:
+        answer = {"raised": _described(error), "at": _where(error)}
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{key}/{dist.get_rank()}", json.dumps(answer))
+    answers = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
+    return judge(answers, TOLERANCE[expected.dtype])
+
+
+def judge(answers: Sequence[dict[str, Any]], tolerance: float) -> Outcome:
+    """What the ranks' answers come to: who failed by itself counts, not who waited for it."""
+    raised = [a for a in answers if "raised" in a]
+    if not raised:
+        worst = max(a["error"] for a in answers)
+        return Outcome("right") if worst <= tolerance else Outcome("wrong", f"by {worst:.0e}")
+    # Others notice it by a timeout, or by whole_step's message.
+    first = min(raised, key=lambda a: (a["at"] == "waiting", a["at"] == "fsdp2"))
+    if first["at"] == "fsdp2":
+        return Outcome("refused", first["raised"])
+    return Outcome("raises", f"{first['raised']} (in {first['at']})")
+
+
+def _described(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _where(error: Exception) -> str:
+    """Which package the innermost frame is of."""
+    text = str(error)
+    if any(word in text for word in ("Timed out", "timeout", "Connection closed", "gloo")):
+        return "waiting"
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if frames[-1].startswith(PACKAGE):
+        return "fsdp2"
+    packages = [f.split("site-packages/")[1].split("/")[0] for f in frames if "site-packages/" in f]
+    return packages[-1] if packages else "Python"
+
+
+def outcomes(case: OptimizerCase, key: str) -> dict[str, Outcome]:
+    """Of every way, on the ranks of the world."""
+    if case.left_out:
+        return dict.fromkeys(WAYS, Outcome("not trained", case.left_out))
+    expected = None
+    for dtype in TOLERANCE:
+        try:
+            expected = reference(case, dtype)
+            break
+        except Exception as error:
+            reason = f"fails on one process: {_described(error)}"
+    if expected is None:
+        return dict.fromkeys(WAYS, Outcome("not trained", reason))
+    return {way: try_way(case, way, expected, f"{key}/{way}") for way in WAYS}
+
+
+def train_all(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The outcomes of optimizers, by library and name, as JSON; for `ranks.run_ranks`."""
+    from .ranks import progress
+
+    answer: dict[str, Any] = {}
+    run = next(_runs)
+    with torch.compiler.set_stance("force_eager"):
+        for library, name in found:
+            key = f"{library}/{name}"
+            by_way = outcomes(OptimizerCase(library, name), f"optimizers/{run}/{key}")
+            answer[key] = {way: [o.kind, o.text] for way, o in by_way.items()}
+            progress(f"{key}: {[' '.join(v)[:60] for v in answer[key].values()]}")
+    return answer
