@@ -34,8 +34,8 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
-	train-recommender test test-all test-versions cuda lint format dist-check bench bench-gpu bench-ckpt bench-clip \
-	bench-estimate bench-choosing optimizers clean
+	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
+	bench-gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ test: $(FOR_TEST)  ## run the tests
 
 test-all: $(FOR_TEST)  ## run the tests and their long versions
 	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
+
+test-device: $(FOR_TEST)  ## run test files on a device of threads; ARGS=tests/test_offload.py
+	$(PY) -m pytest $(PARALLEL) --device testdev $(ARGS)
 
 test-versions: $(FOR_TEST)  ## run the tests that depend on torch's version; TORCH=2.13.0
 	$(PY) -m pytest $(PARALLEL) --torch-versions $(ARGS)

@@ -294,7 +294,10 @@ class Exchange:
         if plan.staged:
             parts.append(stage(layout, plan, grads, wire, bucket.device).unbind(0))
         numels = [part[self.rank].numel() for part in parts]
-        received = {peer: torch.empty(sum(numels), dtype=wire).split(numels) for peer in self.peers}
+        received = {
+            peer: torch.empty(sum(numels), dtype=wire, device="cpu").split(numels)
+            for peer in self.peers
+        }
         with record_function("fsdp2::exchange"):
             works = self._start(
                 [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers

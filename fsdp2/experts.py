@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from .dtensors import dtensor_over
 from .fully_shard import fully_shard
 from .tree import tensors_in
 
@@ -118,9 +119,7 @@ def _deal_out(module: nn.Module, mesh: DeviceMesh) -> None:
                 start = min(rank * chunk, param.shape[0])
                 own = param.detach()[start : start + chunk].clone()
                 shape, stride = param.shape, param.stride()
-                whole = DTensor.from_local(
-                    own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-                )
+                whole = dtensor_over(own, mesh, [Shard(0)], shape, stride)
                 made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
             setattr(owner, name, made[param])
 

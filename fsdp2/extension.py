@@ -210,7 +210,7 @@ class ExtensionBucket(Bucket):
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
         table = torch.zeros(num_shards, len(rows), dtype=torch.int64, device=self.device)
-        table[self.rank] = torch.tensor(rows)
+        table[self.rank] = torch.tensor(rows, device="cpu")
         assert self.mesh.shard_group is not None
         sum_together(self.mesh.shard_group, [table])
         of_shards = [slot.local_shape(rank)[0] for rank in range(num_shards)]

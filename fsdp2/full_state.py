@@ -28,6 +28,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from .checkpoint.boxes import Box
 from .checkpoint.inner import inner_of, is_subclass, kind_of, local_part
 from .checkpoint.placement import this_rank
+from .dtensors import dtensor_over
 from .hooks import about_to_write, wrapper_prefix
 from .spread import Spread, spread_of
 from .unit import units_in
@@ -368,9 +369,7 @@ class _Targets:
             return new, new
         shape, stride = target.shape, target.stride()
         mesh, placements = target.device_mesh, target.placements
-        wrapped = DTensor.from_local(
-            new, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        wrapped = dtensor_over(new, mesh, placements, shape, stride)
         return wrapped, new
 
 

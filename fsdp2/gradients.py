@@ -387,5 +387,5 @@ def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tens
     It requires a gradient, as all that ``backward(create_graph=True)`` leaves.
     """
     with torch.enable_grad():
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
         return _NoGraph.apply(anchor, param, _local(grad).detach())

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .dtensors import dtensor_over
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 from .parameter_hooks import UserHooks
@@ -95,14 +96,8 @@ class TensorSpec:
             # A DTensor takes over the storage offset, but not the storage: with an offset it
             # seems to have data, which `copy.deepcopy` and pickle then look for.
             offset = local.storage_offset()
-            made = DTensor.from_local(
-                local.as_strided(local.shape, local.stride(), 0) if offset else local,
-                self.mesh,
-                self.placements,
-                run_check=False,
-                shape=self.shape,
-                stride=self.stride,
-            )
+            seen = local.as_strided(local.shape, local.stride(), 0) if offset else local
+            made = dtensor_over(seen, self.mesh, self.placements, self.shape, self.stride)
             if offset:
                 made._local_tensor = local.view_as(local)
             return made

@@ -20,7 +20,7 @@ def _objects_held_by_cpp() -> int:
     1 where torch keeps the object alive for as long as C++ may hand it out again, which holds for
     torch 2.10 and later; before, the object was revived.
     """
-    tensor = torch.zeros(1, requires_grad=True)
+    tensor = torch.zeros(1, device="cpu", requires_grad=True)
     before = sys.getrefcount(tensor)
     graph = tensor * 2  # its accumulation node refers to `tensor`
     return sys.getrefcount(tensor) - before if graph.requires_grad else 0

@@ -114,6 +114,10 @@ DISTRIBUTED = (
         "torch.distributed.tensor.DTensor._local_tensor",
     ),
     *_names(
+        "a DTensor of a device mesh over a shard in host memory",
+        "torch.distributed.tensor.DTensor._spec",
+    ),
+    *_names(
         "a dim that tensor parallelism and we both cut",
         "torch.distributed.tensor.placement_types._StridedShard",
     ),

@@ -22,6 +22,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only the tests that depend on torch's version: about a fifth (torch_versions.py)",
     )
 
+    parser.addoption(
+        "--device",
+        choices=("cpu", "testdev"),
+        default="cpu",
+        help="run test bodies on this device: testdev is asynchronous (tests/testdev)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    if device != harness.DEVICE:
+        os.environ["FSDP2_TEST_DEVICE"] = harness.DEVICE = device
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the long tests out unless the -m expression asks for them, and with

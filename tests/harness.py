@@ -59,7 +59,11 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
 ]
+# The device of the tests in this process: "cpu", or "testdev" (`pytest --device testdev`, or a test
+# that asks for it). Tests there take longer: every operator goes through a queue.
+DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
 JOB_TIMEOUT_S = 90.0
+SLOW_DEVICE = 3
 START_TIMEOUT_S = 120.0
 # Process groups that a rank may have before those that nobody needs are destroyed.
 MANY_GROUPS = 12
@@ -126,6 +130,7 @@ def _resolve(module: str, name: str) -> Callable[..., Any]:
 def _reset_state() -> None:
     """Undoes what an earlier job may have changed in this process."""
     torch.set_num_threads(1)
+    torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
@@ -191,9 +196,14 @@ def _run_job(message: bytes) -> _Outcome:
 
 
 def _serve(
-    rank: int, world_size: int, folder: str, connection: multiprocessing.connection.Connection
+    rank: int,
+    world_size: int,
+    folder: str,
+    connection: multiprocessing.connection.Connection,
+    device: str,
 ) -> None:
     """The main function of a rank: makes the default group, then runs jobs until the end."""
+    globals()["DEVICE"] = device
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -205,7 +215,8 @@ def _serve(
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend = start_device() if DEVICE != "cpu" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     dist.barrier()
     if not RUNS_ON_TORCH:
         start_accounts()
@@ -224,6 +235,18 @@ def _serve(
         connection.send_bytes(answer)
 
 
+def start_device() -> str:
+    """Makes the test device available; returns the backends that serve it and the CPU."""
+    import testdev
+
+    testdev.start()
+    testdev.native().set_delays(seed=int(os.environ.get("FSDP2_TEST_SEED", "0")), **DELAYS)
+    return f"cpu:gloo,{testdev.NAME}:{testdev.BACKEND}"
+
+
+# Tasks of a stream that are late, and by how much at most: enough for another stream to overtake.
+DELAYS = {"probability": 0.05, "max_us": 300}
+
 _accounts = contextlib.ExitStack()
 
 
@@ -241,8 +264,8 @@ def stop_accounts() -> None:
 
 @functools.cache
 def cached_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A CPU mesh, made once per process: each new mesh costs threads and sockets for good."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    """A mesh, made once per process: each new mesh costs threads and sockets for good."""
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
 
 
 @contextlib.contextmanager
@@ -273,8 +296,9 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
 class RankPool:
     """The processes of one world size."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._folder = tempfile.TemporaryDirectory(prefix="fsdp2-ranks-")
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[multiprocessing.connection.Connection] = []
@@ -289,7 +313,7 @@ class RankPool:
         context = fork_context()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._folder.name, theirs)
+            arguments = (rank, self.world_size, self._folder.name, theirs, self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -303,6 +327,8 @@ class RankPool:
         Raises `RankError` where a rank raised, died or did not end within `timeout_s`. The
         pool must not be used after that.
         """
+        if self.device != "cpu":
+            timeout_s *= SLOW_DEVICE
         message = pickle.dumps((module, name, args, kwargs))
         self._log_starts = [self._size_of_log(rank) for rank in range(self.world_size)]
         for connection in self._connections:
@@ -391,7 +417,7 @@ class RankPool:
         self._folder.cleanup()
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
 def run_on(
@@ -400,6 +426,7 @@ def run_on(
     *args: Any,
     timeout_s: float = JOB_TIMEOUT_S,
     restart: bool = False,
+    device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs a top-level function on every rank of `world_size` and returns their answers.
@@ -410,14 +437,16 @@ def run_on(
         args, kwargs: its arguments; they are pickled.
         timeout_s: seconds after which the job counts as hanging.
         restart: gives the next job fresh ranks, for a body that breaks the process group.
+        device: where `cached_mesh` and tensors made without a device are; None: `DEVICE`.
 
     Raises:
         RankError: where a rank raised, died or hung.
     """
     module, name = body.__module__, body.__qualname__
-    if world_size not in _pools:
-        _pools[world_size] = RankPool(world_size)
-    pool = _pools[world_size]
+    key = world_size, device or DEVICE
+    if key not in _pools:
+        _pools[key] = RankPool(*key)
+    pool = _pools[key]
     healthy = False
     try:
         result = pool.run(module, name, args, kwargs, timeout_s)
@@ -425,7 +454,7 @@ def run_on(
         return result
     finally:
         if not healthy:
-            _pools.pop(world_size).kill()
+            _pools.pop(key).kill()
 
 
 def stop_all() -> None:

@@ -132,6 +132,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str, *, bitwise: bool = 
         assert actual.shape == expected.shape, f"{what}: local {actual.shape}, {expected.shape}"
     elif isinstance(actual, DTensor):
         actual = actual.full_tensor()
+    actual = actual.to(expected.device)  # an offloaded one
     if torch.equal(actual, expected):
         return
     difference = (actual - expected).abs().max().item()

@@ -112,7 +112,7 @@ def fill(
 
 
 def _staging_for(wanted: Wanted) -> Tensor:
-    return torch.empty(wanted.box.shape, dtype=DTYPES[wanted.stored.info.dtype])
+    return torch.empty(wanted.box.shape, dtype=DTYPES[wanted.stored.info.dtype], device="cpu")
 
 
 def _read_in_place(source: Source, held: Sequence[Wanted], read: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..dtensors import dtensor_over
 from .boxes import Box
 from .errors import CheckpointMismatch
 from .fill import Wanted
@@ -53,7 +54,7 @@ class Piece:
     def read(self, part: str) -> Tensor:
         """One of its tensors, now; for small ones."""
         stored = self.parts[part]
-        data = torch.empty(stored.info.shape, dtype=DTYPES[stored.info.dtype])
+        data = torch.empty(stored.info.shape, dtype=DTYPES[stored.info.dtype], device="cpu")
         read = read_verified if self.source.verifiable else read_into
         read(self.source, [Target(part, stored, Box.whole(stored.info.shape), data)])
         return data
@@ -260,10 +261,5 @@ def _dtype(description: Description) -> torch.dtype:
 def _placed(local: Tensor, param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local
-    with torch.no_grad():
-        made = DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False,
-            shape=param.shape, stride=param.stride(),
-        )  # fmt: skip
-    made._local_tensor = local  # not the view of it, which classes make with other settings
-    return made
+    mesh, placements = param.device_mesh, param.placements
+    return dtensor_over(local, mesh, placements, param.shape, param.stride())

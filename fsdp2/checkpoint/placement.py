@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..dtensors import dtensor_over
 from .boxes import Box, split_evenly
 from .errors import CheckpointError
 
@@ -141,9 +142,7 @@ def own_part(whole: Tensor, like: DTensor) -> DTensor:
     box = box_of(tuple(whole.shape), tuple(mesh.shape), placements, tuple(coordinate))
     part = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
     shape, stride = like.shape, like.stride()
-    return DTensor.from_local(
-        part.detach(), mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return dtensor_over(part.detach(), mesh, placements, shape, stride)
 
 
 def _order(

@@ -95,7 +95,7 @@ class Stream:
     def buffer(self, num_bytes: int) -> Tensor:
         """Memory that stays in the processor's cache; the same at every call."""
         if self._buffer is None:
-            self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8)
+            self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu")
         return self._buffer[:num_bytes]
 
 

@@ -31,7 +31,7 @@ class Staging:
         accelerator = torch.accelerator.is_available()
         if self._buffer is None or self._buffer.numel() < end:
             self._buffer = None
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=accelerator)
+            self._buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=accelerator)
         copies, sources = [], []
         for key, tensor in captured.locals.items():
             start, nbytes = places[key]

@@ -101,7 +101,7 @@ class LocalBytes:
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or buffer.numel() < nbytes:
             pin = torch.accelerator.is_available()
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
             self._buffers.buffer = buffer
         return buffer
 
@@ -123,6 +123,8 @@ def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
         start = header.offsets[name]
         raw = bytearray(data[start : start + info.nbytes])
         dtype = DTYPES[info.dtype]
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+        )
         tensors[name] = flat.reshape(info.shape)
     return tensors

@@ -89,7 +89,7 @@ def stream(source: Source, stored: Stored, piece_numel: int) -> Iterator[Tensor]
     if not info.nbytes:
         return
     for box in Box.whole(info.shape).pieces(piece_numel, info.shape):
-        piece = torch.empty(box.shape, dtype=DTYPES[info.dtype])
+        piece = torch.empty(box.shape, dtype=DTYPES[info.dtype], device="cpu")
         read_into(source, [Target(info.name, stored, box, piece)])
         yield piece.view(-1)
 

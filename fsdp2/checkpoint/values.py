@@ -156,6 +156,8 @@ def decode(value: Any, read: Read | None = None) -> Any:
     if kind == "tensor":
         dtype = getattr(torch, value["dtype"])
         raw = bytearray(base64.b64decode(content))
-        data = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        data = (
+            torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return data.reshape(value["shape"]).clone()
     raise ValueError(f"Unknown tag {kind!r}: written by a newer version of fsdp2?")

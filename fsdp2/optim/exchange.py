@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from .parts import dtensor_over
+from ..dtensors import dtensor_over
 
 if TYPE_CHECKING:
     from ..checkpoint.boxes import Box

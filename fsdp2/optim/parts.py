@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+
+from ..dtensors import dtensor_over
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,26 +67,3 @@ def laid_out_like(local: Tensor, tensor: DTensor) -> DTensor:
     """A DTensor over ``local`` that is laid out as ``tensor`` is."""
     mesh, placements = tensor.device_mesh, tensor.placements
     return dtensor_over(local, mesh, placements, tensor.shape, tensor.stride())
-
-
-def dtensor_over(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-) -> DTensor:
-    """A DTensor over ``local``, without communication and outside of autograd.
-
-    Args:
-        shape, stride: of the whole tensor.
-    """
-    with torch.no_grad():
-        return DTensor.from_local(
-            local,
-            mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(stride),
-        )

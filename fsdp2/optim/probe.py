@@ -67,7 +67,7 @@ class Probe:
 
     def _draw(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
-        drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64, device="cpu")
         return drawn.to(self.device, self.dtype)
 
     def _rows(self) -> Tensor:
@@ -268,7 +268,7 @@ def _step(optimizer: Optimizer, raw: RawStep, run: Run, closure: bool) -> None:
         vars(optimizer).update(run.attributes)
         try:
             if closure:
-                raw(optimizer, lambda: torch.tensor(0.7, dtype=torch.float64))
+                raw(optimizer, lambda: torch.tensor(0.7, dtype=torch.float64, device="cpu"))
             else:
                 raw(optimizer)
         except Exception as error:

@@ -1,0 +1,40 @@
+"""DTensors over a local tensor that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+def dtensor_over(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor whose local tensor is ``local`` itself, without communication and autograd.
+
+    Args:
+        local: this rank's part; on the mesh's kind of device, or in host memory (CPU offload).
+        shape, stride: of the whole tensor.
+    """
+
+    def over(part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    with torch.no_grad():
+        if local.is_meta or local.device.type == mesh.device_type:
+            made = over(local)
+            made._local_tensor = local  # not a view of it, which classes make with other settings
+            return made
+        # `from_local` copies a tensor in host memory to the mesh's device. Training would go on
+        # with that copy, and what lies in host memory would never change.
+        spec = over(torch.empty_like(local, device="meta"))._spec
+        return DTensor(local, spec, requires_grad=False)
