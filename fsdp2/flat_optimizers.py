@@ -13,21 +13,16 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .param import ShardedParam
+from .param import ShardedParam, managed_param
 
 _hook: Any = None
-_uneven: Any = WeakTensorKeyDictionary()  # sharded parameter -> its ShardedParam
 
 
 def watch_flattening(params: Iterable[ShardedParam]) -> None:
     """Let the step of an LBFGS of ``params`` raise RuntimeError where it cannot work."""
     global _hook
-    for param in params:
-        if _is_uneven(param.sharded):
-            _uneven[param.sharded] = param
-    if _hook is None and len(_uneven):
+    if _hook is None and any(_is_uneven(param.sharded) for param in params):
         _hook = register_optimizer_step_pre_hook(_check)
 
 
@@ -43,7 +38,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            managed = _uneven.get(param)
+            managed = managed_param(param) if _is_uneven(param) else None
             if managed is not None:
                 raise RuntimeError(
                     f"Cannot flatten unevenly sharded tensor: {type(optimizer).__name__} makes one "

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..dtensors import dtensor_over
 from .errors import CheckpointMismatch
 from .header import TensorInfo
 from .placement import box_of
@@ -104,6 +105,4 @@ def _empty_dtensor(
     box = box_of(shape, tuple(mesh.shape), tuple(placements), tuple(coordinate))
     local = torch.empty(box.shape, dtype=dtype, device=param._local_tensor.device)
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
+    return dtensor_over(local, mesh, placements, shape, strides)
