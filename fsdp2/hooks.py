@@ -190,10 +190,24 @@ class UnitHooks:
         apart(self.unit.runtime.post_backward, self.unit)
         if torch.is_grad_enabled():
             # With create_graph=True. A second backward, through the first one, comes in here.
-            forward = Forward(self.unit, entered=True)
+            enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
             for grad in grads:
                 if grad is not None and grad.requires_grad:
-                    grad.register_hook(functools.partial(self.enter_backward, forward))
+                    grad.register_hook(enter)
+
+    def _enter_again(self, forward: Forward, grad: Any) -> None:
+        """A second backward reached the unit, through the graph of the first."""
+        unit = self.unit
+        parallel = next((param.fqn for param in unit.params if param.is_tensor_parallel), None)
+        if parallel is not None:
+            raise RuntimeError(
+                f"A second backward (create_graph=True) came to unit '{unit.name}', which has "
+                f"tensor-parallel parameters ('{parallel}'). The operations that take DTensors "
+                "apart and put them together are not differentiated twice by torch, so its "
+                "gradients would lack terms. Compute penalties on gradients with a model that is "
+                "sharded only: fully_shard over all ranks, without tensor parallelism"
+            )
+        self.enter_backward(forward, grad)
 
     def _leave_by_view(self, grads: tuple[torch.Tensor | None, ...]) -> None:
         self.leave_backward(grads)

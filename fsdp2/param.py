@@ -193,6 +193,12 @@ class ShardedParam:
         """The dtype of the unsharded parameter."""
         return compute_dtype(self.dtype, self.param_dtype)
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether it is a DTensor on mesh dims that are not data parallel."""
+        others = self.tensor_parallel
+        return others is not None and len(others.data_parallel) < others.mesh.ndim
+
     def note_grad_dtype(self, param: torch.Tensor) -> None:
         """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
         with torch._C.DisableTorchFunctionSubclass():
