@@ -47,7 +47,11 @@ def check(model: nn.Module, expected: dict[str, Tensor]) -> None:
         assert_same(param.grad, expected[name], f"gradient of {name}")
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"offload": True}]
+OPTIONS: list[Any] = [
+    {},
+    {"offload": True},
+    pytest.param({"reshard_after_forward": False}, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -67,7 +67,7 @@ def check_outputs(model: Any, plain: Any, what: str) -> None:
         assert_same(model(batch()), plain(batch()), what)
 
 
-@pytest.mark.parametrize("in_units", [False, True])
+@pytest.mark.parametrize("in_units", [False, pytest.param(True, marks=pytest.mark.long)])
 @distributed(2, long=(3,))
 def test_adapters_are_merged_and_unmerged_while_sharded(in_units: bool) -> None:
     """Of plain LoRA and DoRA; after a backward, and after a forward alone, which keeps the root
