@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, Profile
+from fsdp2 import Profile, explain
+from options import checkpoint_path
 from text_data import Text, ngram_bits_per_byte, validation_starts
 
 try:
@@ -136,45 +137,19 @@ def memory_in_use(device: torch.device) -> float:
         return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def communicated_bytes(
-    model: nn.Module,
-    *,
-    shard_ranks: int,
-    replicas: int,
-    micro_batches: int,
-    compute_itemsize: int,
-    reduce_itemsize: int,
-) -> dict[str, float]:
-    """Bytes that one rank must receive from others in one step, computed, not measured.
+def sent_bytes(model: nn.Module, *, micro_batches: int) -> dict[str, int]:
+    """Bytes that one rank sends to others in one step, as `fsdp2.explain` has them.
 
-    A unit is a module that `fully_shard` was called on, with the parameters that no unit inside
-    it has. With P parameters in a unit, padded to S x the largest shard, where S ranks shard:
-
-    - an all-gather brings the other ranks' shards: P * (S - 1) / S elements. A unit does one per
-      micro-batch in forward, and one more in backward if it was resharded after forward, which is
-      the default for all units but the root;
-    - a reduce-scatter brings the other ranks' gradients for this rank's shard: P * (S - 1) / S
-      elements, once per step, after the last micro-batch;
-    - with R replicas an all-reduce of the gradient shard: 2 * (R - 1) / R * P / S elements.
-
-    Args:
-        model: The sharded model, its units wrapped with the default `reshard_after_forward`.
-        compute_itemsize: Bytes per element of the gathered parameters.
-        reduce_itemsize: Bytes per element of the gradients as they are sent, which may be fewer
-            than of those that are summed.
+    `explain` counts for a step of one micro-batch, and knows the order of the units when a forward
+    has run: the last one stays gathered for its backward. Parameters are gathered for every
+    micro-batch; gradients are reduced after the last one only.
     """
-    gathered = reduced = all_reduced = 0.0
-    # From the innermost unit outwards, so that each parameter is counted in its own unit.
-    counted: set[nn.Parameter] = set()
-    for unit in reversed([m for m in model.modules() if isinstance(m, FSDPModule)]):
-        own = [p for p in unit.parameters() if p not in counted]
-        counted.update(own)
-        shard = sum(-(-p.shape[0] // shard_ranks) * (p.numel() // p.shape[0]) for p in own)
-        gathers = micro_batches * (1 if unit is model else 2)
-        gathered += gathers * shard * (shard_ranks - 1) * compute_itemsize
-        reduced += shard * (shard_ranks - 1) * reduce_itemsize
-        all_reduced += 2 * (replicas - 1) / replicas * shard * reduce_itemsize
-    return {"all_gather": gathered, "reduce_scatter": reduced, "all_reduce": all_reduced}
+    totals = explain(model).totals
+    return {
+        "all_gather": micro_batches * totals.sent_by_gathers,
+        "reduce_scatter": totals.sent_by_reduction,
+        "all_reduce": totals.sent_by_all_reduction,
+    }
 
 
 def shard_sizes(
@@ -252,10 +227,18 @@ def report(
     options: argparse.Namespace,
     numbers: Numbers,
     *,
+    step: int,
+    sent: dict[str, int],
     bits: float,
     sample: str,
 ) -> None:
-    """Print the figures of a finished run and write them to summary.json; all ranks call it."""
+    """Print the figures of a finished run and write them to summary.json; all ranks call it.
+
+    Args:
+        step: the last one.
+        sent: what `sent_bytes` said after training.
+        bits: per byte, on held-out text.
+    """
     sizes = shard_sizes(model, optimizer, numbers)
     if dist.get_rank() != 0:
         return
@@ -266,18 +249,10 @@ def report(
         "bigram": ngram_bits_per_byte(text, 2, targets),
         "trigram": ngram_bits_per_byte(text, 3, targets),
     }
-    communicated = communicated_bytes(
-        model,
-        shard_ranks=dist.get_world_size() // options.replicate,
-        replicas=options.replicate,
-        micro_batches=options.accumulate,
-        compute_itemsize=2 if options.bf16 else 4,
-        reduce_itemsize=4,
-    )
     curve = draw_curve(read_losses(out / "losses.jsonl"), baselines, out / "loss.png")
     summary = {
         "held_out_bits_per_byte": {"model": bits, **baselines},
-        "communicated_bytes_per_rank_and_step": communicated,
+        "sent_bytes_per_rank_and_step": sent,
         "sizes": sizes,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -293,10 +268,11 @@ def report(
             f"{name:<12} {size['parameters']:,} parameters, {size['parameter_bytes'] / 1e6:.1f} "
             f"MB; AdamW's moments {size['optimizer_bytes'] / 1e6:.1f} MB"
         )
-    parts = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in communicated.items() if v)
-    print(f"received     per rank and step, computed for float32 gradients: {parts or 'nothing'}")
+    parts = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sent.items() if v)
+    print(f"sent         per rank and step: {parts or 'nothing'}")
     print(f"loss curve   {curve}")
-    print(f"checkpoint   {out / 'checkpoints'} (a larger --steps with --resume trains on)")
+    path = checkpoint_path(options.out, step)
+    print(f"checkpoint   {path} (a larger --steps with --resume trains on)")
     print(f"sample\n{sample}", flush=True)
 
 

@@ -44,12 +44,13 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.resume:
-        saved = saved_run(options.out)
+        step, saved = saved_run(options.out)
         # The same sequences in every step, if these processes can share them evenly.
         sequences = saved["options"]["batch"] * saved["world_size"]
         if sequences % world_size == 0:
             saved["options"]["batch"] = sequences // world_size
         options = as_saved(parser, argv, saved["options"], FREE_ON_RESUME)
+        exit_if_finished(options, step)
     _check(options, world_size)
     return options
 
@@ -69,22 +70,43 @@ def as_saved(
     return options
 
 
+def exit_if_finished(options: argparse.Namespace, step: int) -> None:
+    """End with exit status 0 if no step is left to do after `step`; rank 0 says so."""
+    last = min(options.steps, options.stop_at or options.steps)
+    if step < last:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        flag = "--steps" if last == options.steps else "--stop-at"
+        print(
+            f"finished     {checkpoint_path(options.out, step)} is of step {step}, and {flag} is "
+            f"{last}: nothing to do. A larger {flag} trains on",
+            flush=True,
+        )
+    sys.exit(0)
+
+
 def options_to_save(options: argparse.Namespace) -> dict[str, Any]:
     """The options that a checkpoint keeps for --resume."""
     return {k: v for k, v in vars(options).items() if k not in FREE_ON_RESUME or k == "steps"}
 
 
-def checkpoint_folder(out: str) -> Path:
+def checkpoint_folder(out: str | Path) -> Path:
     """Where a run keeps its checkpoints, one folder per step."""
     return Path(out) / "checkpoints"
 
 
-def saved_run(out: str) -> dict[str, Any]:
-    """What the latest checkpoint of a run says about the run."""
+def checkpoint_path(out: str | Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return checkpoint_folder(out) / f"step-{step:06d}"
+
+
+def saved_run(out: str) -> tuple[int, dict[str, Any]]:
+    """The step of the latest checkpoint of a run, and what it says about the run."""
     from fsdp2.checkpoint import CheckpointError, CheckpointNotFound, peek  # imports torch
 
     try:
-        return peek(checkpoint_folder(out)).extra
+        found = peek(checkpoint_folder(out))
+        return found.step, found.extra
     except CheckpointNotFound:
         fail(f"--resume: there is no checkpoint in {out}")
     except (OSError, CheckpointError) as error:

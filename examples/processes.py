@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from options import checkpoint_folder, fail
 
+FILES_OF_A_RUN = ("losses.jsonl", "summary.json", "loss.png")
+
 
 def start_processes() -> torch.device:
     """Join the process group that torchrun has prepared; returns this rank's device."""
@@ -36,13 +38,20 @@ def start_processes() -> torch.device:
 
 
 def set_earlier_run_aside(out: str) -> None:
-    """A run that starts anew has checkpoints of its own; those of the run before are kept."""
-    folder = checkpoint_folder(out)
-    if dist.get_rank() == 0 and folder.exists():
-        numbers = itertools.count(1)
-        aside = next(
-            f for n in numbers if not (f := folder.with_name(f"{folder.name}-{n}")).exists()
-        )
-        folder.rename(aside)
-        print(f"note         checkpoints of the run before are in {aside} now", flush=True)
+    """Before a run starts anew in `out`, move the run there to `out`-2, -3, ...: nothing is lost.
+
+    Only what a run writes is moved: `out` may be a folder that has other files, too.
+    """
+    here = Path(os.path.abspath(out))
+    if dist.get_rank() == 0 and checkpoint_folder(here).exists():
+        names = (here.with_name(f"{here.name}-{number}") for number in itertools.count(2))
+        aside = next(path for path in names if not path.exists())
+        try:
+            aside.mkdir()
+            for path in (checkpoint_folder(here), *(here / name for name in FILES_OF_A_RUN)):
+                if path.exists():
+                    path.rename(aside / path.name)
+        except OSError as error:
+            fail(f"--out: cannot move the run that is in {here} to {aside}: {error.strerror}")
+        print(f"note         the run before is in {aside} now", flush=True)
     dist.barrier()

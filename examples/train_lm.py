@@ -44,8 +44,17 @@ from fsdp2 import (
 )
 from fsdp2.checkpoint import Checkpointer
 from lm_model import LanguageModel, ModelConfig, init_std
-from lm_report import LossLog, Numbers, Progress, memory_in_use, print_start, report, show_profile
-from options import checkpoint_folder, fail, options_to_save, parse_options
+from lm_report import (
+    LossLog,
+    Numbers,
+    Progress,
+    memory_in_use,
+    print_start,
+    report,
+    sent_bytes,
+    show_profile,
+)
+from options import checkpoint_folder, checkpoint_path, fail, options_to_save, parse_options
 from processes import set_earlier_run_aside, start_processes
 from text_data import Batches, Text, read_text, validation_starts, windows_at
 
@@ -64,12 +73,16 @@ def main() -> None:
     step = train(run)
     if run.numbers.of_all_ranks(stop_requested()).any():
         if dist.get_rank() == 0:
-            where = f"; --resume goes on from the checkpoint in {run.out}" if step else ""
+            where = f"; --resume goes on from {checkpoint_path(run.out, step)}" if step else ""
             print(f"stopped after step {step}{where}", flush=True)
     else:
+        sent = sent_bytes(model, micro_batches=options.accumulate)
         bits = validation_bits(run)
         sample = sample_text(run, b"def ")
-        report(run.out, model, optimizer, text, options, run.numbers, bits=bits, sample=sample)
+        report(
+            run.out, model, optimizer, text, options, run.numbers, step=step, sent=sent,
+            bits=bits, sample=sample,
+        )  # fmt: skip
     dist.destroy_process_group()
 
 

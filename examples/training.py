@@ -29,6 +29,8 @@ from options import (
     OneLineParser,
     as_saved,
     checkpoint_folder,
+    checkpoint_path,
+    exit_if_finished,
     fail,
     make_folder,
     positive,
@@ -66,7 +68,9 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
     """The options, checked; with --resume, those of the checkpoint."""
     options = parser.parse_args(argv)
     if options.resume:
-        options = as_saved(parser, argv, saved_run(options.out)["options"], FREE)
+        step, saved = saved_run(options.out)
+        options = as_saved(parser, argv, saved["options"], FREE)
+        exit_if_finished(options, step)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if options.batch % num_ranks:
         fail(f"--batch {options.batch} is not a multiple of the {num_ranks} processes")
@@ -108,6 +112,7 @@ class Run:
         self.numbers = Numbers()
         self.out = Path(options.out)
         self.first_step, self.loaded = 0, {}
+        self.last_step = min(options.steps, options.stop_at or options.steps)
         if not options.resume:
             set_earlier_run_aside(options.out)
         # Every rank writes its shards into ordinary safetensors files, and reads its shards from
@@ -127,7 +132,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left, from 1; each is logged, and the last saved, when it is over."""
         options = self.options
-        last = min(options.steps, options.stop_at or options.steps)
+        last = self.last_step
         log = LossLog(self.out, first_step=self.first_step)
         progress = Progress(
             first_step=self.first_step,
@@ -191,7 +196,8 @@ class Run:
             f"per step (median of {len(times)})"
         )
         self._say(
-            f"checkpoint   {self.checkpoints.root} (a larger --steps with --resume trains on)"
+            f"checkpoint   {checkpoint_path(self.options.out, self.last_step)} (a larger --steps "
+            "with --resume trains on)"
         )
         if dist.get_rank() == 0:
             summary = {**figures, "ranks": ranks, "sent_bytes": sent.sent_bytes, "step_s": step_s}

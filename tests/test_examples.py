@@ -50,12 +50,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def six_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run of six steps on two ranks."""
     out = tmp_path_factory.mktemp("six_steps")
-    train(2, f"--steps 6 --profile {out.with_name('profile')}", text, out)
+    train(2, f"--steps 6 {profiled(out)}", text, out)
     return out
 
 
 def train_arguments(flags: str, text: Path, out: Path) -> list[str]:
     return [*TINY.split(), *flags.split(), "--data", str(text), "--out", str(out)]
+
+
+def profiled(out: Path) -> str:
+    """The option that records a step of the run in `out`, beside it."""
+    return f"--profile {out.with_name(f'{out.name}-profile')}"
 
 
 def train(num_ranks: int, flags: str, text: Path, out: Path) -> None:
@@ -79,19 +84,34 @@ def test_training_logs_every_step_and_reports(six_steps: Path) -> None:
 
 def test_a_step_is_profiled(six_steps: Path) -> None:
     for rank in range(2):
-        trace = json.loads((six_steps.with_name("profile") / f"rank{rank}.json").read_text())
+        trace = json.loads(
+            (six_steps.with_name(f"{six_steps.name}-profile") / f"rank{rank}.json").read_text()
+        )
         names = {event["args"].get("name") for event in trace["traceEvents"]}
         assert {f"rank {rank} (cpu)", "all-gather", "reduce-scatter"} <= names
 
 
-def test_communicated_bytes_follow_from_the_sizes(six_steps: Path) -> None:
-    summary = json.loads((six_steps / "summary.json").read_text())
-    received = summary["communicated_bytes_per_rank_and_step"]
-    shard_bytes = summary["sizes"]["ranks"][0]["parameter_bytes"]
-    root_shard_bytes = 4 * (2 * 256 * 32 + 32) // 2  # embedding, head and last norm
-    assert received["reduce_scatter"] == shard_bytes
-    assert received["all_gather"] == 2 * shard_bytes - root_shard_bytes
-    assert received["all_reduce"] == 0
+def assert_sent_as_profiled(out: Path) -> None:
+    """The bytes that a run reports are those that `--profile` counted in a step of rank 0."""
+    trace = json.loads((out.with_name(f"{out.name}-profile") / "rank0.json").read_text())
+    counted = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in counted:
+            counted[event["cat"]] += event["args"]["sent bytes"]
+    sent = json.loads((out / "summary.json").read_text())["sent_bytes_per_rank_and_step"]
+    assert counted["all-gather"] > counted["reduce-scatter"] > 0
+    assert {name.replace("_", "-"): value for name, value in sent.items()} == counted
+
+
+def test_sent_bytes_are_those_of_the_profile(six_steps: Path) -> None:
+    assert_sent_as_profiled(six_steps)
+
+
+def test_the_printed_checkpoint_is_one(six_steps: Path) -> None:
+    printed = (six_steps / "printed.txt").read_text()
+    line = next(each for each in printed.splitlines() if each.startswith("checkpoint "))
+    assert line.split()[1] == str(six_steps / "checkpoints" / "step-000006")
+    assert Path(line.split()[1], "model.safetensors").is_file()
 
 
 def test_checkpoint_is_ordinary_safetensors(six_steps: Path) -> None:
@@ -116,7 +136,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(
     whole = six_steps
     if flags:
         whole = tmp_path / "whole"
-        train(2, f"{flags} --steps 6", text, whole)
+        train(2, f"{flags} --steps 6 {profiled(whole)}", text, whole)
+        assert_sent_as_profiled(whole)
     train(2, f"{flags} --steps 6 --stop-at 3", text, tmp_path / "parts")
     assert loss_values(tmp_path / "parts") == loss_values(whole)[:3]
     train(2, "--resume", text, tmp_path / "parts")
@@ -185,6 +206,23 @@ def test_resume_refuses_other_settings(
     assert message == "--resume: the checkpoint was made with --batch 4"
     longer = options_module().parse_options([*resume, "--steps", "9"])
     assert (longer.steps, longer.dim) == (9, 32)
+
+
+def test_resume_of_a_finished_run_says_so_at_once(
+    six_steps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, flags, expected in (
+        ("0", "", "step-000006 is of step 6, and --steps is 6: nothing to do. A larger --steps"),
+        ("0", "--stop-at 4", "is of step 6, and --stop-at is 4: nothing to do"),
+        ("1", "", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            options_module().parse_options(["--resume", "--out", str(six_steps), *flags.split()])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert expected in printed
+        assert bool(printed) == bool(expected)
 
 
 def refused(
