@@ -387,6 +387,7 @@ class StateDictHooks:
     def before_save(self, *_: Any) -> None:
         if self.unit.runtime is None:
             self.unit.contents.adopt_replaced(keep_objects=False)
+        self.unit.registration.check_writes()
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .classes import original_class
+from .lost_writes import LostWrites
 from .param import ShardedParam
 from .released import ReleasedParameter
 from .substitutes import fits, in_functional_call, whole_of
@@ -73,10 +74,12 @@ class Registration:
         self._slow: dict[str, list[Callable[[], None]]] = {}
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
+        self._lost_writes = LostWrites()
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
         """Make the lists, after parameters were made anew or got other owners."""
         self._params = params
+        self._lost_writes.follow(params)
         owners = [(module, name, param) for param in params for module, name in param.owners]
         for kind in ("sharded", "unsharded", "regrouped"):
             fast = self._fast[kind] = []
@@ -125,8 +128,9 @@ class Registration:
         `torch.func.functional_call` that is noted as ``substitutes``.
 
         Raises:
-            RuntimeError: if a parameter was replaced or removed.
+            RuntimeError: if a parameter was replaced or removed, or written in vain.
         """
+        self.check_writes()
         if self.substitutes:  # of a forward that failed
             self.substitutes = []
         dicts, names, values = self._expected[self.shown]
@@ -136,6 +140,14 @@ class Registration:
             shown = getattr(param, self.shown)
             self._check_param(param, param.sharded if shown is None else shown)
         self._shown_before = self.shown
+
+    def check_writes(self) -> None:
+        """Before shards are read: no write to them was lost.
+
+        Raises:
+            RuntimeError: if one was.
+        """
+        self._lost_writes.check(self.unit_name)
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
         given = [module._parameters.get(name) for module, name in param.owners]

@@ -90,6 +90,7 @@ MEMORY = (
         "torch.UntypedStorage._cdata",
         "torch.Tensor._use_count",
     ),
+    *_names("whether `.data` of a DTensor was set, in vain", "torch._C._storage_address"),
     *_names(
         "a parameter without memory in place of one that was freed early",
         "torch.Tensor._make_wrapper_subclass",

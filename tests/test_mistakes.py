@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -126,6 +127,27 @@ def test_parallel_meshes_that_are_not_of_one_mesh() -> None:
         lambda: fully_shard(model, mesh=data),
         "FSDP requires the DP and model parallel TP/EP mesh",
     )
+
+
+@distributed(2)
+def test_parameters_with_annotations_of_spmd_types() -> None:
+    """What the package notes of a parameter would be ignored: gradients would be wrong."""
+    try:
+        import spmd_types
+    except ImportError:  # its one function that is asked
+
+        class spmd_types:  # noqa: N801
+            get_local_type = staticmethod(lambda value: getattr(value, "_local_type", {}))
+
+    model = mlp()
+    model[1].weight._local_type = {"tp": "S(0)"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "spmd_types", spmd_types)
+        unchanged(
+            model, lambda: fully_shard(model), "'1.weight'", "spmd_types", "distribute_tensor"
+        )
+        model[1].weight._local_type = {}  # as of a parameter made while types are checked
+        fully_shard(model)
 
 
 # -------------------------------------------------------------------------------- arguments
@@ -326,6 +348,63 @@ def test_the_guard_knows_the_full_name_before_the_first_forward() -> None:
         "register_fsdp_forward_method(module, 'generate')",
         "unshard()",
     )
+
+
+@distributed(1, 2)
+def test_writes_by_data_are_refused_and_change_nothing() -> None:
+    """DTensors lose them without a word."""
+    model, plain, x = mlp(), mlp(), torch.ones(2, 4)
+    fully_shard(model[0])
+    fully_shard(model)
+    advice = "model.load_state_dict({'0.weight': whole}, strict=False)"
+
+    def whole() -> None:
+        model[0].weight.data = torch.ones(6, 4)
+
+    def dtensor() -> None:
+        model[0].weight.data = model[0].weight.data * 2
+
+    def dtype() -> None:
+        model[0].weight.data = torch.ones(6, 4, dtype=torch.bfloat16)
+
+    def vector() -> None:
+        nn.utils.vector_to_parameters(torch.zeros(30), model[0].parameters())
+
+    actions = (model.state_dict, lambda: model(x))
+    for step in range(2):  # before the first forward, and after a step
+        for write in (whole, dtensor, dtype, vector):
+            for action in actions:
+                write()
+                error_of(action, RuntimeError, "'0.weight'", "param.data = ...", advice)
+                assert torch.equal(model(x), plain(x)), (step, write.__name__)
+                model.reshard()  # type: ignore[operator]
+        with torch.no_grad():
+            model[1].bias.copy_(model[1].bias * 2)
+            plain[1].bias.copy_(plain[1].bias * 2)
+        model.load_state_dict({"0.weight": torch.full((6, 4), 0.5)}, strict=False)
+        plain.load_state_dict({"0.weight": torch.full((6, 4), 0.5)}, strict=False)
+        torch.testing.assert_close(model(x), plain(x))
+        model(x).sum().backward()
+
+
+@distributed(2)
+def test_assignments_of_data_that_change_nothing_and_moves_are_no_mistakes() -> None:
+    model, plain, x = mlp(), mlp().double(), torch.ones(2, 4)
+    fully_shard(model[0])
+    fully_shard(model)
+    for step in range(2):
+        for param in model.parameters():
+            param.data = param.data
+            param.data.mul_(2)
+        for param in plain.parameters():
+            param.data.mul_(2)
+        model.double() if step else model.to("cpu")
+        x = x.to(model[0].weight.dtype)
+        torch.testing.assert_close(model(x).double(), plain(x.double()))
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        torch.testing.assert_close(model(x).double(), plain(x.double()))
+        model.reshard()  # type: ignore[operator]
 
 
 @distributed(2)
