@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,19 +24,23 @@ import torch
 from .cli_ckpt import add_ckpt
 from .cli_explain import add_explain
 from .cli_plan import add_estimate, add_plan
+from .suggestions import did_you_mean
 from .terminal import BROKEN_PIPE, INTERRUPTED, fail
 from .versions import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    parser = _make_parser()
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _make_parser().parse_args(argv)
+        args = parser.parse_args(given)
         code = _run(args)
         sys.stdout.flush()
         return code
     except _UsageError as error:
-        return fail(error)
+        message, program = error.args
+        return fail(f"{message}{_hint(message, given, parser)} (see {program} --help)")
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -63,7 +68,39 @@ class _UsageError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message} (see {self.prog} --help)")
+        raise _UsageError(message, self.prog)
+
+
+def _hint(message: str, given: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What may be meant by a word that argparse refuses."""
+    commands, options = _words_of(parser)
+    choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+    if choice is not None:
+        known = re.findall(r"[^\s',]+", choice[2])
+        if "COMMAND" in message:
+            known += [name for name in commands if " " in name]
+        return did_you_mean(choice[1], known)
+    for word in given:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in options):
+            hint = did_you_mean(name, options)
+            return hint if name in message or not hint else f"; there is no {name}{hint}"
+    return ""
+
+
+def _words_of(parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Commands and options of a parser, and of those of its commands: ``ckpt inspect``."""
+    commands: list[str] = []
+    options: list[str] = []
+    for action in vars(parser)["_actions"]:  # argparse says it in no other way
+        options += action.option_strings
+        inside = action.choices if isinstance(action.choices, dict) else {}
+        for name, inner in inside.items():
+            if isinstance(inner, argparse.ArgumentParser):
+                more = _words_of(inner)
+                commands += [name, *(f"{name} {each}" for each in more[0])]
+                options += more[1]
+    return commands, options
 
 
 def _versions() -> str:

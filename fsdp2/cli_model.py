@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cli_ckpt import parse_bytes
+from .suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,9 +109,9 @@ def find_object(target: str) -> Any:
         raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
     found: Any = _import(where)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise ModelError(f"{where} has no '{name}'")
+        inside, found = found, getattr(found, part, None)
+        if found is None:
+            raise ModelError(f"{where} has no '{name}'{did_you_mean(part, dir(inside))}")
     return found
 
 
@@ -134,7 +135,14 @@ def _import(where: str) -> Any:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"cannot import {where}: {type(error).__name__}: {error}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == where.partition(".")[0]:
+            files = [path.stem for path in Path().glob("*.py")]
+            hint = did_you_mean(where, files) or (
+                ": it is looked for in this folder and where packages are installed; "
+                "path/to/file.py:function may lie anywhere"
+            )
+        raise ModelError(f"cannot import {where}: {type(error).__name__}: {error}{hint}") from error
 
 
 def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -192,5 +200,6 @@ def parse_wrap(text: str) -> Any:
             raise ModelError(f"--wrap: {error}") from error
     names = text.split(",")
     if rest or not all(all(name.split("+")) for name in names):
-        raise ModelError(f"--wrap {text!r} is none of auto, root, class:..., size:..., names")
+        hint = did_you_mean(kind, ("class", "size")) if rest else ""
+        raise ModelError(f"--wrap {text!r} is none of auto, root, class:..., size:..., names{hint}")
     return by_name(*(tuple(n.split("+")) if "+" in n else n for n in names))

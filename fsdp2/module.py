@@ -74,10 +74,10 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; without, they accumulate unsharded.
+        """Whether backward reduces gradients; if not, they accumulate unsharded.
 
         With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
-        without.
+        that does not sync gradients.
 
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate

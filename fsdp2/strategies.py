@@ -42,6 +42,7 @@ from .fully_shard import PlacementFn, fully_shard, replicate
 from .mesh import default_mesh, resolve_mesh
 from .module import FSDPModule
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .suggestions import did_you_mean
 from .unit import unit_of
 from .wrap import UnitDescription, units_of
 
@@ -87,7 +88,8 @@ def find_strategy(name: str) -> Strategy:
     strategy = STRATEGIES.get(name)
     if strategy is None:
         known = ", ".join(f"'{each}'" for each in STRATEGIES)
-        raise ValueError(f"There is no strategy {name!r}; there are {known}")
+        hint = did_you_mean(str(name), STRATEGIES)
+        raise ValueError(f"There is no strategy {name!r}; there are {known}{hint}")
     return strategy
 
 

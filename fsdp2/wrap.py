@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from .suggestions import did_you_mean
 from .terminal import bytes_of
 
 Group = tuple[str, ...]  # names of the modules of one unit
@@ -175,7 +176,8 @@ def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
         for cls in classes:
             if not any(is_a(module, cls) for _, module in inner):
                 name = cls if isinstance(cls, str) else cls.__name__
-                raise ValueError(f"The model has no module of class {name}")
+                hint = did_you_mean(name, {type(module).__name__ for _, module in inner})
+                raise ValueError(f"The model has no module of class {name}{hint}")
         return [(name,) for name, module in inner if any(is_a(module, cls) for cls in classes)]
 
     return policy
@@ -435,8 +437,14 @@ def _matching(pattern: str, names: Sequence[str]) -> list[str]:
             found.append(name)
     if not found:
         some = ", ".join(f"'{name}'" for name in names[:5])
-        raise ValueError(f"No module is named '{pattern}'; the model has {some}, ...")
+        hint = did_you_mean(pattern, [*names, "auto", "root", *_with_wildcards(names)])
+        raise ValueError(f"No module is named '{pattern}'; the model has {some}, ...{hint}")
     return found
+
+
+def _with_wildcards(names: Iterable[str]) -> set[str]:
+    """Patterns for elements of lists: ``layers.*`` for ``layers.0``."""
+    return {".".join("*" if part.isdecimal() else part for part in n.split(".")) for n in names}
 
 
 def _group(names: str | Sequence[str]) -> Group:

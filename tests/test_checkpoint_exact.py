@@ -406,7 +406,7 @@ def test_names_that_are_taken_and_folders_that_are_missing(tmp_path: Path, train
     assert checkpoints.load(1, model=Tied()).verified
     with pytest.raises(CheckpointError, match="missing is no folder: make it before saving"):
         save_model(model, tmp_path / "missing" / "weights")
-    with pytest.raises(CheckpointError, match="run cannot be made: No such file"):
+    with pytest.raises(CheckpointError, match=r"run cannot be made: .* is no folder"):
         Checkpointer(tmp_path / "missing" / "run")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder", "run"]
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp2
 import harness
 
 pytestmark = harness.ours_only("explain")
@@ -132,6 +133,8 @@ def test_it_needs_no_processes_and_no_rich(
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command("models_of_a_user:Model", "--world-size", 16384) == 0
     assert "on 16,384 ranks" in capsys.readouterr().out
+    assert command("models_of_a_usr:Model", "--world-size", 2) == 2
+    assert "did you mean 'models_of_a_user'?" in capsys.readouterr().err
     assert not dist.is_initialized()
 
 
@@ -152,6 +155,14 @@ def test_it_needs_no_processes_and_no_rich(
         (["MODELS:Model", "--world-size", "2", "--strategy", "hybrid"], "needs --node-size"),
         (["MODELS:Model", "--world-size", "6", "--node-size", "4"], "no multiple of --node-size"),
         (["MODELS:Model"], "required: --world-size"),
+        (["MODELS:Modle", "--world-size", "2"], "has no 'Modle': did you mean 'Model'?"),
+        (["MODELS:Model", "--worldsize", "2"], "no --worldsize: did you mean '--world-size'?"),
+        (["MODELS:Model", "--world-size", "2", "--jsn"], "--jsn: did you mean '--json'?"),
+        (["MODELS:Model", "--world-size", "2", "--strategy", "ful"], "did you mean 'full'?"),
+        (["MODELS:Model", "--world-size", "2", "--param-dtype", "bfloat16"], "mean 'bf16'?"),
+        (["MODELS:Model", "--world-size", "2", "--wrap", "class:linear"], "mean 'Linear'?"),
+        (["MODELS:Model", "--world-size", "2", "--wrap", "clas:Linear"], "mean 'class'?"),
+        (["MODELS:Model", "--world-size", "2", "--wrap", "atuo"], "did you mean 'auto'?"),
     ],
 )
 def test_errors_are_one_line(
@@ -165,6 +176,47 @@ def test_errors_are_one_line(
     assert err.startswith("fsdp2: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["explan"], "did you mean 'explain'?"),
+        (["inspect", "x"], "did you mean 'ckpt inspect'?"),
+        (["ckpt", "inspec", "x"], "did you mean 'inspect'?"),
+        (["ckpt", "inspect", "x", "--setp", "1"], "--setp 1: did you mean '--step'?"),
+        (["--versoin"], "there is no --versoin: did you mean '--version'?"),
+    ],
+)
+def test_misspelt_commands_and_options_are_recognised(
+    args: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdp2.cli import main
+
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert hint in err
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: fsdp2.explain(nn.Linear(2, 2), 2, strategy="ful"), "did you mean 'full'?"),
+        (lambda: fsdp2.plan(nn.Linear(2, 2), None, "a100", 8), "did you mean 'a100-80'?"),
+        (lambda: fsdp2.explain(Deep(), 2, wrap="layer.*"), "did you mean 'layers.*'?"),
+    ],
+)
+def test_misspelt_arguments_are_recognised(call: Any, hint: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert hint in str(caught.value)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
 
 
 def test_rich_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,16 @@ def model_entries(
     return entries
 
 
+def check_model(model: Any) -> None:
+    """It is a module.
+
+    Raises:
+        TypeError: if not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model must be an nn.Module, not of type {type(model).__name__}")
+
+
 def optimizer_names(
     optimizers: Sequence[torch.optim.Optimizer], found: ModelTensors
 ) -> dict[int, str]:
@@ -138,16 +148,21 @@ def optimizer_names(
 
     Raises:
         CheckpointError: if an optimizer has a parameter that is not of the model.
+        TypeError: for what is no optimizer.
     """
     names = {id(tensor): name for name, tensor in found.tensors.items()}
     for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            what = "the class" if isinstance(optimizer, type) else "an object of"
+            raise TypeError(f"Optimizer {number} must be an optimizer, got {what} {kind.__name__}")
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if id(param) not in names:
                     raise CheckpointError(
                         f"Parameter {position} of group {index} of optimizer {number} "
                         f"({type(optimizer).__name__}), of shape {tuple(param.shape)}, is not a "
-                        "parameter of the model that is saved: make the optimizer after sharding, "
+                        "parameter of this model: make the optimizer after sharding, "
                         "and pass the model that it trains"
                     )
     return names

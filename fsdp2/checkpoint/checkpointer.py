@@ -117,7 +117,13 @@ class Checkpointer:
         try:
             self.root.mkdir(exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{self.root} cannot be made: {error.strerror}") from error
+            if self.root.is_file():
+                why = "is a file, not a folder"
+            elif isinstance(error, FileNotFoundError):
+                why = f"cannot be made: {self.root.parent} is no folder: make it before"
+            else:
+                why = f"cannot be made: {error.strerror}"
+            raise CheckpointError(f"{self.root} {why}") from error
         run_nonce()
         check_shared(self.root, self.ranks)
 
@@ -163,7 +169,7 @@ class Checkpointer:
             OSError: if the disk is full or broken; earlier checkpoints stay as they are.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, got {step!r}")
+            raise ValueError(f"step must be an integer of at least 0, got {_shown(step)}")
         self._check_group()
         target = self.root / f"step-{step:06d}"
         call = RollCall(target, self.rank, self.ranks)
@@ -345,7 +351,7 @@ class Checkpointer:
         steps = self.steps()
         said = said_by_first(f"latest/{self.root}", str(steps[-1] if steps else ""), self.ranks)
         if not said:
-            raise CheckpointNotFound(f"{self.root} has no committed checkpoint")
+            raise _nothing_in(self.root)
         return int(said)
 
     def _load_from(
@@ -371,7 +377,8 @@ class Checkpointer:
         states = values[mine].get("schedulers", [])
         if schedulers and len(states) != len(schedulers):
             raise CheckpointMismatch(
-                f"{source.path} has {len(states)} schedulers, {len(schedulers)} are to be loaded"
+                f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
+                "loaded"
             )
         wanted: list[Wanted] = []
         found = tensors_of(model) if model is not None else None
@@ -441,11 +448,16 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
     Raises:
         CheckpointNotFound: if there is no such step.
         CorruptCheckpoint: if it is damaged.
+
+    Example::
+
+        saved = peek("run/checkpoints")
+        print(saved.step, saved.extra["options"])
     """
     folder = Path(os.path.abspath(root))
     steps = steps_in(folder)
     if step == "latest" and not steps:
-        raise CheckpointNotFound(f"{folder} has no committed checkpoint")
+        raise _nothing_in(folder)
     number = steps[-1] if step == "latest" else _number(step, folder)
     with open_source(_find(folder, number)) as source:
         extra = {
@@ -479,13 +491,38 @@ def _number(step: int | str, root: Path) -> int:
     Raises:
         ValueError: for anything else, with the steps that there are.
     """
-    try:
+    is_whole = isinstance(step, int) and not isinstance(step, bool)
+    if is_whole or (isinstance(step, str) and step.isdecimal()):
         return int(step)
-    except (TypeError, ValueError):
-        known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
-        raise ValueError(
-            f"step must be a number or 'latest', got {step!r}; the last steps in {root}: {known}"
-        ) from None
+    if not isinstance(step, str | int | float):
+        raise TypeError(
+            f"step must be a number or 'latest', got {_shown(step)}; other arguments are "
+            "keywords: load(model=model)"
+        )
+    known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
+    raise ValueError(
+        f"step must be a whole number or 'latest', got {step!r}; the last steps in {root}: {known}"
+    )
+
+
+def _shown(value: Any) -> str:
+    """For messages, in which modules and optimizers would be too long."""
+    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def _nothing_in(root: Path) -> CheckpointNotFound:
+    """For a folder without steps: what it may be."""
+    advice = ""
+    if not root.is_dir():
+        advice = ": there is no such folder"
+    elif (root / FOLDER).is_dir():
+        advice = (
+            ": it is a checkpoint itself. A Checkpointer is given the folder that holds its steps; "
+            "load_model reads the weights of one"
+        )
+    elif (root / ".metadata").exists():
+        advice = ": it is a checkpoint of torch.distributed.checkpoint, which is to load it"
+    return CheckpointNotFound(f"{root} has no committed checkpoint{advice}")
 
 
 def _as_list(value: Any) -> list[Any]:

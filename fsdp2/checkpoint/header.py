@@ -22,6 +22,11 @@ ITEM_BITS = {
     "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+PICKLED = (
+    "a pickled file, not safetensors; these are not read here: use "
+    "model.load_state_dict(torch.load(path, weights_only=True)), or save it with "
+    "safetensors.torch.save_file first"
+)
 ALIGN_BYTES = 4096  # so that the data of every file starts on a page
 
 
@@ -127,8 +132,11 @@ def header_length(first_bytes: bytes, file_size: int, file: str) -> int:
     if length == 0:
         raise CorruptCheckpoint(f"{file}: the header has length 0: the file was never completed")
     if length > MAX_HEADER_BYTES:
+        if first_bytes[:2] == b"PK" or first_bytes[:1] == b"\x80":
+            raise CorruptCheckpoint(f"{file} is {PICKLED}")
         raise CorruptCheckpoint(
-            f"{file}: header length {length} is over the limit of {MAX_HEADER_BYTES} bytes"
+            f"{file} is no safetensors file: header length {length} is over the limit of "
+            f"{MAX_HEADER_BYTES} bytes"
         )
     if 8 + length > file_size:
         raise CorruptCheckpoint(

@@ -120,6 +120,8 @@ class SaveJob:
                 )
             )
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno and not error.filename:
+                error.filename = str(self.attempt.root / self.attempt.name)  # for its message
             self.attempt.give_up(f"{type(error).__name__}: {error}")
             raise
         self.attempt.commit()

@@ -91,14 +91,35 @@ def match_model(
             wanted.append(Wanted(name, tensor, stored, held.box))
     unexpected = sorted(source.tensors.keys() - used)
     if strict and (missing or unexpected):
+        problems = []
+        if missing:
+            problems.append(f"missing in the checkpoint: [{some(map(translate, missing))}]")
+        if unexpected:
+            problems.append(f"unexpected, not in the model: [{some(unexpected)}]")
         raise CheckpointMismatch(
-            f"{source.path} does not fit the model: missing in the checkpoint: "
-            f"[{some(missing)}]; unexpected, not in the model: [{some(unexpected)}]. "
-            "Pass strict=False to load what is in both, or "
+            f"{source.given} does not fit the model: {'; '.join(problems)}. "
+            f"{_renamed(missing, unexpected)}Pass strict=False to load what is in both, or "
             + ("names= to translate names" if translatable else "translate by load_model(names=)")
         )
     check_fit(source, wanted, cast=cast)
     return wanted, LoadReport(missing, unexpected)
+
+
+def _renamed(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do if the names on one side are those on the other with a prefix."""
+    here, there = (missing or [""])[0], set(unexpected)
+    longer = next((name for name in unexpected if name.endswith(f".{here}")), None)
+    if here and longer is not None:
+        prefix = longer.removesuffix(here)
+        function = f"lambda name: '{prefix}' + name"
+        return f"Names in the checkpoint begin with '{prefix}': names={function}. "
+    parts = here.split(".")
+    for i in range(1, len(parts)):
+        if ".".join(parts[i:]) in there:
+            prefix = ".".join(parts[:i]) + "."
+            function = f"lambda name: name.removeprefix('{prefix}')"
+            return f"Names in the model begin with '{prefix}': names={function}. "
+    return ""
 
 
 def _not_plain(source: Source, name: str, tensor: Tensor) -> CheckpointMismatch:

@@ -17,7 +17,7 @@ from .attempt import check_agreement
 from .boxes import Box
 from .disk import read_exactly
 from .errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
-from .header import Header, TensorInfo, frame, header_length, parse_header, parse_json
+from .header import PICKLED, Header, TensorInfo, frame, header_length, parse_header, parse_json
 from .manifest import (
     BLOCK_BYTES,
     FOLDER,
@@ -29,6 +29,8 @@ from .manifest import (
     marker_name,
     parse_marker_name,
 )
+
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Source:
     """An open checkpoint. Use as a context manager: it holds file descriptors.
 
     Attributes:
-        path: its folder, or the file.
+        path: its folder.
+        given: what was opened: the folder, an index or a file.
         tensors: of the model, by the names in the checkpoint.
         optimizer: ``optim.<state>.<name>`` tensors.
         aliases: other names of tied tensors.
@@ -67,6 +70,7 @@ class Source:
     aliases: dict[str, str] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    given: Path = Path()
     bytes_read: int = 0
     _folder: int = -1
     _fds: dict[str, int] = field(default_factory=dict)
@@ -176,7 +180,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if not given.exists():
         raise CheckpointNotFound(f"{given} does not exist")
     folder = given if given.is_dir() else given.parent
-    source = Source(given)
+    source = Source(given, given=given)
     source._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if given.is_dir() and (given / FOLDER).is_dir():
@@ -191,12 +195,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
                 _open_index(source, given)
         else:
             source.path = folder
-            if given.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-                raise CorruptCheckpoint(
-                    f"{given} is no safetensors file; checkpoints that are pickled are not read "
-                    "here: use model.load_state_dict(torch.load(..., weights_only=True)), or "
-                    "save it with safetensors.torch.save_file first"
-                )
+            if given.suffix in PICKLE_SUFFIXES:
+                raise CorruptCheckpoint(f"{given} is {PICKLED}")
             _open_single(source, given.name)
     except BaseException:
         source.__exit__()
@@ -379,12 +379,33 @@ def _open_hub(source: Source, folder: Path) -> None:
     single = sorted(p.name for p in folder.glob("*.safetensors"))
     if "model.safetensors" in single:
         single = ["model.safetensors"]
-    if len(single) != 1:
-        found = (
-            f"several files without {INDEX}: {some(single)}" if single else "no safetensors file"
+    if len(single) > 1:
+        raise CheckpointNotFound(
+            f"{folder} is no checkpoint: it has several files without {INDEX}: {some(single)}"
         )
-        raise CheckpointNotFound(f"{folder} is no checkpoint: it has {found}")
+    if not single:
+        raise CheckpointNotFound(
+            f"{folder} is no checkpoint: it has no safetensors file{_what_it_is(folder)}"
+        )
     _open_single(source, single[0])
+
+
+def _what_it_is(folder: Path) -> str:
+    """Of a folder that is no checkpoint of ours, what it may be; the end of a message."""
+    names = sorted(path.name for path in folder.iterdir())
+    steps = [n for n in names if n.startswith("step-") and (folder / n / FOLDER).is_dir()]
+    if steps:
+        return (
+            f". It is the folder of a Checkpointer: give one of its steps ({folder / steps[-1]}), "
+            "or load it with Checkpointer(...).load"
+        )
+    if ".metadata" in names:
+        return (
+            ". It is one of torch.distributed.checkpoint: load it with that, or convert it with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
+    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    return f", but {some(pickled)}, which is {PICKLED}" if pickled else ""
 
 
 def _open_single(source: Source, name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .agreement import check_shared
-from .capture import RankLocal, capture, tensors_of
+from .capture import RankLocal, capture, check_model, tensors_of
 from .disk import Disk
 from .errors import CheckpointError
 from .fill import check_meta, fill
@@ -76,6 +76,7 @@ def save_model(
         save_model(model, "weights")
         model = AutoModelForCausalLM.from_pretrained("weights")  # after config.save_pretrained
     """
+    check_model(model)
     members = tuple(sorted(ranks)) if ranks is not None else all_ranks()
     if this_rank() not in members:
         raise ValueError(f"Rank {this_rank()} calls save_model and is not in ranks={members}")
@@ -161,6 +162,7 @@ def load_model(
         fsdp2.materialize(model, parameters=False)  # buffers that no file holds
         load_model(model, "Llama-3-8B")
     """
+    check_model(model)
     with open_source(path) as source:
         found = tensors_of(model)
         rank = this_rank()

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..suggestions import did_you_mean
 from .meter import StorageMeter
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -107,7 +108,10 @@ def _factory(optimizer: Any, device_type: str) -> OptimizerFactory:
     if isinstance(optimizer, str):
         if optimizer not in NAMED:
             known = ", ".join(f"'{name}'" for name in NAMED)
-            raise ValueError(f"There is no optimizer {optimizer!r}; there are {known}, or a class")
+            hint = did_you_mean(optimizer, NAMED)
+            raise ValueError(
+                f"There is no optimizer {optimizer!r}; there are {known}, or a class{hint}"
+            )
         optimizer = NAMED[optimizer]
     if isinstance(optimizer, type) and "lr" in inspect.signature(optimizer).parameters:
         kind = optimizer

@@ -121,6 +121,11 @@ def orthogonalize(
 
     Returns:
         A bfloat16 matrix of the same shape.
+
+    Example:
+        >>> update = orthogonalize(torch.randn(4, 8))
+        >>> update.shape, update.dtype
+        (torch.Size([4, 8]), torch.bfloat16)
     """
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]

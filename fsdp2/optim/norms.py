@@ -146,6 +146,11 @@ def clip_grads_with_norm_(
         max_norm: what the norm shall not exceed.
         total_norm: the norm of the gradients, a plain 0-dim tensor as `get_total_norm` gives it.
         foreach: as in `get_total_norm`.
+
+    Example:
+        >>> params = list(model.parameters())
+        >>> norm = fsdp2.get_total_norm(p.grad for p in params)
+        >>> fsdp2.optim.clip_grads_with_norm_(params, max_norm=1.0, total_norm=norm)
     """
     grads = [p.grad for p in unique(parameters) if p.grad is not None]
     plain = [local_part(grad) for grad in grads]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..suggestions import did_you_mean
+
 GB = 1e9
 GIB = 2**30
 
@@ -162,5 +164,8 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
         raise TypeError(f"hardware must be a name or a Hardware, got {hardware!r}")
     if hardware not in PRESETS:
         known = ", ".join(f"'{name}'" for name in PRESETS)
-        raise ValueError(f"There is no hardware {hardware!r}; there are {known}, or a Hardware")
+        hint = did_you_mean(hardware, PRESETS)
+        raise ValueError(
+            f"There is no hardware {hardware!r}; there are {known}, or a Hardware{hint}"
+        )
     return PRESETS[hardware]
