@@ -23,6 +23,7 @@ from reference import (
 )
 
 pytestmark = [
+    pytest.mark.long,  # every rank imports peft: 8 s
     pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
     ours_only("torch's loses what is merged into shards"),
 ]
@@ -67,7 +68,7 @@ def check_outputs(model: Any, plain: Any, what: str) -> None:
         assert_same(model(batch()), plain(batch()), what)
 
 
-@pytest.mark.parametrize("in_units", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_units", [False, True])
 @distributed(2, long=(3,))
 def test_adapters_are_merged_and_unmerged_while_sharded(in_units: bool) -> None:
     """Of plain LoRA and DoRA; after a backward, and after a forward alone, which keeps the root
