@@ -166,9 +166,29 @@ void make_view(const c10::OperatorHandle& op, Stack* stack, size_t num_arguments
 
 // -------------------------------------------------------------------------- the fallback
 
+// Meta kernels give the statistics of norms the dtype that a GPU gives them: float32. Kernels of the
+// CPU want their own back, that of the weight or of the input.
+void narrow_statistics(const c10::OperatorHandle& op, Stack& arguments) {
+  const auto& name = op.schema().name();
+  const bool layer = name == "aten::native_layer_norm_backward";
+  if (!layer && name != "aten::native_group_norm_backward") return;
+  const at::Tensor input = arguments[1].toTensor();
+  const IValue& weight = arguments[layer ? 5 : 4];
+  const bool has_weight = weight.isTensor() && weight.toTensor().defined();
+  const auto dtype = (has_weight ? weight.toTensor() : input).scalar_type();
+  const size_t first = layer ? 3 : 2;
+  for (size_t i = first; i < first + 2; ++i) arguments[i] = arguments[i].toTensor().to(dtype);
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, Stack& arguments) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  op.callBoxed(arguments);
+  narrow_statistics(op, arguments);
+  try {
+    op.callBoxed(arguments);
+  } catch (const c10::Error& error) {
+    // It is raised where the host waits next, which may be far from the call.
+    TORCH_CHECK(false, op.schema().operator_name(), " failed on the device: ", error.msg());
+  }
 }
 
 at::Tensor like(const at::Tensor& meta) {
