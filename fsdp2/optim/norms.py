@@ -467,7 +467,8 @@ def joint_norm(
     for (where, dtype), alike in tensors:
         if use_foreach(foreach, where, default=where.type != "cpu"):
             filled = [t for t in alike if t.numel()]
-            found = list(torch._foreach_norm(filled, order, dtype=accurate(dtype)))
+            # A rank without rows has nothing to measure, and the kernel takes no empty list.
+            found = [*torch._foreach_norm(filled, order, dtype=accurate(dtype))] if filled else []
         elif where.type == "cpu":
             flat = joined(alike) if foreach is None else [t.reshape(-1) for t in alike]
             found = [norm for t in flat for norm in block_norms(t, order)]
