@@ -250,7 +250,7 @@ DAMAGE: dict[str, Callable[[Path], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage(originals: Any, tmp_path: Path, case: str, num_ranks: int) -> None:
     """The message names the file and what is wrong; model, optimizer and state stay."""

@@ -233,7 +233,7 @@ def train(seed: int, folder: str) -> None:
         raise
 
 
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_trainings() -> None:
     with shared_folder() as folder:
         for seed in range(5):

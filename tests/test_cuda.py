@@ -292,18 +292,18 @@ def test_peak_memory_is_what_the_plan_predicts(device: str) -> None:
 
 
 @each_device
-def test_memory_does_not_grow_over_200_steps(device: str) -> None:
+def test_memory_does_not_grow_over_60_steps(device: str) -> None:
     with Meter(device) as meter, simulated_mesh((2, 4), device_type=device) as mesh:
         model = mlp().to(device)
         shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         x = batch(0, 96, device)
         seen, peaks = [], []
-        for step in range(1, 201):
+        for step in range(1, 61):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-            if step in (20, 200):
+            if step in (20, 60):
                 seen.append(meter.now())
                 peaks.append(meter.peak(lambda: model(x).square().mean().backward()))
         assert seen[0] == seen[1]

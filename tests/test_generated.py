@@ -161,7 +161,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 # Shrinking would take minutes: an example is small as it is.
 QUICK = settings(
-    max_examples=24,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

@@ -336,7 +336,7 @@ def test_the_hook_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@distributed(4, 8)
+@distributed(4, long=(8,))
 def test_sums_only(replicas: int) -> None:
     """The collectives get SUM, and the gradients are the same as with AVG."""
     world_size = dist.get_world_size()

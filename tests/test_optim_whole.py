@@ -179,7 +179,7 @@ WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@distributed(2, 3)
+@distributed(3, long=(2,))
 def test_any_optimizer_on_whole_parameters(name: str) -> None:
     make = WHOLE[name]
     for case in (MLP, TRANSFORMER):

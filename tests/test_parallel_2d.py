@@ -146,7 +146,7 @@ def train(mesh: DeviceMesh, sizes: Sizes = EVEN, *, steps: int = 5, **options: A
 # ------------------------------------------------------------------------------------ training
 
 
-@distributed(2, 4, long=(6,))
+@distributed(4, long=(2, 6))
 def test_torchtitans_llama() -> None:
     for mesh in meshes():
         if EVEN.num_heads % mesh["tensor"].size() == 0:

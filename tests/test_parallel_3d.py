@@ -234,7 +234,7 @@ def check_context_parallel(mesh: DeviceMesh, recompute: bool, **options: Any) ->
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
-@distributed(2, 4)
+@distributed(4, long=(2,))
 def test_context_parallel(recompute: bool) -> None:
     """Every rank has a part of each sequence, and a part of the parameters."""
     shape = (dist.get_world_size() // 2, 2, 1)

@@ -134,7 +134,7 @@ def train(mesh: DeviceMesh, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, False])
-@distributed(2, 4, long=(1, 3))
+@distributed(4, long=(1, 2, 3))
 def test_colwise_and_rowwise(mode: bool | None) -> None:
     for mesh in meshes():
         train(mesh, reshard_after_forward=mode)

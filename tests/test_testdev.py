@@ -210,6 +210,8 @@ BODIES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "test_offload.test_training", {"name": "mlp"}),
     (2, "test_offload.test_shards_and_gradients_are_on_the_cpu", {}),
     (2, "test_offload.test_accumulation", {"mode": True}),
+    (2, "test_mixed_precision.test_parameters_and_gradients_outside_are_fp32", {}),
+    (4, "test_clip.test_any_mix_of_meshes_and_placements", {"order": 2.0}),
     (2, "test_gradients.test_backward_of_a_part_of_the_loss", {}),
     (2, "test_gradients.test_zero_grad_forgets_the_last_step", {"set_to_none": True}),
 ]
