@@ -93,6 +93,8 @@ MAKERS: dict[tuple[str, str], Make] = {
     ("schedulefree", "ScheduleFreeWrapperReference"): around_sgd,
     ("timm.optim", "Lookahead"): around,
     ("timm.optim", "SGDP"): options(lr=0.01, momentum=0.9),
+    **{("bitsandbytes.optim", name): options(lr=0.01, momentum=0.9)
+       for name in ("LARS", "LARS32bit", "LARS8bit", "PytorchLARS", "SGD", "SGD32bit", "SGD8bit")},
     ("pytorch_optimizer", "BSAM"): options(num_data=1000),
     ("pytorch_optimizer", "Ranger21"): options(num_iterations=20),
     ("pytorch_optimizer", "AliG"): options(max_lr=0.1),
@@ -129,6 +131,13 @@ class OptimizerCase:
     @property
     def quantizes(self) -> bool:
         return self.library in ("torchao.optim", "bitsandbytes.optim")
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The first in which one process can step is the one that is compared in."""
+        if self.quantizes:  # written for these dtypes
+            return (torch.float32,)
+        return (torch.float64, torch.float32)
 
     def make(self, model: nn.Module, wrap: Wrap) -> Any:
         """With its defaults, in training mode where it has one."""

@@ -1,6 +1,6 @@
 """All optimizers of several libraries over sharded parameters: which are right, as a table.
 
-    python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--write docs/optimizers.md]
+    python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--ranks N ...] [--write FILE]
 
 Each is trained with its defaults on 2 and on 3 ranks, over plain DTensors, by
 `fsdp2.optim.local_step` and by `whole_step`, and compared with one process.
@@ -38,13 +38,12 @@ def _both_wrong(by_ranks: dict[int, Sequence[str]]) -> bool:
 
 def _text(kind: str, text: str) -> str:
     # Of a refusal the reason, without who it is and what to do.
-    for begin in (
-        r".* is not elementwise: ",
-        r".* is not one that steps each parameter on its own: ",
-    ):
-        text = re.sub(begin, "", text)
-    for end in (r"\. It would see only.*", r"\. whole_step steps parameters.*", r" See docs/.*"):
-        text = re.sub(end, "", text)
+    if kind == "refused":
+        text = text.removeprefix("TypeError: ")
+    text = re.sub(r".* is not (elementwise|one that steps each parameter on its own): ", "", text)
+    text = re.split(
+        r"\. It would see only|\. whole_step steps parameters| See docs/| Please ", text
+    )[0]
     text = text.replace("|", "/").replace("<", "&lt;")
     if len(text) > LONGEST:
         text = text[:LONGEST].rstrip() + " ..."
@@ -66,21 +65,35 @@ def section(library: str, names: Sequence[str], outcomes: dict[int, dict[str, An
         cells = [cell({ranks: by_way[way] for ranks, by_way in row.items()}) for way in WAYS]
         if cells[0].startswith("not trained"):
             cells = [cells[0], "", ""]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        fewer = "" if set(outcomes) == set(RANKS) else f" ({', '.join(map(str, outcomes))} ranks)"
+        lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def write(file: Path, library: str, text: str) -> None:
-    """Replace the section of a library, or add it at the end."""
-    parts = re.split(r"(?m)^(?=## )", file.read_text())
-    parts = [part.rstrip() + "\n" for part in parts]
+    """Put rows into the table of a library: in the place of those of the same optimizers."""
+    parts = [part.rstrip() + "\n" for part in re.split(r"(?m)^(?=## )", file.read_text())]
     for i, part in enumerate(parts):
         if part.startswith(f"## {library} "):
-            parts[i] = text
+            parts[i] = _merged(part, text)
             break
     else:
         parts.append(text)
     file.write_text("\n".join(parts))
+
+
+def _merged(old: str, new: str) -> str:
+    heading, rows = _rows(new)
+    old_heading, old_rows = _rows(old)
+    if heading == old_heading:  # the same version and columns
+        rows = {**old_rows, **rows}
+    return heading + "".join(f"{rows[name]}\n" for name in sorted(rows))
+
+
+def _rows(section: str) -> tuple[str, dict[str, str]]:
+    heading, _, rows = section.partition("|---|---|---|---|\n")
+    lines = [line for line in rows.splitlines() if line.startswith("| ")]
+    return heading + "|---|---|---|---|\n", {re.split(r" \(| \| ", line)[0]: line for line in lines}
 
 
 def main() -> None:
@@ -88,6 +101,7 @@ def main() -> None:
     parser.add_argument("libraries", nargs="*", default=[], help=", ".join(LIBRARIES))
     parser.add_argument("--only", nargs="*", default=[], help="names of optimizers")
     parser.add_argument("--write", type=Path, help="file whose tables are replaced")
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for library in options.libraries or LIBRARIES:
@@ -98,7 +112,7 @@ def main() -> None:
         names = [name for name in names if not options.only or name in options.only]
         found = {
             ranks: run_ranks(train_all, ranks, {"found": [(library, name) for name in names]})
-            for ranks in RANKS
+            for ranks in options.ranks
         }
         text = section(library, names, found)
         print(text, flush=True)

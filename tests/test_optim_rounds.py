@@ -148,7 +148,8 @@ def test_groups_schedulers_and_states_that_come_and_go() -> None:
     for way in WAYS:
         for between in (nothing, loaded, itself, wrapped_late, copied):
             rounds(way, between)
-            rounds(way, between, torch.optim.AdamW)
+            if dist.get_world_size() > 2:
+                rounds(way, between, torch.optim.AdamW)
 
 
 @distributed(2)
