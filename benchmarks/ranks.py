@@ -44,10 +44,12 @@ def run_ranks(
     # A server that has imported everything once makes a rank start in a fraction of a second.
     # FSDP imports torch._dynamo at its first use, which alone takes seconds.
     multiprocessing.set_forkserver_preload(["torch._dynamo", f"{__package__}.variants"])
+    # As torchrun has it: the store is a server, and no rank's.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         start_processes(
             _rank_main,
-            args=(function, world_size, arguments, fake, folder),
+            args=(function, world_size, arguments, fake, folder, store.port),
             nprocs=1 if fake else world_size,
             start_method="forkserver",
         )
@@ -61,6 +63,7 @@ def _rank_main(
     arguments: dict[str, Any],
     fake: bool,
     folder: str,
+    port: int,
 ) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -73,7 +76,7 @@ def _rank_main(
     else:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/store",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,

@@ -16,7 +16,7 @@ from .finalization import GradientReductionHandle
 from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
 from .fully_shard import fully_shard, replicate
 from .functions import register_fsdp_forward_method, share_comm_ctx
-from .initialization import init_on_whole_tensors, materialize
+from .initialization import broadcast_replicas, init_on_whole_tensors, materialize
 from .meeting import RanksDisagreeError
 from .module import FSDPModule, UnshardHandle
 from .optim import clip_grad_norm_, get_total_norm
@@ -49,6 +49,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnitDescription",
     "UnshardHandle",
+    "broadcast_replicas",
     "check_ranks_agree",
     "clip_grad_norm_",
     "estimate",

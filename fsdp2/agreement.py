@@ -2,23 +2,20 @@
 
 All ranks of a mesh have to build the same units, run them in the same order and reduce the same
 gradients; one that does not leaves the others waiting in a collective, for ever. What is here is
-called by hand: without it, training does nothing of this.
+called by hand; a part of it is done before the first forward, without being asked for
+(`first_forward`).
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .meeting import Meeting, RanksDisagreeError, differences, name_ranks
-from .param import ShardedParam
+from .comparison import all_values, by_ranks, describe, last_order, name_of
+from .meeting import MAX_LINES, TITLE, Meeting, RanksDisagreeError
 from .unit import Unit, units_in
 
 
@@ -29,7 +26,8 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
     trained), what was chosen for them (mixed precision, resharding, offload, gradient sync), the
     order in which the last forward ran them, and, where several ranks hold the same rows, their
     bits. To be called by every rank of the model's mesh, between steps; through the store of the
-    default process group, without collectives.
+    default process group, without collectives. All but the bits is compared by itself before the
+    first forward, unless ``FSDP2_CHECK_RANKS=0`` is in the environment.
 
     Args:
         model: sharded, or with sharded modules inside.
@@ -47,33 +45,15 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
         requires_grad of 'layers.3.bias': True (ranks 0, 1, 3), False (rank 2)
     """
     names = {module: name for name, module in model.named_modules()}
-    by_ranks: dict[tuple[int, ...], list[Unit]] = {}
-    for unit in units_in(model):
-        by_ranks.setdefault(_ranks_of(unit), []).append(unit)
-    for ranks, units in by_ranks.items():
-        meeting = Meeting("agree", ranks, timeout_s)
-        _compare(meeting, _describe(units, names), by_part=None)
+    for ranks, units in by_ranks(units_in(model)).items():
+        topics = {"": describe(units, names) | last_order(units, names)}
         if values:
-            held, by_part = _held(units, names)
-            _compare(meeting, held, by_part)
-
-
-def _compare(meeting: Meeting, mine: Mapping[str, str], by_part: Mapping[str, str] | None) -> None:
-    """Checksums first: ranks seldom differ, and then in little.
-
-    Args:
-        by_part: for what not all ranks have: checksums of the parts that they share. None: all
-            have to have the same.
-    """
-    summary = {"": _checksum(repr(mine).encode())} if by_part is None else by_part
-    if not meeting.ask(summary, differences):
-        return
-    missing = "nothing" if by_part is None else None
-
-    def judge(said: Mapping[int, Mapping[str, str]]) -> str:
-        return "\n".join(differences(said, missing=missing))
-
-    raise RanksDisagreeError("Ranks disagree about the model:\n" + meeting.ask(mine, judge))
+            for part, held in all_values(units, names).items():
+                topics[f"values {part}"] = held
+        found = Meeting("agree", ranks, timeout_s).compare(topics, "check that ranks agree")
+        lines = found.get("") or [line for of_part in found.values() for line in of_part]
+        if lines:
+            raise RanksDisagreeError("\n".join([TITLE, *lines[:MAX_LINES]]))
 
 
 @contextmanager
@@ -98,13 +78,14 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
         (ranks 0, 1), gather 'layers.2' in forward (rank 2)
     """
     names = {module: name for name, module in model.named_modules()}
-    units = units_in(model)
+    all_units = units_in(model)
     try:
-        for unit in units:
-            _watch(unit, _name_of(unit, names), Meeting("watch", _ranks_of(unit), timeout_s))
+        for ranks, units in by_ranks(all_units).items():
+            for unit in units:
+                _watch(unit, name_of(unit, names), Meeting("watch", ranks, timeout_s))
         yield
     finally:
-        for unit in units:
+        for unit in all_units:
             vars(unit).pop("launch_gather", None)
             vars(unit.gradients).pop("make_reductions", None)
 
@@ -135,90 +116,6 @@ def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
 
 
 def _meet(meeting: Meeting, what: str) -> None:
-    found = meeting.ask({"next": what}, differences)
+    found = meeting.compare({"": {"next": what}}, what)
     if found:
-        raise RanksDisagreeError(f"Ranks do different things {found[0]}")
-
-
-# -- what is compared ----------------------------------------------------------------------------
-
-
-def _ranks_of(unit: Unit) -> tuple[int, ...]:
-    return tuple(unit.mesh.mesh.mesh.flatten().tolist())
-
-
-def _name_of(unit: Unit, names: Mapping[nn.Module, str]) -> str:
-    return ", ".join(names.get(module) or "(root)" for module in unit.modules)
-
-
-def _full_name(param: ShardedParam, names: Mapping[nn.Module, str]) -> str:
-    module, name = param.owners[0]
-    prefix = names.get(module, "")
-    return f"{prefix}.{name}" if prefix else name
-
-
-# What is chosen for a unit and decides what it communicates.
-_SETTINGS = (
-    "mp_policy",
-    "offload_policy",
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "direct_min_bytes",
-    "sync_grads",
-    "accumulate_sharded",
-    "all_reduce_grads",
-    "divide_factor",
-    "unshard_in_backward",
-    "reduce_unused",
-)
-
-
-def _describe(units: list[Unit], names: Mapping[nn.Module, str]) -> dict[str, str]:
-    found = {"units": ", ".join(f"'{_name_of(unit, names)}'" for unit in units)}
-    for unit in units:
-        name = _name_of(unit, names)
-        for key in _SETTINGS:
-            value = getattr(unit.settings, key)
-            if getattr(value, "param_dtype_override_fn", None) is not None:
-                value = replace(value, param_dtype_override_fn=None)  # its results: below
-            found[f"{key} of '{name}'"] = str(value)
-        for param in unit.params:
-            full_name = _full_name(param, names)
-            found[f"unit of '{full_name}'"] = f"'{name}'"
-            spec = param.sharded_spec
-            found[f"shape of '{full_name}'"] = str(tuple(spec.shape))
-            found[f"dtype of '{full_name}'"] = str(param.local.dtype)
-            found[f"dtype of computation of '{full_name}'"] = str(param.compute_dtype)
-            found[f"placements of '{full_name}'"] = str(spec.placements)
-            found[f"requires_grad of '{full_name}'"] = str(param.sharded.requires_grad)
-    for runtime in dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None):
-        for root, order in runtime._orders.items():
-            key = f"order of units in the last forward of '{_name_of(root, names)}'"
-            found[key] = ", ".join(_name_of(unit, names) or "(root)" for unit in order)
-    return found
-
-
-def _held(
-    units: list[Unit], names: Mapping[nn.Module, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Checksums by parameter and by which part of it this is, and those of all of a part."""
-    found: dict[str, str] = {}
-    by_part: dict[str, str] = {}
-    for unit in units:
-        for param in unit.params:
-            sharded = param.sharded
-            assert isinstance(sharded, DTensor)
-            place = sharded.device_mesh.get_coordinate() or ()
-            cuts = [i for i, p in enumerate(sharded.placements) if not p.is_replicate()]
-            part = ", ".join(f"{place[i]} of mesh dim {i}" for i in cuts)
-            if sharded.device_mesh != unit.mesh.mesh:
-                part += " over " + name_ranks(sharded.device_mesh.mesh.flatten().tolist())
-            key = f"values of '{_full_name(param, names)}'" + (f" (shard {part})" if part else "")
-            local = param.local.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-            found[key] = f"checksum {_checksum(local.numpy())}"
-            by_part[part] = _checksum((by_part.get(part, "") + found[key]).encode())
-    return found, by_part
-
-
-def _checksum(data: Any) -> str:
-    return f"{zlib.crc32(data):08x}"
+        raise RanksDisagreeError(f"Ranks do different things {found[''][0]}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from .first_forward import FirstForward
 from .param import ORIGINS
 from .runtime import Runtime
 from .stale_optimizers import watch_optimizers
@@ -50,6 +51,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for unit in units:
         unit.runtime = runtime
     runtime.choose_kept()
+    runtime.first_forward = FirstForward.of(root_module, units)
     watch_optimizers(units)
     for parameters, name, value in lent:
         parameters[name] = value

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.profiler import record_function
 
+from .failures import explained
 from .gather_plan import GatherPlan
 from .mesh import own_group
 from .reduction import ReducePlan, stage
@@ -126,9 +127,10 @@ def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> N
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
         options = AllreduceOptions()
         options.asyncOp = False
-        work = group.allreduce([flat], options)
-        if work is not None:
-            work.wait()
+        with explained("the sum of gradients over tensor-parallel ranks", group):
+            work = group.allreduce([flat], options)
+            if work is not None:
+                work.wait()
         parts = flat.split([tensor.numel() for tensor in chosen])
         torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .dtensors import dtensor_over
+from .failures import reraise
 from .fully_shard import fully_shard
 from .tree import tensors_in
 
@@ -195,7 +196,7 @@ class TokenExchange:
         received = sent
         if self._group is not None:
             received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self._group)
+            _exchange(received, sent, self._group)
         both = torch.stack([sent, received]).cpu()
         self._sends: list[int] = both[0].sum(1).tolist()
         self._receives: list[int] = both[1].sum(1).tolist()
@@ -285,5 +286,18 @@ def _all_to_all(
     rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     out = rows.new_empty((sum(receives), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receives, sends, group=group)
+    _exchange(out, rows.contiguous(), group, receives, sends)
     return out
+
+
+def _exchange(
+    out: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> None:
+    try:
+        dist.all_to_all_single(out, sent, receives, sends, group=group)
+    except RuntimeError as error:
+        reraise(error, "the exchange of tokens between experts (TokenExchange)", group)

@@ -12,17 +12,22 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-_ADVICE = (
+# What to do about ranks that differ; a sentence.
+ADVICE = (
     "Another rank stopped with an error of its own (see its output), runs other modules or in "
     "another order, skipped a forward or a backward, or did not make a call that all ranks have to "
     "make. To find out which: run the step inside of `with fsdp2.watch_ranks(model):`, and "
     "fsdp2.check_ranks_agree(model) before it"
 )
 
+# gloo raises plain RuntimeErrors: most name a file of its source, those after a timeout say this.
+_OF_GLOO = ("gloo", "Application timeout caused pair closure")
+
 
 def is_of_communication(error: BaseException) -> bool:
     """Whether a backend raised it: a lost connection or a timeout, say."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(part in text for part in _OF_GLOO)
 
 
 def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
@@ -30,11 +35,11 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
 
     Args:
         what: was communicated: "the all-gather of unit 'layers.1' in forward".
-        group: over whose ranks; None: unknown.
+        group: over whose ranks; or these ranks, as a tuple; None: unknown.
     """
     if not is_of_communication(error) or hasattr(error, "_fsdp2_told"):
         raise error
-    text = f"Rank {dist.get_rank()}: {what} failed{_others(group)}: {error}\n{_ADVICE}"
+    text = f"Rank {dist.get_rank()}: {what} failed{_others(group)}: {error}\n{ADVICE}"
     try:
         told = type(error)(text)
     except TypeError:
@@ -44,8 +49,10 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
 
 
 def _others(group: Any) -> str:
+    if group is None:
+        return ""
     try:
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        ranks = group if isinstance(group, tuple) else dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, TypeError, ValueError):  # a group that torch does not know
         return ""
     me = dist.get_rank()

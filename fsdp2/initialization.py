@@ -13,12 +13,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .checkpoint.fill import device_for
 from .checkpoint.placement import own_part
+from .failures import explained
+from .hooks import about_to_write
 from .unit import units_in
 from .unwritten import never_written
 
@@ -61,7 +64,8 @@ class _WholeTensors(TorchDispatchMode):
         first = args[0] if args else None
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(first, DTensor):
             # ``if not mask.any()`` of a rejection loop: the answer of all ranks, not of this one.
-            return first.full_tensor().item()
+            with explained("init_on_whole_tensors", first.device_mesh.get_group(0)):
+                return first.full_tensor().item()
         if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(first, DTensor):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -89,6 +93,34 @@ def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str
     operation(whole, *args, **kwargs)
     into._local_tensor.copy_(own_part(whole, into)._local_tensor)
     return into
+
+
+def broadcast_replicas(model: nn.Module) -> None:
+    """Give all ranks that hold the same part of a parameter the values of the first of them.
+
+    For units of `replicate`, for the replicas of a 2-D mesh and for 0-dim parameters: what
+    ``DistributedDataParallel`` does when it is made. Shards are not touched, nor are buffers. To
+    be called on all ranks, before training.
+
+    Args:
+        model: sharded, or with sharded modules inside.
+
+    Example:
+        >>> shard_model(model, strategy="none")
+        >>> broadcast_replicas(model)
+    """
+    for unit in units_in(model):
+        about_to_write(unit)
+        for param in unit.params:
+            spec, local = param.sharded_spec, param.local
+            for dim, placement in enumerate(spec.placements):
+                if not placement.is_replicate() or spec.mesh.size(dim) == 1:
+                    continue
+                group = spec.mesh.get_group(dim)
+                with explained("broadcast_replicas", group), torch.no_grad():
+                    sent = local.to(unit.device)
+                    dist.broadcast(sent, group=group, group_src=0)
+                    local.copy_(sent)
 
 
 def materialize(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .failures import explained
 from .policy import DataParallelMeshDims
 
 
@@ -127,7 +128,8 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
     """A new group of ``ranks``, one of which is this one; only they have to call it."""
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    with explained(f"making the process group '{description}'", tuple(ranks)):
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
     assert isinstance(group, dist.ProcessGroup)  # what others than its ranks get is a number
     return group
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtensors import dtensor_over
+from .failures import explained
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 from .parameter_hooks import UserHooks
@@ -324,7 +325,8 @@ class ShardedParam:
         if self.tensor_parallel is not None and isinstance(grad, DTensor):
             wanted = self.tensor_parallel.of_gradient(tuple(grad.placements))
             if summed and tuple(grad.placements) != wanted:
-                grad = grad.redistribute(placements=wanted)
+                with explained(f"the sum of the gradient of '{self.fqn}'", None):
+                    grad = grad.redistribute(placements=wanted)
             grad = grad.to_local()
         if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
             grad = grad.wait()

@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from .failures import accumulation_lost, reraise
 from .finalization import Finalization, GradientReductionHandle
+from .first_forward import FirstForward
 from .forwards import Forward, Forwards, modules_being_called
 from .gradients import Reduction
 from .kept import choose
@@ -46,6 +47,7 @@ class Runtime:
             is to go through it, and reads the weights again.
         is_last_backward: whether the end of the next backward waits for the reductions.
         finalization: whether the caller ends the iteration instead.
+        first_forward: what ranks are to compare before it; None: nothing (any more).
         forwards: those that backward may still come to.
     """
 
@@ -60,6 +62,7 @@ class Runtime:
         self._offloads = any(unit.settings.offload for unit in units)
         self.is_last_backward = True
         self.finalization = Finalization(root.settings.manual_finalization)
+        self.first_forward: FirstForward | None = None
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
@@ -114,6 +117,9 @@ class Runtime:
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
+        if self.first_forward is not None and self.first_forward.is_due():
+            self.first_forward.compare()
+            self.first_forward = None
         self.forward_root = unit
         self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)

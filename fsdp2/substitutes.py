@@ -15,6 +15,7 @@ from torch._C import _functorch as functorch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import stateless
 
+from .failures import explained
 from .param import ShardedParam
 
 _CODE = stateless._functional_call.__code__
@@ -60,7 +61,8 @@ def whole_of(given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
         return whole
     assert isinstance(whole, DTensor)
     dims = whole.device_mesh.ndim
-    whole = whole.redistribute(placements=[Replicate()] * dims)
+    with explained(f"the all-gather of what functional_call got for '{param.fqn}'", None):
+        whole = whole.redistribute(placements=[Replicate()] * dims)
     return whole.to_local(grad_placements=[Partial("avg")] * dims)
 
 

@@ -136,6 +136,12 @@ DISTRIBUTED = (
     *_names(
         "the store that checkpoints and the checks of ranks meet at",
         "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._get_default_group",
+    ),
+    *_names(
+        "how long the collectives of a group wait",
+        "torch._C._distributed_c10d.Backend.Options._timeout",
+        without="ranks wait for each other before the first forward for half an hour",
     ),
     *_names(
         "local parts that a collective is still writing",

@@ -16,6 +16,7 @@ from torch import nn
 
 from .collectives import take_tags
 from .extension import MAX_TENSORS, ExtensionBucket
+from .initial_values import InitialValues, whole_of
 from .kept import mixes_frozen
 from .links import Links
 from .mesh import DataParallelMesh
@@ -70,6 +71,7 @@ class UnitContents:
         self.is_trained: tuple[bool, ...] = ()
         self.dirty = False
         self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
+        self.initial: InitialValues | None = None  # what was sharded, until the first forward
         self.materialized = False
         self.incomplete = False
         self.generation = 0
@@ -91,9 +93,10 @@ class UnitContents:
             if cast_frozen and not param.sharded.requires_grad and not param.extension:
                 param.dtype = param.compute_dtype
         self.make_buckets()
+        initial = InitialValues(params)
         for bucket in self.buckets:
-            wholes = [p.sharded.detach() for p in bucket.params]
-            bucket.shard_from([getattr(w, "_local_tensor", w) for w in wholes], whole=True)
+            bucket.shard_from([whole_of(p) for p in bucket.params], whole=True)
+        self.initial = initial.of_shards()
         self.register_sharded()
 
     def reshard_storage(self) -> None:

@@ -21,15 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .param import ShardedParam
+from .samples import bits_of
 
-NUM_SAMPLES = 16
 # Quiet NaNs with a payload in the floating-point types; far from any count or index in integers.
-_PATTERNS = {
-    1: (torch.int8, -91),
-    2: (torch.int16, -27),
-    4: (torch.int32, -1727067),
-    8: (torch.int64, -948991719791195),
-}
+_PATTERNS = {1: -91, 2: -27, 4: -1727067, 8: -948991719791195}  # by the size of an element
 # What torch's to_empty hands to _apply; a test notices if that changes.
 _TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
 
@@ -122,18 +117,11 @@ def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | N
 
     None for what cannot be looked at so, and for what is too small to be sure of.
     """
-    if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
+    found = bits_of(tensor)
+    if tensor is None or found is None or tensor.nbytes < 4 or tensor.dtype is torch.uint8:
         return None
-    if not tensor.dtype.is_floating_point and tensor.dtype not in (
-        torch.int8, torch.int16, torch.int32, torch.int64,
-    ):  # fmt: skip
-        return None
-    if not tensor.is_contiguous() or tensor.nbytes < 4:
-        return None
-    kind, pattern = _PATTERNS[tensor.itemsize]
-    # A slice: made without a transfer to the device.
-    step = -(-tensor.numel() // NUM_SAMPLES)
-    return tensor.detach().view(-1).view(kind), slice(None, None, step), pattern
+    bits, index = found
+    return bits, index, _PATTERNS[tensor.itemsize]
 
 
 def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:

@@ -45,7 +45,8 @@ class Wire:
             return
         device = current_device(accelerator.type)
         if len(self.ranks) > 1 and backend_name(self.group, device) == "nccl":
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            with explained(_CALL, self.group):
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def send(self, tensor: Tensor, rank: int, device: torch.device | None = None) -> None:
         """Send ``tensor``, from ``device`` if that is another one."""

@@ -199,6 +199,7 @@ def _serve(
     rank: int,
     world_size: int,
     folder: str,
+    port: int,
     connection: multiprocessing.connection.Connection,
     device: str,
 ) -> None:
@@ -214,7 +215,8 @@ def _serve(
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", world_size)
+    # (Not a file: ranks look at it every 10 ms only.)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     backend = start_device() if DEVICE != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     dist.barrier()
@@ -302,6 +304,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="fsdp2-ranks-")
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[multiprocessing.connection.Connection] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._log_starts = [0] * world_size  # where the output of the present job begins
         try:
             self._start()
@@ -313,7 +316,8 @@ class RankPool:
         context = fork_context()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._folder.name, theirs, self.device)
+            port = self._store.port
+            arguments = (rank, self.world_size, self._folder.name, port, theirs, self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()

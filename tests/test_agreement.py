@@ -23,7 +23,7 @@ from fsdp2 import (
 from fsdp2.meeting import differences, name_ranks
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER
-from reference import assert_same_gradients, pair, run_both
+from reference import assert_same_gradients, assert_sharded, pair, run_both
 
 pytestmark = ours_only("checks of its own")
 
@@ -86,6 +86,16 @@ def _without_units(model: nn.Sequential) -> nn.Sequential:
     return fully_shard(model)
 
 
+def _replicated(model: nn.Sequential) -> nn.Sequential:
+    replicate(model[0])
+    return replicate(model)
+
+
+def _bias_first(model: nn.Sequential) -> nn.Sequential:
+    model[0]._parameters = dict(reversed(model[0]._parameters.items()))
+    return model
+
+
 def _after(model: nn.Sequential, change: Callable[[Any], None]) -> nn.Sequential:
     sharded(model)
     change(model)
@@ -114,6 +124,18 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _after(mlp(), lambda m: m.set_requires_gradient_sync(False)),
         r"sync_grads of '0': True .*, False ",
     ),
+    "prefetching": (
+        lambda: _after(mlp(), lambda m: m.set_modules_to_forward_prefetch([m[0]])),
+        r"forward_prefetch of '\(root\)': \[\] .*, \['0'\] ",
+    ),
+    "mesh": (
+        lambda: _replicated(mlp()),
+        r"mesh of '\(root\)': 1 x 3 .*, 3 x 1 ",
+    ),
+    "order of parameters": (
+        lambda: sharded(_bias_first(mlp())),
+        r"parameter 0 of '0': '0.weight' .*, '0.bias' ",
+    ),
     "names": (
         lambda: sharded(nn.Sequential(*mlp(), nn.Linear(4, 4))),
         r"unit of '3.weight': nothing .*, '\(root\)' ",
@@ -130,6 +152,20 @@ def test_one_rank_made_something_else(what: str) -> None:
     assert re.search(expected, text), text
     assert "(ranks 0, 2)" in text, text
     assert "(rank 1)" in text, text
+
+
+@pytest.mark.parametrize("what", ["requires_grad", "order of parameters"])
+@distributed(3, restart=True)
+def test_a_first_forward_of_something_else_is_an_error_without_being_asked_for(what: str) -> None:
+    """Again and again. (Ranks that made different units are of no use for others: `restart`.)"""
+    make, expected = ODD[what]
+    model = make() if dist.get_rank() == 1 else sharded(mlp())
+    for action in (lambda: check_ranks_agree(model), lambda: model(torch.ones(2, 4))) * 2:
+        text = error_of(action)
+        assert re.search(expected, text), text
+        assert "(ranks 0, 2)" in text, text
+        assert "(rank 1)" in text, text
+    assert_sharded(model)
 
 
 @distributed(2)
@@ -226,7 +262,9 @@ def test_a_rank_that_stops_early() -> None:
         model(x, "left", "scale").sum().backward()
         if dist.get_rank() == 0:
             with pytest.raises(
-                RanksDisagreeError, match=r"Not there within 0:00:02: rank 1; rank 0"
+                RanksDisagreeError,
+                match=r"Rank 0 is about to gather '\(root\)' in forward, .*, but rank 1 did not "
+                r"come within 2 s\. Another rank stopped",
             ):
                 model(x, "left", "scale")
     unit = vars(model)["_fsdp2_unit"]
@@ -246,8 +284,8 @@ def test_a_model_is_copied_while_it_is_watched() -> None:
 def test_texts() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(72)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 64 more"
-    said = {0: {"a": "1", "b": "2"}, 1: {"a": "1"}, 2: {"a": "3", "b": "2"}}
+    said = {(0,): {"a": "1", "b": "2"}, (1,): {"a": "1"}, (2,): {"a": "3", "b": "2"}}
     assert differences(said) == ["a: 1 (ranks 0, 1), 3 (rank 2)"]
     assert differences(said, missing="nothing")[1] == "b: 2 (ranks 0, 2), nothing (rank 1)"
-    many = {r: {str(i): str(r) for i in range(9)} for r in range(2)}
+    many = {(r,): {str(i): str(r) for i in range(9)} for r in range(2)}
     assert differences(many, most=2)[2:] == ["and 7 more"]

@@ -60,6 +60,10 @@ def test_the_next_save_names_ranks_that_never_called_the_one_before() -> None:
             assert checkpoints.steps() == []
             with pytest.raises(CheckpointNotFound):
                 peek(root)
+            with pytest.raises(CheckpointNotFound, match="no committed checkpoint"):
+                checkpoints._resolve("latest")
+            with pytest.raises(TimeoutError, match=ADVICE):
+                checkpoints.close(timeout=0.1)
         roll_call._open_ends.clear()
 
 

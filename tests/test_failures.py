@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import fully_shard
-from harness import RUNS_ON_TORCH, distributed, ours_only
+from harness import RUNS_ON_TORCH, distributed, ours_only, shared_folder
 
 pytestmark = ours_only("messages of its own")
 
 if not RUNS_ON_TORCH:
-    from fsdp2 import clip_grad_norm_, full_state_dict, replicate
+    from fsdp2 import broadcast_replicas, clip_grad_norm_, full_state_dict, replicate
+    from fsdp2.checkpoint import Checkpointer
+    from fsdp2.checkpoint import agreement as checkpoint_agreement
+    from fsdp2.experts import TokenExchange
     from fsdp2.failures import explained
+    from fsdp2.optim import Muon, whole_step
 
 
 def short_mesh() -> DeviceMesh:
@@ -39,7 +42,7 @@ def sharded(mesh: DeviceMesh, apply: Callable[..., Any] = fully_shard) -> nn.Seq
 
 
 def failure(action: Callable[[], Any], *parts: str) -> None:
-    """Of rank 0, while the others do nothing; then all go on."""
+    """Of rank 0, while the other does nothing; then both go on."""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as caught:
             action()
@@ -49,8 +52,6 @@ def failure(action: Callable[[], Any], *parts: str) -> None:
         assert text.count("watch_ranks") == 1, text
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert str(caught.value.__cause__) in text
-    else:
-        time.sleep(2)
     dist.barrier()
 
 
@@ -59,40 +60,53 @@ def step(model: nn.Module) -> None:
 
 
 @distributed(2, restart=True)
-def test_a_forward_of_one_rank() -> None:
+def test_forward_and_backward_of_one_rank() -> None:
     model = sharded(short_mesh())
     step(model)
     failure(lambda: model(torch.ones(2, 4)), "the all-gather of unit '(root)' in forward")
-
-
-@distributed(2, restart=True)
-def test_a_backward_of_one_rank() -> None:
     model = sharded(short_mesh())
     step(model)
     loss = model(torch.ones(2, 4)).sum()
     # (The root, kept after forward, is the first to communicate.)
     failure(loss.backward, "the reduction of gradients of unit '(root)' (1.weight, 1.bias)")
-
-
-@distributed(2, restart=True)
-def test_gradients_of_one_rank() -> None:
     model = sharded(short_mesh(), replicate)
     step(model)
     failure(lambda: step(model), "the reduction of gradients of unit '(root)' (1.weight, 1.bias)")
 
 
 @distributed(2, restart=True)
-def test_a_norm_of_one_rank() -> None:
+def test_a_call_of_one_rank_that_all_have_to_make() -> None:
     model = sharded(short_mesh())
     step(model)
     failure(lambda: clip_grad_norm_(model.parameters(), 1.0), "a norm's all-reduce")
-
-
-@distributed(2, restart=True)
-def test_a_full_state_dict_of_one_rank() -> None:
     mesh = short_mesh()
-    model = sharded(mesh)
-    failure(lambda: full_state_dict(model, group=mesh.get_group()), "full_state_dict")
+    failure(lambda: full_state_dict(sharded(mesh), group=mesh.get_group()), "full_state_dict")
+    model = sharded(short_mesh(), replicate)
+    failure(lambda: broadcast_replicas(model), "broadcast_replicas")
+    model = sharded(short_mesh())
+    muon = Muon([p for p in model.parameters() if p.ndim == 2])
+    step(model)
+    failure(muon.step, "an optimizer's exchange of whole tensors (Muon")
+    model = sharded(short_mesh())
+    whole = whole_step(torch.optim.SGD(model.parameters(), 0.1))
+    step(model)
+    failure(whole.step, "whole_step")
+    mesh = short_mesh()
+    ids = torch.tensor([[0], [1]])
+    failure(lambda: TokenExchange(ids, 2, mesh), "the exchange of tokens between experts")
+    with pytest.MonkeyPatch.context() as patch, shared_folder() as folder:
+        patch.setattr(checkpoint_agreement, "TIMEOUT", datetime.timedelta(seconds=0.5))
+        checkpoint_agreement.run_nonce()
+        if dist.get_rank() == 1:  # (the first of the ranks waits for nothing)
+            with pytest.raises(RuntimeError, match=AGREEING):
+                Checkpointer(folder)
+        dist.barrier()
+
+
+AGREEING = (
+    r"Rank 1: agreeing on the checkpoint \(shared/.*\) failed, waiting for rank 0: .*timeout.*"
+    "(?s:.*)did not make a call that all ranks have to make"
+)
 
 
 @contextlib.contextmanager

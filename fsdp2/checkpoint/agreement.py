@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..failures import explained
 from .errors import CheckpointError
 from .placement import all_ranks, this_rank
 
@@ -47,7 +48,8 @@ def _agree(store: dist.Store, key: str, value: str) -> str:
     """The value that the first rank to ask proposed."""
     if store.add(f"{key}/count", 1) == 1:
         store.set(f"{key}/value", value)
-    store.wait([f"{key}/value"], TIMEOUT)
+    with explained("agreeing on the name of the run, for checkpoints,", all_ranks()):
+        store.wait([f"{key}/value"], TIMEOUT)
     return store.get(f"{key}/value").decode()
 
 
@@ -72,7 +74,8 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     if this_rank() == ranks[0]:
         store.set(full_key, value)
         return value
-    store.wait([full_key], TIMEOUT)
+    with explained(f"agreeing on the checkpoint ({key})", ranks[:1]):
+        store.wait([full_key], TIMEOUT)
     return store.get(full_key).decode()
 
 

@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensors import dtensor_over
+from ..failures import explained
 
 if TYPE_CHECKING:
     from ..checkpoint.boxes import Box
 
 Coordinate = tuple[int, ...]
+_CALL = "an optimizer's exchange of whole tensors (Muon, whole_step, run_whole)"
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,8 @@ class Exchange:
         target = torch.empty(sum(out_numels), dtype=dtype, device=self.device)
         in_numels = [sum(piece.numel() for piece in peer) for peer in sends]
         group = self.mesh.get_group(dim)
-        dist.all_to_all_single(target, source, out_numels, in_numels, group=group)
+        with explained(_CALL, group):
+            dist.all_to_all_single(target, source, out_numels, in_numels, group=group)
         pieces = iter(target.split([n for peer in expected for item in peer for n in item]))
         return [[[next(pieces) for _ in item] for item in peer] for peer in expected]
 

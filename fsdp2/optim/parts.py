@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensors import dtensor_over
+from ..failures import explained
+
+_SUMMING = "putting an optimizer's partial sums together"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,7 +46,7 @@ def without_partial_sums(tensor: DTensor) -> DTensor:
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    with torch.no_grad():
+    with torch.no_grad(), explained(_SUMMING, None):
         return tensor.redistribute(placements=placements)
 
 
@@ -53,7 +56,7 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
         return tensor
     if tensor.placements == other.placements:
         return tensor
-    with torch.no_grad():
+    with torch.no_grad(), explained(_SUMMING, None):
         return tensor.redistribute(other.device_mesh, other.placements)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from ..failures import explained
 from .exchange import Exchange, Layout
 from .parts import local_part, placed_like
 from .probe import Trial, random_state, why_not_separable
@@ -105,6 +106,7 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
     return optimizer
 
 
+_AGREEING = "agreeing on the results of an optimizer (whole_step)"
 _ADVICE = (
     "whole_step steps parameters one by one, so the result would not be that of one process. If an "
     "option makes it so (a norm over all gradients: max_grad_norm, grad_norm), leave that out and "
@@ -405,12 +407,16 @@ class WholeStep:
                 changed[i] = job.found
         flag = torch.tensor(int(bool(changed)), device=exchange.device)
         for dim in exchange.dims:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=exchange.mesh.get_group(dim))
+            group = exchange.mesh.get_group(dim)
+            with explained(_AGREEING, group):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         if not flag.item():
             return
         for dim in exchange.dims:
             several: list[Any] = [None] * exchange.mesh.size(dim)
-            dist.all_gather_object(several, changed, exchange.mesh.get_group(dim))
+            group = exchange.mesh.get_group(dim)
+            with explained(_AGREEING, group):
+                dist.all_gather_object(several, changed, group)
             changed = {i: structure for each in several for i, structure in each.items()}
         for job in jobs:
             if isinstance(job.found, Exception):

@@ -1,0 +1,57 @@
+"""Whether ranks were given the same model by those who called `fully_shard`.
+
+Every rank keeps its own rows of a parameter, so ranks that initialized it from different seeds
+make a mixture, which no later step can tell from a model. Samples of the whole parameters are kept
+from `fully_shard` to the first forward, where ranks compare those whose shards nothing has written
+since: a checkpoint that is loaded in between puts everything right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .param import ShardedParam
+from .samples import Samples
+
+
+class InitialValues:
+    """Samples of whole parameters, of those that every rank gets rows of.
+
+    Args:
+        params: about to be sharded.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = [param for param in params if _is_cut_for_all(param)]
+        self._whole = Samples([whole_of(param) for param in self._params])
+        self._shards = Samples([])
+
+    def of_shards(self) -> InitialValues | None:
+        """Now that parameters are sharded, note what their shards are; None if there are none."""
+        self._shards = Samples([param.local for param in self._params])
+        return self if self._params else None
+
+    def unwritten(self) -> list[tuple[ShardedParam, bytes]]:
+        """The parameters whose shards are as they were, with samples of what they were cut from."""
+        now = Samples([param.local for param in self._params]).read()
+        rows = zip(self._params, self._whole.read(), self._shards.read(), now, strict=True)
+        return [
+            (param, whole) for param, whole, before, own in rows if whole and own and own == before
+        ]
+
+
+def whole_of(param: ShardedParam) -> torch.Tensor:
+    """A parameter before it is sharded, apart from tensor parallelism."""
+    whole = param.sharded.detach()
+    return getattr(whole, "_local_tensor", whole)
+
+
+def _is_cut_for_all(param: ShardedParam) -> bool:
+    """Whether there are several shards of it, and none is empty."""
+    num_shards, dim = param.mesh.num_shards, param.dim
+    if num_shards == 1 or dim is None or not param.full_shape[dim]:
+        return False
+    rows = param.full_shape[dim]
+    return -(-rows // -(-rows // num_shards)) == num_shards
