@@ -433,6 +433,8 @@ def state(model: nn.Module) -> dict[str, Any]:
         ]
         for thing in owned:
             for name, value in getattr(thing, "__dict__", {}).items():
+                if isinstance(value, weakref.ref):
+                    continue  # to the end of the last backward, say
                 if callable(value) or "__self__" in dir(value):
                     found[f"{id(thing)}.{name}"] = id(value)
             found[str(id(thing))] = sorted(getattr(thing, "__dict__", {}))
