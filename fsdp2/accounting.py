@@ -96,8 +96,10 @@ class BucketFacts:
         wire = self.reduce_dtype
         if self.exchanged and self.gather_dtype.itemsize < wire.itemsize:
             wire = self.gather_dtype
-        numel = sum(numel for _, numel in plan.spans)
-        return (self.num_shards - 1) * numel * wire.itemsize
+        direct = sum(numel for _, numel in plan.spans[: len(plan.direct)])
+        staged = sum(numel for _, numel in plan.spans[len(plan.direct) :])
+        nbytes = direct * wire.itemsize + staged * self.reduce_dtype.itemsize
+        return (self.num_shards - 1) * nbytes
 
     @property
     def sent_by_all_reduce(self) -> int:

@@ -294,12 +294,11 @@ class Exchange:
             grad = _as_dtype(grads[i], wire).view(-1)
             parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
         if plan.staged:
-            parts.append(stage(layout, plan, grads, wire, bucket.device).unbind(0))
+            # Small ones are widened: some of them may have been made so.
+            staged = stage(layout, plan, grads, bucket.reduce_dtype, bucket.device)
+            parts.append(staged.unbind(0))
         numels = [part[self.rank].numel() for part in parts]
-        received = {
-            peer: torch.empty(sum(numels), dtype=wire, device="cpu").split(numels)
-            for peer in self.peers
-        }
+        received = {peer: self._buffers(parts, numels, wire) for peer in self.peers}
         with record_function("fsdp2::exchange"):
             works = self._start(
                 [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
@@ -320,6 +319,19 @@ class Exchange:
             received.clear()
 
         return finish
+
+    @staticmethod
+    def _buffers(
+        parts: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], wire: torch.dtype
+    ) -> list[torch.Tensor]:
+        """What comes from one peer: all that is of dtype ``wire`` in one piece of memory."""
+        is_wire = [part[0].dtype == wire for part in parts]
+        chosen = [n for n, yes in zip(numels, is_wire, strict=True) if yes]
+        pieces = iter(torch.empty(sum(chosen), dtype=wire, device="cpu").split(chosen))
+        return [
+            next(pieces) if yes else torch.empty(n, dtype=part[0].dtype, device="cpu")
+            for part, n, yes in zip(parts, numels, is_wire, strict=True)
+        ]
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
         received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}

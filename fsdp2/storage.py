@@ -24,6 +24,9 @@ from .param import ShardedParam, own_rows, storage_part, with_own_storage
 from .policy import MixedPrecisionPolicy
 from .references import References
 
+# Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
+KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
 # In units that enclose others, parameters of at least this size have memory of their own.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
 # Gradients that are smaller on average keep their memory where a new one has another address, which
@@ -214,6 +217,7 @@ class Bucket:
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
         self.grad_dtype = grad_dtype
+        self.keeps_dtypes = False
         self.wire_dtype = reduce_dtype  # of gradients on their way, where a transport widens them
         self.device = device
         self.shard_device = shard_device
@@ -421,6 +425,17 @@ class Bucket:
         follows = not self.params[0].grad_dtype_is_set
         narrow = narrow and follows and self.widens
         self.wire_dtype = self.gather_dtype if narrow else self.reduce_dtype
+
+    def keep_dtypes(self) -> None:
+        """Take gradients in the dtype that autograd makes, as they are widened anyway.
+
+        Norms on the CPU compute that of a bfloat16 weight in float32, and torch (since 2.15) does
+        not round it either.
+        """
+        self.keeps_dtypes = self.widens and KEEPS_DTYPES and not self.params[0].grad_dtype_is_set
+        if self.keeps_dtypes:
+            for _, unsharded in self.unsharded:
+                unsharded.grad_dtype = None
 
     @property
     def widens(self) -> bool:

@@ -259,6 +259,7 @@ class UnitContents:
             self._make_links()
             for bucket, links in zip(self.buckets, self.links, strict=True):
                 bucket.materialize(regroup_to=links.regroup(regroup_to), split=split)
+                bucket.keep_dtypes()
         self.materialized = True
         self.incomplete = any(param.unsharded is None for param in self.params)
         self._follow_unsharded()

@@ -132,10 +132,13 @@ class UnitGradients:
             if bucket.params[0].grad_dtype_is_set or not bucket.widens:
                 continue
             for i, unsharded in bucket.unsharded:
-                first = wanted and id(bucket.params[i]) not in self.accumulated
-                dtype = bucket.reduce_dtype if first else bucket.gather_dtype
-                # To what is there already, terms of any dtype are added.
-                unsharded.grad_dtype = None if unsharded.grad is not None else dtype
+                is_added = unsharded.grad is not None or id(bucket.params[i]) in self.accumulated
+                if wanted:
+                    dtype = None if is_added else bucket.reduce_dtype
+                else:
+                    keeps = bucket.keeps_dtypes or unsharded.grad is not None
+                    dtype = None if keeps else bucket.gather_dtype
+                unsharded.grad_dtype = dtype  # None: autograd's; a sum takes terms of any dtype
 
     def accumulate(self) -> None:
         """Without sync: keep gradients unsharded, in the dtype of the reduction."""

@@ -219,3 +219,29 @@ def test_units_with_several_dtypes_of_gradients() -> None:
     for name, expected in found[0].items():
         assert found[1][name].dtype == expected.dtype == (LOW if name[0] == "0" else FULL), name
         assert torch.equal(found[1][name], expected), name
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "_has_grad_dtype_override"),
+    reason="before 2.15, torch rounds gradients to the dtype of computation",
+)
+@distributed(2)
+def test_gradients_that_autograd_makes_in_float32_are_not_rounded() -> None:
+    """That of a norm's weight on the CPU; as torch, bit for bit, with and without accumulation."""
+    for micro_batches in (1, 3):
+        found = []
+        for library in (fsdp2, torch_fsdp):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 4))
+            policy = library.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=FULL)
+            library.fully_shard(net, mp_policy=policy)
+            for part in range(micro_batches):
+                net.set_requires_gradient_sync(part == micro_batches - 1)
+                x = (torch.arange(128.0).view(8, 16) + 5 * part + dist.get_rank()).sin()
+                net(x).float().square().sum().backward()
+            found.append({name: p.grad.to_local() for name, p in net.named_parameters()})
+        mine, theirs = found
+        for name, grad in mine.items():
+            assert grad.dtype == FULL
+            assert torch.equal(grad, theirs[name]), (micro_batches, name)
+        assert not torch.equal(mine["1.weight"], mine["1.weight"].to(LOW).to(FULL))

@@ -289,19 +289,18 @@ class _CountingExchange(Exchange):
     ) -> Finish | None:
         assert isinstance(bucket, CountedBucket)
         account, layout = self.world.account, bucket.layout
-        wire = bucket.wire_dtype
+        wire, wide = bucket.wire_dtype, bucket.reduce_dtype
         held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
-        stage = _stage(account, bucket, plan, grads, wire)
-        held.append(stage)
-        staged = layout.shard_numel - plan.stage_offset if plan.staged else 0
+        held.append(_stage(account, bucket, plan, grads, wide))
+        staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.staged else 0
         numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
-        own = sum(numels[bucket.rank]) + staged
-        received = (self.size - 1) * own * wire.itemsize
+        sizes = [sum(n) * wire.itemsize + staged for n in numels]
+        received = (self.size - 1) * sizes[bucket.rank]
         held.append(Held(account, "communication buffers", received))
-        others = sum(sum(n) + staged for r, n in enumerate(numels) if r != bucket.rank)
+        others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
-        nbytes += staged * self.size * wire.itemsize
-        self._note("reduce_scatter", nbytes, others * wire.itemsize, bucket.plan)
+        nbytes += staged * self.size
+        self._note("reduce_scatter", nbytes, others, bucket.plan)
         return held.clear
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
