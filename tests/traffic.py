@@ -53,9 +53,12 @@ def counting() -> Iterator[Traffic]:
         return gather(self, plan, tag)
 
     def reduce_scatter(self: Exchange, bucket: Any, plan: Any, grads: Any, outs: Any, tag: int):
-        dtype = next(g.dtype for g in grads if g is not None)
-        narrow = min(dtype.itemsize, bucket.reduce_dtype.itemsize)
-        traffic.reduced += (self.size - 1) * sum(out.numel() for out in outs) * narrow
+        direct = len(plan.direct)  # the others are staged, in the dtype of the reduction
+        wide = bucket.reduce_dtype.itemsize
+        narrow = min([wide, *(grads[i].dtype.itemsize for i in plan.direct)])
+        nbytes = narrow * sum(out.numel() for out in outs[:direct])
+        nbytes += wide * sum(out.numel() for out in outs[direct:])
+        traffic.reduced += (self.size - 1) * nbytes
         return scatter(self, bucket, plan, grads, outs, tag)
 
     def all_reduce(self: Exchange, tensors: Any, tag: int) -> Any:
