@@ -123,6 +123,45 @@ def test_training_is_that_of_one_process(kind: str, reshard: bool) -> None:
         assert (model(batch(0)) - 1).square().mean().item() < 0.98 * first  # it learns at all
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("precomputed", [False, True], ids=["", "scales of all weights at once"])
+@distributed(2, 1)
+def test_float8_training_is_that_of_one_process(precomputed: bool) -> None:
+    """Weights are gathered in float8; the CPU emulates the products."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    sides = [convert_to_float8_training(converted("plain"), config=config) for _ in range(2)]
+    model, reference = shard(sides[0]), sides[1]
+    local: Any = model[0].weight._local_tensor
+    assert isinstance(local, WeightWithDynamicFloat8CastTensor)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0, foreach=False) for m in sides]
+    losses = []
+    for step in range(STEPS):
+        both = [(side(batch(step)) - 1).square().mean() for side in sides]
+        for loss in both:
+            loss.backward()
+        average_gradients(reference)
+        assert torch.allclose(both[0], both[1], rtol=1e-6), (step, both)
+        losses.append(both[0].item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if precomputed:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+            assert local._precomputed_scale is not None
+    states = full_state_dict(model, ranks=range(dist.get_world_size()))
+    for name, wanted in reference.state_dict().items():
+        values = [getattr(tensor, "_tensor", tensor) for tensor in (states[name], wanted)]
+        assert torch.allclose(*values, rtol=1e-5, atol=1e-6), name
+    assert losses[-1] < losses[0]  # it learns at all
+
+
 # -- state of optimizers ------------------------------------------------------------------------
 
 
