@@ -80,7 +80,7 @@ def main() -> None:
         optimizer.zero_grad()
         assert isinstance(loss, DTensor)  # as the logits are
         losses.append(float(numbers.of_all_ranks(loss.full_tensor().item()).mean()))
-        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
+        if dist.get_rank() == 0 and (step == 1 or step % 10 == 0 or step == steps):
             print(f"step {step}/{steps}: loss {losses[-1]:.3f}", flush=True)
 
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,25 @@ def launch(num_ranks: int, script: str, *options: str) -> list[str]:
     return [*launcher, str(EXAMPLES / script), *options]
 
 
-def run_forked(num_ranks: int, script: str, options: list[str], printed: Path) -> None:
+def run_forked(
+    num_ranks: int, script: str, options: list[str], printed: Path, *, without: Sequence[str] = ()
+) -> None:
     """Run a script to its end, in ranks that are forked and not started by torchrun."""
-    run_in_turn(num_ranks, script, [(options, printed)])
+    run_in_turn(num_ranks, script, [(options, printed)], without=without)
 
 
-def run_in_turn(num_ranks: int, script: str, runs: list[tuple[list[str], Path]]) -> None:
+def run_in_turn(
+    num_ranks: int,
+    script: str,
+    runs: list[tuple[list[str], Path]],
+    *,
+    without: Sequence[str] = (),
+) -> None:
     """The same with several sets of options, in the same processes: imports are done once.
 
     Args:
         runs: options, and the file for what is printed.
+        without: modules that cannot be imported.
     """
     ranks = []
     ports = [free_port() for _ in runs]
@@ -59,7 +69,8 @@ def run_in_turn(num_ranks: int, script: str, runs: list[tuple[list[str], Path]])
             "LOCAL_WORLD_SIZE": num_ranks,
             "MASTER_ADDR": "127.0.0.1",
         }
-        ranks.append(fork_context().Process(target=run_rank, args=(variables, ports, script, runs)))
+        args = (variables, ports, script, runs, without)
+        ranks.append(fork_context().Process(target=run_rank, args=args))
     for process in ranks:
         process.start()
     deadline = time.monotonic() + TIMEOUT_S + 15 * len(runs)
@@ -85,9 +96,14 @@ def free_port() -> int:
 
 
 def run_rank(
-    variables: dict[str, Any], ports: list[int], script: str, runs: list[tuple[list[str], Path]]
+    variables: dict[str, Any],
+    ports: list[int],
+    script: str,
+    runs: list[tuple[list[str], Path]],
+    without: Sequence[str],
 ) -> None:
     """The main function of one rank."""
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
     os.environ.update(environment(**{name: str(value) for name, value in variables.items()}))
     sys.path.insert(0, str(EXAMPLES))
     for port, (options, printed) in zip(ports, runs, strict=True):

@@ -1,7 +1,7 @@
 """The examples of model families: equal losses for every strategy, exact resumes, true figures.
 
-Models are tiny and runs six steps long; each family's runs share a pair of processes. The trainings
-that reach a target are `long`.
+Models are tiny and runs four steps long; each family's runs share a pair of processes. The
+trainings that reach a target are `long`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from example_runs import EXAMPLES, launch, loss_values, losses, run_in_turn, succeed
 
-STEPS = 6
+STEPS = 4
 TINY = {
     "resnet": "--width 8 --batch 32",
     "weather": "--dim 24 --layers 2 --heads 2 --batch 16",
@@ -34,9 +34,9 @@ RUNS = {
     "optimizer": "--strategy optimizer",
     "none": "--strategy none",
     "hybrid": "--strategy hybrid",
-    "parts": "--stop-at 3",
+    "parts": "--stop-at 2",
     "resumed": "--resume",
-    "other_parts": "--stop-at 3",
+    "other_parts": "--stop-at 2",
     "other": "--resume --strategy none",
 }
 GOES_ON = {"resumed": "parts", "other": "other_parts"}
@@ -150,7 +150,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(family: Family) -> None:
             torch.testing.assert_close(found[name], tensor)
         else:
             assert torch.equal(found[name], tensor), name
-    halfway = family.saved("resumed", step=3) / "model.safetensors"
+    halfway = family.saved("resumed", step=2) / "model.safetensors"
     assert not torch.equal(load_file(halfway)[name], expected[name])  # it did go on
 
 

@@ -39,6 +39,7 @@ def installed(library: str) -> bool:
     return find_spec(library.split(".")[0]) is not None
 
 
+@pytest.mark.long
 def test_some_are_those_of_one_process_or_refused() -> None:
     chosen = [case for case in SOME if installed(case[0])]
     found = run_on(2, train_all, chosen)[0]
