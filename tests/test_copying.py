@@ -481,7 +481,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     contents = {
         "params", "buckets", "links", "gather_tags", "reduce_tags", "unsharded", "is_trained",
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_reserved_tags",
-        "_sharded", "_versioned", "_regrouped_for", "unwritten",
+        "_sharded", "_versioned", "_regrouped_for", "unwritten", "initial",
     }  # fmt: skip
     given = {"mesh", "device", "_settings", "_registration"}
     mesh: Any = None

@@ -218,7 +218,10 @@ def test_example(
     source = EXAMPLES[where].replace('"cuda"', '"cpu"').replace("run/checkpoints", "checkpoints")
     prepare_files(name)
     public = {n: getattr(m, n) for m in PUBLIC for n in m.__all__}
-    names = public | vars(importlib.import_module(module)) | given(source, name)
+    own = vars(importlib.import_module(module))
+    names = public | own | given(source, name)
+    if name in own:
+        names[name] = own[name]  # what the example is of
     for want, printed in run(source, names, where):
         if want and name not in OTHER_OUTPUT:
             assert printed.strip() == want.strip()
