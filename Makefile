@@ -68,10 +68,10 @@ train-resnet:  ## ResNet-18 on handwritten digits; ARGS="--amp --strategy grad"
 train-weather:  ## a weather transformer; ARGS="--wrap layers --ac"
 train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-below 65536"
 
-test: $(FOR_TEST)  ## run the tests
+test: $(FOR_TEST)  ## run the tests, each on one of its world sizes
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(FOR_TEST)  ## run the tests and their long versions
+test-all: $(FOR_TEST)  ## run the tests on all world sizes, and their long versions
 	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
 
 test-device: $(FOR_TEST)  ## run test files on a device of threads; ARGS=tests/test_offload.py

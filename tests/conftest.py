@@ -4,6 +4,7 @@ the number of test files that run at once, and the end of process groups and ran
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,10 +42,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``--torch-versions`` the files that do not depend on it."""
     if "long" not in config.getoption("-m"):
         _keep(config, items, lambda item: not item.get_closest_marker("long"))
+        by_name = any("::" in argument for argument in config.args)
+        if not by_name and not config.getoption("-k"):
+            left_out = _other_world_sizes(items)
+            _keep(config, items, lambda item: item not in left_out)
     if config.getoption("--torch-versions"):
         here = Path(__file__).parent
         files = {here / name for name in DEPEND_ON_TORCH_VERSION}
         _keep(config, items, lambda item: item.path in files)
+
+
+def _other_world_sizes(items: list[pytest.Item]) -> set[pytest.Item]:
+    """A test of several world sizes runs on one of them, in turn down its file. Long: on all."""
+    alike: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        parameters = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        if "world_size" in parameters:
+            del parameters["world_size"]
+            key = item.path, getattr(item, "originalname", ""), repr(sorted(parameters.items()))
+            alike.setdefault(key, []).append(item)
+    turns: Counter[Path] = Counter()
+    left_out: set[pytest.Item] = set()
+    for (path, *_), sizes in alike.items():
+        if len(sizes) > 1:
+            chosen = turns[path] % len(sizes)
+            turns[path] += 1
+            left_out.update(item for i, item in enumerate(sizes) if i != chosen)
+    return left_out
 
 
 def _keep(

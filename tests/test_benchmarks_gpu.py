@@ -29,7 +29,7 @@ BLOCK_NUMEL = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
 
 @pytest.fixture(
     scope="module",
-    params=[(4,), pytest.param((4, 16), marks=pytest.mark.long)],
+    params=[pytest.param(sizes, marks=pytest.mark.long) for sizes in ((4,), (4, 16))],
     ids=lambda sizes: "-".join(map(str, sizes)),
 )
 def small(

@@ -242,7 +242,11 @@ def expected() -> Tensor:
 @needs_pretrained
 @pytest.mark.parametrize(
     ("num_ranks", "meta"),
-    [(2, True), pytest.param(2, False, marks=pytest.mark.long), (3, False)],
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(3, False, marks=pytest.mark.long),
+    ],
 )
 def test_pretrained_embeddings(expected: Tensor, num_ranks: int, meta: bool) -> None:
     """The same bits as in one process of transformers."""

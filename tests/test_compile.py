@@ -103,7 +103,8 @@ def test_with_mixed_precision() -> None:
     check("compile before", "aot_eager", mp_policy=BF16, recomputed="inside")
 
 
-@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("recomputed", [False, True])
 @distributed(4)
 def test_tensor_parallel_blocks(recomputed: bool) -> None:
     """Each block is compiled with its collectives inside: the results of eager blocks."""

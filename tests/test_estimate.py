@@ -24,7 +24,6 @@ from harness import run_on
 
 TOLERANCE = 0.02
 SHORT = [
-    Case("experts"),
     Case("convolutional", strategy="optimizer", micro_batches=2, replicate_below=2**16),
 ]
 FOUR = [

@@ -285,6 +285,7 @@ def test_bad_number_of_ranks_is_named_in_one_line(num_ranks: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_ctrl_c_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         launch(2, "train_lm.py", *train_arguments("--steps 100000", text, tmp_path)),
@@ -314,6 +315,7 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path, num_steps: int) ->
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_tensor_parallel_example_learns(tmp_path: Path) -> None:
     run_forked(4, "train_2d.py", ["--steps", "4"], tmp_path / "printed.txt")
     printed = (tmp_path / "printed.txt").read_text()

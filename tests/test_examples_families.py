@@ -70,7 +70,11 @@ class Family:
 _finished: dict[str, Family] = {}
 
 
-@pytest.fixture(params=TINY)
+# The runs of the convolutional network take longer than those of the other two together.
+FAMILIES = [pytest.param("resnet", marks=pytest.mark.long), "weather", "recommender"]
+
+
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return finished(request.param, tmp_path_factory)
 
@@ -132,6 +136,7 @@ def test_small_tables_stay_whole(tmp_path_factory: pytest.TempPathFactory) -> No
     assert "tables.movie" in printed
 
 
+@pytest.mark.long
 def test_mixed_precision_learns_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     resnet = finished("resnet", tmp_path_factory)
     mixed, full = resnet.losses("amp"), resnet.losses("full")
@@ -158,6 +163,7 @@ def test_run_is_resumed_by_another_strategy(family: Family) -> None:
     assert family.losses("other") == pytest.approx(family.losses("full"), rel=2e-5)
 
 
+@pytest.mark.long
 def test_running_statistics_are_averaged(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The same on both ranks; of the first layer, the mean of a batch is that of its parts."""
     resnet = finished("resnet", tmp_path_factory)

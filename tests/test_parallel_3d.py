@@ -108,7 +108,7 @@ def test_hybrid_sharding_with_tensor_parallelism(sizes: Sizes) -> None:
         check_three_dims(mesh, sizes)
 
 
-@distributed(4, long=(8,))
+@distributed(long=(4, 8))
 def test_accumulation_without_all_reduce() -> None:
     """Partial sums over tensor-parallel ranks, of micro-batches that were reduce-scattered only."""
     for mesh in meshes():
