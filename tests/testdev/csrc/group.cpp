@@ -167,11 +167,7 @@ class Group final : public Backend {
       const c10d::AllgatherOptions& options) override {
     Tensors kept = outputs[0];
     kept.push_back(inputs[0]);
-    Start start = [this, outs = operands(outputs[0]), mine = operand(inputs[0])]() -> Finish {
-      const Tensors all = gathered(mine);
-      for (size_t r = 0; r < outs.size(); ++r) outs[r].copy_(all[r].view_as(outs[r]));
-      return {};
-    };
+    auto start = gather_to_each(operands(outputs[0]), operand(inputs[0]));
     return call(options.asyncOp, std::move(start), kept);
   }
 
@@ -196,11 +192,7 @@ class Group final : public Backend {
     Tensors outs = root ? operands(outputs[0]) : Tensors{};
     Tensors kept = root ? outputs[0] : Tensors{};
     kept.push_back(inputs[0]);
-    Start start = [this, outs, mine = operand(inputs[0])]() -> Finish {
-      const Tensors all = gathered(mine);
-      for (size_t r = 0; r < outs.size(); ++r) outs[r].copy_(all[r].view_as(outs[r]));
-      return {};
-    };
+    auto start = gather_to_each(std::move(outs), operand(inputs[0]));
     return call(options.asyncOp, std::move(start), kept);
   }
 
@@ -413,6 +405,14 @@ class Group final : public Backend {
     at::Tensor terms = at::empty({getSize(), out.numel()}, out.options());
     bytes_of(terms).copy_(to);
     reduce_into(out, terms.unbind(0), operation);
+  }
+
+  Start gather_to_each(Tensors outs, at::Tensor mine) {
+    return [this, outs = std::move(outs), mine = std::move(mine)]() -> Finish {
+      const Tensors all = gathered(mine);
+      for (size_t r = 0; r < outs.size(); ++r) outs[r].copy_(all[r].view_as(outs[r]));
+      return {};
+    };
   }
 
   Start gather_into(at::Tensor out, at::Tensor in) {
