@@ -113,6 +113,15 @@ def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:
     return start
 
 
+def give_back_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
+    """Undo `take_tags` that gave ``start``, and all later ones: nothing was sent with them.
+
+    Ranks that disagreed about a model took different numbers of tags for it.
+    """
+    for group in groups:
+        _next_tag[group] = min(_next_tag.get(group, 0), start)
+
+
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 

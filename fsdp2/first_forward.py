@@ -20,7 +20,7 @@ from torch import nn
 from .collectives import backend_name
 from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
 from .meeting import MAX_LINES, TITLE, Meeting, RanksDisagreeError, can_meet
-from .unit import Unit
+from .unit import State, Unit
 
 SWITCH = "FSDP2_CHECK_RANKS"
 # A rank may be late (it downloads, or compiles); after so long one of the others says who it is.
@@ -89,8 +89,16 @@ class FirstForward:
                 meetings.append(Meeting("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
                 # Said to all before any is heard: ranks may come to them in another order.
                 meetings[-1].say(_topics(units, names), about)
-        for meeting in meetings:
-            _tell(meeting.hear(), is_first=dist.get_rank() == meeting.ranks[0])
+        try:
+            for meeting in meetings:
+                _tell(meeting.hear(), is_first=dist.get_rank() == meeting.ranks[0])
+        except RanksDisagreeError:
+            # These units took other numbers of message tags on other ranks. A corrected model
+            # in the same processes begins with equal ones.
+            for unit in self._units:
+                if unit.state is State.SHARDED:
+                    unit.contents.give_back_tags()
+            raise
         for unit in self._units:
             unit.contents.initial = None
 

@@ -12,9 +12,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from .collectives import take_tags
+from .collectives import give_back_tags, take_tags
 from .extension import MAX_TENSORS, ExtensionBucket
 from .initial_values import InitialValues, whole_of
 from .kept import mixes_frozen
@@ -297,10 +298,20 @@ class UnitContents:
 
     def _reserve_tags(self) -> None:
         """Every bucket has two tags per tensor (gather, reduce) and two for its pack."""
-        meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
-        groups = [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
         count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
-        self._reserved_tags = (take_tags(groups, count * max(1, len(self.params))), count)
+        first = take_tags(self._groups(), count * max(1, len(self.params)))
+        self._reserved_tags = (first, count)
+
+    def give_back_tags(self) -> None:
+        """As if there had been no gather yet; the next one takes tags anew."""
+        if self._reserved_tags[0] >= 0:
+            give_back_tags(self._groups(), self._reserved_tags[0])
+        self._reserved_tags = (-1, 0)
+        self.materialized = False
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
+        return [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
 
     # -- the parameters in the modules ------------------------------------------------------
 

@@ -99,6 +99,17 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @distributed(2)
+def test_a_corrected_model_trains_after_it() -> None:
+    """Message tags are counted alike on all ranks, although the refused models had other units."""
+    mesh = short_mesh()
+    more = [nn.Linear(4, 4)] if dist.get_rank() == 0 else []
+    with pytest.raises(RanksDisagreeError):
+        sharded(nn.Sequential(*mlp(), *more), mesh=mesh)(X)
+    model, whole = sharded(mlp(), mesh=mesh), mlp()
+    assert torch.equal(model(X), whole(X))
+
+
+@distributed(2)
 def test_shards_of_different_models_are_named() -> None:
     """Once, on one rank; and not where something was written into them since."""
     rank = dist.get_rank()
