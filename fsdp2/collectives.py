@@ -30,7 +30,7 @@ from torch.profiler import record_function
 
 from .failures import explained
 from .gather_plan import GatherPlan
-from .mesh import own_group
+from .groups import native_backend, own_group
 from .reduction import ReducePlan, stage
 from .storage import Bucket
 from .streams import device_module
@@ -80,10 +80,8 @@ def make_transport(
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves ``device`` in ``group``: "nccl", "gloo", "fake", ..."""
-    try:
-        return group._get_backend(device).name().lower()
-    except (RuntimeError, NotImplementedError):
-        return group.name().lower()  # a process group written in Python
+    backend = native_backend(group, device)
+    return (group if backend is None else backend).name().lower()
 
 
 def separate_group(
@@ -91,16 +89,27 @@ def separate_group(
 ) -> dist.ProcessGroup:
     """A group of the same ranks with a communicator of its own: if ``wanted``, or where it helps.
 
-    Collectives of one NCCL communicator run one after the other even on two streams, so
-    reduce-scatters would wait for prefetched all-gathers. Collective over the ranks of ``group``
-    at the first call; later calls return the same group.
+    Collectives of one communicator of an accelerator (NCCL's, say) run one after the other even on
+    two streams, so reduce-scatters would wait for prefetched all-gathers. Collective over the ranks
+    of ``group`` at the first call; later calls return the same group.
+
+    Returns:
+        ``group`` itself if none is wanted, and on MPI, where only all ranks of the world together
+        can make groups.
     """
-    if wanted is False or (wanted is None and backend_name(group, device) != "nccl"):
+    if wanted is None:
+        wanted = _takes_turns(group, device)
+    if not wanted or backend_name(group, device) == "mpi":
         return group
     if group not in _separate_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _separate_groups[group] = own_group(ranks, "fsdp2_reduce_scatter")
+        _separate_groups[group] = own_group(group, device, "fsdp2_reduce_scatter")
     return _separate_groups[group]
+
+
+def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the collectives of ``group`` run one after the other, on whatever stream."""
+    backend = None if device.type == "cpu" else native_backend(group, device)
+    return backend is not None and backend.name().lower() not in ("gloo", "fake")
 
 
 def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:

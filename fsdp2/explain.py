@@ -8,7 +8,7 @@ allocated, so both work on the meta device.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from .accounting import BucketFacts, ParameterFacts, buckets_of
 from .collectives import EXCHANGE_MAX_RANKS, backend_name
+from .links import groups_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, param_dtype_of
 from .reports import Explanation, ParameterReport, Totals, UnitReport
 from .settings import direct_min_bytes_for
@@ -220,7 +221,19 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
         )
     runtime = units[0].runtime
     order = () if runtime is None else runtime.last_order(units[0])
-    return _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
+    found = _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
+    return replace(found, communicators=_communicators(units))
+
+
+def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
+    """What each process group is for, on accelerators: elsewhere sharing one costs nothing."""
+    purposes: dict[Any, dict[str, None]] = {}
+    for unit in units if units[0].device.type != "cpu" else ():
+        options, regroup_to = unit.settings.link_options, unit.settings.reshard_after_forward
+        for mesh in dict.fromkeys(bucket.mesh for bucket in unit.buckets):
+            for purpose, group in groups_of(mesh, unit.device, options, regroup_to):
+                purposes.setdefault(group, {})[purpose] = None
+    return tuple(" + ".join(of_one) for of_one in purposes.values())
 
 
 def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:

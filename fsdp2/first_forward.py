@@ -19,6 +19,7 @@ from torch import nn
 
 from .collectives import backend_name
 from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
+from .groups import timeout_of
 from .meeting import MAX_LINES, TITLE, Meeting, RanksDisagreeError, can_meet
 from .unit import State, Unit
 
@@ -133,8 +134,4 @@ def _timeout_s(unit: Unit) -> float:
     """How long a collective of the unit waits for the slowest rank, in seconds."""
     group = unit.mesh.shard_group or unit.mesh.replicate_group
     assert group is not None
-    try:
-        options = group._get_backend(unit.device).options
-        return options._timeout.total_seconds()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return dist.default_pg_timeout.total_seconds()
+    return timeout_of(group, unit.device).total_seconds()

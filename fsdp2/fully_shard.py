@@ -231,6 +231,7 @@ def _make_unit(
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        unit.contents.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
         unit.contents.shard(_take_parameters(unit, found))
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)

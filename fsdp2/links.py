@@ -6,13 +6,17 @@ puts some parameters (experts, say) on a mesh of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Transport, make_transport, separate_group
 from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
+from .groups import connect_group
 from .mesh import DataParallelMesh, subgroup_mesh
 
 
@@ -81,11 +85,51 @@ class Links:
         Returns:
             ``size``, or None if parameters on this mesh are not kept in larger shards.
         """
-        num_shards = self.mesh.num_shards
-        if type(size) is not int or size >= num_shards or num_shards % size:
+        if not _regroups(self.mesh, size):
             return None
         if self.regather is None or self.regather.group.size() != size:
             self.regroup_mesh = subgroup_mesh(self.mesh, size)
             transport = make_transport(self.regroup_mesh.get_group(1), self.device)
             self.regather = self._customized(transport)
         return size
+
+
+def _regroups(mesh: DataParallelMesh, size: bool | int | None) -> TypeGuard[int]:
+    num_shards = mesh.num_shards
+    return type(size) is int and size < num_shards and num_shards % size == 0
+
+
+def make_groups(
+    meshes: Iterable[DataParallelMesh],
+    device: torch.device,
+    options: LinkOptions,
+    regroup_to: bool | int | None,
+) -> None:
+    """Make the process groups that `Links` over ``meshes`` will use, and all communicators.
+
+    When a unit is made, and not when it first computes: then memory is scarce, and ranks are in the
+    middle of other collectives. Collective over the ranks of each mesh; once for each.
+
+    Args:
+        regroup_to: as of `Links.regroup`.
+    """
+    for mesh in dict.fromkeys(meshes):
+        for _, group in groups_of(mesh, device, options, regroup_to):
+            connect_group(group, device)
+
+
+def groups_of(
+    mesh: DataParallelMesh,
+    device: torch.device,
+    options: LinkOptions,
+    regroup_to: bool | int | None,
+) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """What `Links` over ``mesh`` communicate, and over which groups. Arguments as of `make_groups`."""
+    if mesh.shard_group is not None and mesh.num_shards > 1:
+        yield "all-gather", mesh.shard_group
+        group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
+        yield "reduce-scatter", group
+    if mesh.replicate_group is not None and mesh.num_replicas > 1:
+        yield "all-reduce", mesh.replicate_group
+    if _regroups(mesh, regroup_to):
+        yield f"all-gather within {regroup_to} ranks", subgroup_mesh(mesh, regroup_to).get_group(1)

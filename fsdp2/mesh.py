@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .failures import explained
+from .groups import own_group
 from .policy import DataParallelMeshDims
 
 
@@ -126,14 +126,6 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names]._flatten("_".join(names))
 
 
-def own_group(ranks: list[int], description: str) -> dist.ProcessGroup:
-    """A new group of ``ranks``, one of which is this one; only they have to call it."""
-    with explained(f"making the process group '{description}'", tuple(ranks)):
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
-    assert isinstance(group, dist.ProcessGroup)  # what others than its ranks get is a number
-    return group
-
-
 def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     """The same ranks, each of which holds parameters whole: gradients are averaged over all.
 
@@ -146,7 +138,8 @@ def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     group, rank = shards, mesh.shard_rank
     if mesh.replicate_group is not None:
         if shards not in _whole_groups:
-            _whole_groups[shards] = own_group(mesh.mesh.mesh.flatten().tolist(), "fsdp2_replicate")
+            ranks = mesh.mesh.mesh.flatten().tolist()
+            _whole_groups[shards] = own_group(shards, device_of(mesh), "fsdp2_replicate", ranks)
         group, rank = _whole_groups[shards], mesh.replicate_rank * mesh.num_shards + rank
     return replace(
         mesh,
@@ -196,15 +189,24 @@ def subgroup_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
     """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward.
 
     Made once per mesh and size, since every mesh comes with process groups of its own; not kept
-    by the `DeviceMesh`, which equals one whose groups were destroyed.
+    by the `DeviceMesh`, which equals one whose groups were destroyed. Collective over the ranks of
+    the mesh.
     """
-    assert mesh.shard_group is not None
+    shards = mesh.shard_group
+    assert shards is not None
     ranks = mesh.mesh.mesh.reshape(-1, size)
-    made = _subgroup_meshes.setdefault(mesh.shard_group, {})
+    made = _subgroup_meshes.setdefault(shards, {})
     key = (size, tuple(ranks.flatten().tolist()))
     if key not in made:
+        row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
         names = ("fsdp2_across", "fsdp2_within")
-        made[key] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+        device = device_of(mesh)
+        # Nothing is communicated across: those ranks hold the same.
+        across = own_group(shards, device, names[0], ranks[:, column].tolist(), connect=False)
+        within = own_group(shards, device, names[1], ranks[row].tolist())
+        made[key] = DeviceMesh.from_group(
+            [across, within], mesh.device_type, mesh=ranks, mesh_dim_names=names
+        )
     return made[key]
 
 

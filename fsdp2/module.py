@@ -448,8 +448,8 @@ class FSDPModule:
     ) -> None:
         """Whether reduce-scatters have a process group, and so a communicator, of their own.
 
-        They have on NCCL, where they would wait for all-gathers otherwise. Collective over the
-        ranks of the mesh at the next forward.
+        They have on NCCL and the like, where they would wait for all-gathers otherwise: it is made
+        when the module is sharded. Collective over the ranks of the mesh where one is to be made.
 
         Args:
             enable: True makes one on any backend; False shares the all-gathers' group.

@@ -111,12 +111,15 @@ class Explanation:
         strategy: the name, if the model was sharded by one.
         units: the root first, then in the order of the model.
         order: names of the units as the last forward ran them; empty before the first.
+        communicators: of a model sharded on an accelerator, what each process group of this rank is for; one that is
+            shared has several uses: "all-gather + reduce-scatter".
     """
 
     strategy: str | None
     units: tuple[UnitReport, ...]
     order: tuple[str, ...]
     totals: Totals
+    communicators: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers."""
@@ -169,6 +172,9 @@ class Explanation:
         lines += [f"Dtypes, stored > computed > reduced: {' '.join(d)}" for d in dtypes]
         if any(unit.offload for unit in self.units):
             lines.append("Shards, gradients and optimizer state live in host memory.")
+        if self.communicators:
+            number = plural(len(self.communicators), "communicator")
+            lines.append(f"{number} of each rank: {'; '.join(self.communicators)}")
         by_hand = [u.name for u in self.units if u.forward_prefetch or u.backward_prefetch]
         lines.append(
             f"Prefetch: set by hand for {_joined(by_hand)}"

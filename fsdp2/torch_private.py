@@ -144,6 +144,12 @@ DISTRIBUTED = (
         without="ranks wait for each other before the first forward for half an hour",
     ),
     *_names(
+        "process groups beside those of a mesh, made by their own ranks alone",
+        "torch.distributed.distributed_c10d._world",
+        "torch.distributed.distributed_c10d._new_process_group_helper",
+        "torch.distributed.distributed_c10d._register_process_group",
+    ),
+    *_names(
         "local parts that a collective is still writing",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     ),

@@ -6,7 +6,7 @@ knows whether the unit is gathered: that is `unit`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ from .collectives import give_back_tags, take_tags
 from .extension import MAX_TENSORS, ExtensionBucket
 from .initial_values import InitialValues, whole_of
 from .kept import mixes_frozen
-from .links import Links
+from .links import Links, make_groups
 from .mesh import DataParallelMesh
 from .param import ShardedParam
 from .policy import MixedPrecisionPolicy, param_dtype_of
@@ -221,9 +221,16 @@ class UnitContents:
 
     def change_links(self, **options: Any) -> None:
         """Communicate in another way from the next gather on; fields of `LinkOptions`."""
-        self._settings.link_options = replace(self._settings.link_options, **options)
+        settings = self._settings
+        settings.link_options = replace(settings.link_options, **options)
         self.links.clear()
         self._forget_plans()
+        self.make_groups(bucket.mesh for bucket in self.buckets)
+
+    def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
+        """Make the process groups that gathers and reductions over ``meshes`` will use."""
+        settings = self._settings
+        make_groups(meshes, self.device, settings.link_options, settings.reshard_after_forward)
 
     def _forget_plans(self) -> None:
         self.materialized = False

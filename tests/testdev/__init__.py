@@ -12,6 +12,7 @@ gives wrong numbers. What it is for, and what it cannot show, is in docs/design.
 
 from __future__ import annotations
 
+import datetime
 import functools
 from typing import Any
 
@@ -39,10 +40,18 @@ def start() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, make(native()))
     torch.utils.generate_methods_for_privateuse1_backend()
+    native().set_make_inner(_make_inner)
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[NAME])
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    store = dist.PrefixStore("bytes", options.store)
-    gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-    return native().make_group(gloo)
+    if options.split_from is not None:
+        options.split_from.meet()  # as ncclCommSplit, for which all its ranks have to come
+    chosen = native().Options() if backend_options is None else backend_options
+    chosen._timeout = options.timeout
+    inner = _make_inner(options.store, options.group_rank, options.group_size, options.timeout)
+    return native().Group(inner, chosen)
+
+
+def _make_inner(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, size, timeout)

@@ -8,6 +8,7 @@
 #include "group.h"
 
 #include <ATen/ATen.h>
+#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -15,6 +16,7 @@
 #include <atomic>
 
 #include "backend.h"
+#include "gil.h"
 
 namespace testdev {
 namespace {
@@ -28,6 +30,26 @@ using Tensors = std::vector<at::Tensor>;
 
 // Whether calls with asyncOp=False return a Work, as they do with some versions of NCCL's backend.
 std::atomic<bool> returns_work{true};
+
+// How long ranks wait for each other when a group is split, which NCCL does for ever.
+constexpr std::chrono::milliseconds kMeetingTimeout{5000};
+
+struct GroupOptions final : Backend::Options {
+  explicit GroupOptions(std::chrono::milliseconds timeout) : Options("testccl", timeout) {}
+  // Of newer versions of torch; the same as `__deepcopy__` in Python.
+  c10::intrusive_ptr<Options> clone() const { return c10::make_intrusive<GroupOptions>(*this); }
+  bool high_priority = false;  // stands for what a user chooses
+};
+
+// Makes the gloo group below a group that is split off: of (store, rank, size, timeout).
+using MakeInner = std::function<c10::intrusive_ptr<Backend>(
+    c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds)>;
+MakeInner& make_inner() {
+  static auto* function = new MakeInner();
+  return *function;
+}
+
+std::atomic<uint64_t> num_communicators{0};
 
 // Communication of one kind runs in the order of the calls, also from several streams.
 struct Lane {
@@ -109,13 +131,59 @@ void reduce_into(const at::Tensor& out, const Tensors& terms, const ReduceOp& op
 
 class Group final : public Backend {
  public:
-  explicit Group(c10::intrusive_ptr<Backend> inner)
-      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  Group(c10::intrusive_ptr<Backend> inner, c10::intrusive_ptr<GroupOptions> options)
+      : Backend(inner->getRank(), inner->getSize()),
+        inner_(std::move(inner)),
+        options_(std::move(options)) {}
 
   const std::string getBackendName() const override { return "testccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override {
-    return c10::make_intrusive<Options>("testccl");
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+
+  // As with NCCL, all ranks of a group have to come when it is split, and it has to be idle.
+  bool supportsSplitting() const override { return true; }
+  void meet() {
+    const uint64_t ticket = lane_.issued++;
+    std::exception_ptr error;
+    without_gil([&] {
+      {
+        std::unique_lock<std::mutex> lock(lane_.mutex);
+        lane_.changed.wait(lock, [&] { return lane_.turn == ticket; });
+      }
+      try {
+        c10d::BarrierOptions options;
+        options.timeout = kMeetingTimeout;
+        inner_->barrier(options)->wait(kMeetingTimeout);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      std::lock_guard<std::mutex> lock(lane_.mutex);
+      ++lane_.turn;
+      lane_.changed.notify_all();
+    });
+    if (error) std::rethrow_exception(error);
   }
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
+    TORCH_CHECK(connected_, "testccl: a group without a communicator cannot be split");
+    meet();
+    const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+    if (mine == ranks.end()) return nullptr;
+    auto chosen = c10::dynamic_intrusive_pointer_cast<GroupOptions>(options);
+    TORCH_CHECK(chosen, "options not of testccl");
+    const int rank = static_cast<int>(mine - ranks.begin());
+    const int size = static_cast<int>(ranks.size());
+    auto made = c10::make_intrusive<Group>(
+        make_inner()(store, rank, size, chosen->timeout), std::move(chosen));
+    made->connect();
+    return made;
+  }
+  void eagerConnectSingleDevice(at::Device) override { connect(); }
+  // The communicator: NCCL makes it at the first collective, or when asked to, or by a split.
+  void connect() {
+    if (!connected_.exchange(true)) ++num_communicators;
+  }
+  bool connected() const { return connected_; }
   bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return lane_.issued; }
@@ -331,6 +399,7 @@ class Group final : public Backend {
   }
 
   WorkPtr launch(bool async, Lane& lane, Start start, Tensors kept, bool on_host = false) {
+    connect();
     Stream& on = async ? lane.stream : this_stream();
     if (async) {
       Event before;
@@ -456,6 +525,8 @@ class Group final : public Backend {
   }
 
   c10::intrusive_ptr<Backend> inner_;
+  c10::intrusive_ptr<GroupOptions> options_;
+  std::atomic<bool> connected_{false};
   Lane& lane_ = *new Lane();  // leaked: its stream may still run
   std::map<int, std::unique_ptr<Lane>> pairs_;
   bool coalescing_ = false;
@@ -467,9 +538,24 @@ class Group final : public Backend {
 }  // namespace
 
 void bind_group(pybind11::module_& m) {
-  m.def("make_group", [](c10::intrusive_ptr<Backend> inner) -> c10::intrusive_ptr<Backend> {
-    return c10::make_intrusive<Group>(std::move(inner));
-  });
+  namespace py = pybind11;
+  py::class_<GroupOptions, Backend::Options, c10::intrusive_ptr<GroupOptions>>(m, "Options")
+      .def(py::init([](double timeout_s) {
+             return c10::make_intrusive<GroupOptions>(
+                 std::chrono::milliseconds(static_cast<int64_t>(1000 * timeout_s)));
+           }),
+           py::arg("timeout_s") = 1800)
+      .def_readwrite("high_priority", &GroupOptions::high_priority)
+      .def("__deepcopy__", [](const GroupOptions& self, const py::dict&) {
+        return c10::make_intrusive<GroupOptions>(self);
+      });
+  py::class_<Group, Backend, c10::intrusive_ptr<Group>>(m, "Group")
+      .def(py::init<c10::intrusive_ptr<Backend>, c10::intrusive_ptr<GroupOptions>>())
+      .def_property_readonly("connected", &Group::connected)
+      .def("meet", &Group::meet)
+      .def("perform_nocolor_split", [](Group& self, at::Device) { self.meet(); });
+  m.def("set_make_inner", [](MakeInner function) { make_inner() = std::move(function); });
+  m.def("num_communicators", [] { return num_communicators.load(); });
   m.def("set_returns_work", [](bool value) { returns_work = value; });
 }
 
