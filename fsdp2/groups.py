@@ -1,4 +1,4 @@
-"""Process groups that the library makes: beside a group of the user's, with its backend and options.
+"""Process groups of the library: beside one of the user's, with its backend and options.
 
 ``torch.distributed.new_group`` will not do. Under ``init_process_group(device_id=...)`` it splits
 the communicator of the default group, which every rank of the *world* has to take part in: called
@@ -158,6 +158,7 @@ def _fresh(
     if hasattr(options, "split_from"):
         options.split_from = None  # what `beside` was split from
     with _without_binding() as bound:
+        at_once = connect and bound is not None and bound.type == device.type
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -167,7 +168,7 @@ def _fresh(
             _name(purpose, ranks),  # type: ignore[arg-type]
             backend_options=options,
             timeout=timeout_of(beside, device),
-            device_id=bound if connect and bound is not None and bound.type == device.type else None,
+            device_id=bound if at_once else None,
             group_desc=purpose,
         )
     assert isinstance(group, dist.ProcessGroup)  # what others than its ranks get is a number

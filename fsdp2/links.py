@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -85,18 +84,21 @@ class Links:
         Returns:
             ``size``, or None if parameters on this mesh are not kept in larger shards.
         """
-        if not _regroups(self.mesh, size):
+        chosen = _regroup_size(self.mesh, size)
+        if chosen is None:
             return None
-        if self.regather is None or self.regather.group.size() != size:
-            self.regroup_mesh = subgroup_mesh(self.mesh, size)
+        if self.regather is None or self.regather.group.size() != chosen:
+            self.regroup_mesh = subgroup_mesh(self.mesh, chosen)
             transport = make_transport(self.regroup_mesh.get_group(1), self.device)
             self.regather = self._customized(transport)
+        return chosen
+
+
+def _regroup_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
+    """``size`` if that is a number of ranks, which divides those of ``mesh``."""
+    if type(size) is int and size < mesh.num_shards and mesh.num_shards % size == 0:
         return size
-
-
-def _regroups(mesh: DataParallelMesh, size: bool | int | None) -> TypeGuard[int]:
-    num_shards = mesh.num_shards
-    return type(size) is int and size < num_shards and num_shards % size == 0
+    return None
 
 
 def make_groups(
@@ -124,12 +126,13 @@ def groups_of(
     options: LinkOptions,
     regroup_to: bool | int | None,
 ) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """What `Links` over ``mesh`` communicate, and over which groups. Arguments as of `make_groups`."""
+    """What `Links` over ``mesh`` communicate, and over which groups; see `make_groups`."""
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
         yield "reduce-scatter", group
     if mesh.replicate_group is not None and mesh.num_replicas > 1:
         yield "all-reduce", mesh.replicate_group
-    if _regroups(mesh, regroup_to):
-        yield f"all-gather within {regroup_to} ranks", subgroup_mesh(mesh, regroup_to).get_group(1)
+    size = _regroup_size(mesh, regroup_to)
+    if size is not None:
+        yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)

@@ -111,8 +111,8 @@ class Explanation:
         strategy: the name, if the model was sharded by one.
         units: the root first, then in the order of the model.
         order: names of the units as the last forward ran them; empty before the first.
-        communicators: of a model sharded on an accelerator, what each process group of this rank is for; one that is
-            shared has several uses: "all-gather + reduce-scatter".
+        communicators: of a model sharded on an accelerator, what each process group of this rank
+            is for; one that is shared has several uses: "all-gather + reduce-scatter".
     """
 
     strategy: str | None

@@ -1,4 +1,4 @@
-"""The process groups that sharding makes: who has to come, what they inherit, and when they connect."""
+"""Process groups that sharding makes: who has to come, what they inherit, when they connect."""
 
 from __future__ import annotations
 
