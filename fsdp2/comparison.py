@@ -88,6 +88,9 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
             found[f"dtype of computation of '{its_name}'"] = str(param.compute_dtype)
             found[f"placements of '{its_name}'"] = str(spec.placements)
             found[f"requires_grad of '{its_name}'"] = str(param.sharded.requires_grad)
+            if param.is_tensor_parallel:  # decides when partial gradients are summed: `late_sums`
+                hooks = param.sharded._post_accumulate_grad_hooks, param.sharded._backward_hooks
+                found[f"hooks on '{its_name}'"] = str(any(hooks))
             order[f"parameter {i} of '{name}'"] = f"'{its_name}'"
     return found | order
 

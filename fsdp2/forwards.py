@@ -2,8 +2,8 @@
 
 Backward may run at any time and in pieces: inside the loss, inside another forward, for inputs now
 and for weights later, for one micro-batch while others wait. So nothing is inferred from how often
-backward ran. Every forward of a unit leaves a `Forward`, which only the hooks on its outputs hold:
-it lives exactly as long as the part of the graph that backward would enter the unit by.
+backward ran. Every forward of a unit leaves a `Forward`, which the hooks on its outputs hold, and
+the forwards that ended after it: it lives as long as backward may come to it, or to one of those.
 """
 
 from __future__ import annotations
@@ -24,30 +24,60 @@ class Forward:
     """One forward of ``unit``.
 
     Attributes:
-        previous: the forward that ended before this one; None before `Forwards.note`, and a dead
-            reference once its graph is gone.
+        previous: the forward that ended before this one, in what is taken for the same pass; its
+            graph may be gone.
+        noted: it has ended.
         entered: backward has come to it.
     """
 
-    __slots__ = ("__weakref__", "entered", "previous", "unit")
+    __slots__ = ("__weakref__", "entered", "noted", "previous", "unit")
 
     def __init__(self, unit: Any, *, entered: bool = False) -> None:
         self.unit = unit
         self.entered = entered
-        self.previous: weakref.ref[Forward] | None = None
+        self.noted = False
+        self.previous: Forward | None = None
 
     def unit_before(self) -> Any:
         """The unit that backward will come to after this one; None if that is not known."""
-        before = None if self.previous is None else self.previous()
+        before = self.previous
         return None if before is None or before.entered else before.unit
+
+    def follows(self, unit: Any) -> bool:
+        """Whether ``unit`` ran before in this pass, and backward has not come to that."""
+        before = self.previous
+        while before is not None and (before.unit is not unit or before.entered):
+            before = before.previous
+        return before is not None
 
 
 class Forwards:
-    """The forwards of one tree of units, in the order in which they ended."""
+    """The forwards of one tree of units, in the order in which they ended.
+
+    What is gathered ahead of backward follows from that order and from where backward has been,
+    which all ranks know. Whether a graph is still there is known to one rank only: a loss that is
+    kept there for a look would make it gather what the others do not.
+    """
 
     def __init__(self) -> None:
-        self._last: Any = _nothing
+        self._last: Forward | None = None
+        self._began: set[Any] = set()
         self._ungraphed: list[Forward] = []
+
+    def begin(self, unit: Any) -> None:
+        """A forward of ``unit`` begins that is inside of no other.
+
+        Of a unit that had one before, it is another pass over the model. (A pass may consist of
+        several: of layers that are called one by one.)
+        """
+        if unit in self._began:
+            self.end_pass()
+        self._began.add(unit)
+
+    def end_pass(self) -> None:
+        """A backward is over: what comes next is another pass."""
+        self._began.clear()
+        self._last = None
 
     def note(self, unit: Any, forward: Forward | None) -> None:
         """A forward has ended.
@@ -60,23 +90,23 @@ class Forwards:
             if len(self._ungraphed) >= MAX_UNGRAPHED:
                 self.forget_ungraphed()
             self._ungraphed.append(forward)
-        forward.previous = self._last
-        self._last = weakref.ref(forward)
+        forward.noted = True
+        forward.previous, self._last = self._last, forward
         unit.forwards = [ref for ref in unit.forwards if _is_awaited(ref)]
-        unit.forwards.append(self._last)
+        unit.forwards.append(weakref.ref(forward))
 
-    def enter(self, unit: Any, forward: Forward | None) -> Any:
+    def enter(self, unit: Any, forward: Forward | None) -> Forward | None:
         """Backward has come to ``forward``, or to what it recomputes.
 
         Returns:
-            The unit that ran before it, if backward is still to come to that.
+            The forward, if backward comes to it for the first time and it is known.
         """
-        if forward is None or (forward.previous is None and not forward.entered):
+        if forward is None or not (forward.noted or forward.entered):
             forward = next((f for ref in reversed(unit.forwards) if (f := _is_awaited(ref))), None)
         if forward is None or forward.entered:
             return None
         forward.entered = True
-        return forward.unit_before()
+        return forward
 
     def forget_ungraphed(self) -> None:
         """Backward is over: what it did not recompute never will be."""
@@ -94,10 +124,6 @@ def are_awaited(forwards: list[weakref.ref[Forward]]) -> bool:
 def _is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
     forward = ref()
     return None if forward is None or forward.entered else forward
-
-
-def _nothing() -> None:
-    return None
 
 
 def modules_being_called() -> set[nn.Module]:

@@ -27,6 +27,7 @@ from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
 from .modes import NOT_TRACED
+from .staleness import find_written
 from .streams import make_streams
 from .unit import State, Unit
 from .unwritten import warn_of_unwritten
@@ -91,7 +92,7 @@ class Runtime:
             if unit.registration.substitutes:
                 unit.registration.forget_substitutes()
             unit.unshard(self.streams)
-            if not unit.backward_began and not unit.awaits_backward:
+            if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
@@ -121,18 +122,27 @@ class Runtime:
             self.first_forward.compare()
             self.first_forward = None
         self.forward_root = unit
+        self.forwards.begin(unit)
         self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
         self.optimizer_event = None
         self.forward_order = self._orders.get(unit, [])
         self._predicted = bool(self.forward_order)
         self._this_forward = []
+        self._free_written(self.units)
         for other in self.units:
-            if other.state is not State.SHARDED and other.is_stale():
-                other.free(self.streams)
             self.take_weight_gradients(other)
             for bucket in other.contents.buckets:
                 bucket.release_gradients()
+
+    def _free_written(self, among: Sequence[Unit]) -> None:
+        """Free what is gathered and was written since, on any rank: all ranks gather it again."""
+        units, kept = find_written(among)
+        for unit in units:
+            unit.free(self.streams)
+        for unit, bucket in kept:
+            unit.free(self.streams)
+            unit.drop_kept(self.streams, [bucket])
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
@@ -145,6 +155,7 @@ class Runtime:
         if self.in_backward:
             return
         unit.running = max(0, unit.running - 1)
+        unit.has_graph = differentiable
         if differentiable or (unit.recomputes_all and self._leads_to_backward):
             self.forwards.note(unit, forward if differentiable else None)
         outermost = self.forward_root is unit
@@ -216,7 +227,8 @@ class Runtime:
             self.reset()  # an earlier backward raised, and no forward ran since
         self.begin_backward()
         settings = unit.settings
-        before = self.forwards.enter(unit, forward)
+        entered = self.forwards.enter(unit, forward)
+        before = None if entered is None else entered.unit_before()
         if unit.backward_began:
             if unit.state is not State.UNSHARDED and settings.unshard_in_backward:
                 unit.unshard(self.streams)
@@ -230,24 +242,22 @@ class Runtime:
             unit.gradients.let_autograd_widen(wanted=not settings.reduce_grads)
         if unit is self._kept:
             self._kept = None
-            if unit.is_stale():
+            if unit.is_rewritten():
                 unit.free(self.streams)
         # If some were released, all that backward reads is there still.
         if not unit.released and settings.unshard_in_backward:
             unit.unshard(self.streams)
         if settings.backward_prefetch:
-            self._prefetch_in_backward(settings.backward_prefetch)
+            if entered is not None:
+                # Not those that have been through backward already: nobody would use what is
+                # gathered, and an optimizer in backward may be writing their shards.
+                self._prefetch(filter(entered.follows, settings.backward_prefetch))
         elif before is not None and before.settings.unshard_in_backward:
-            self._prefetch_in_backward((before,))
+            self._prefetch((before,))
         unit.next_in_backward = before
         for parent in unit.enclosing:
             if parent.contents.params:
                 self._reduce_early(parent)
-
-    def _prefetch_in_backward(self, units: Iterable[Unit]) -> None:
-        # Not those that have been through backward already: nobody would use what is gathered,
-        # and an optimizer in backward may be writing their shards.
-        self._prefetch(unit for unit in units if unit.awaits_backward)
 
     def begin_backward(self) -> None:
         """Something of this tree is in a run of autograd; its end ends this backward."""
@@ -398,6 +408,7 @@ class Runtime:
             self._complete_iteration()
         self._free_units()
         self._kept = None
+        self.forwards.end_pass()
         self.in_backward = False
 
     def finalize_backward(self, *, wait: bool) -> GradientReductionHandle | None:
@@ -491,6 +502,7 @@ class Runtime:
         """Start a gather that a user asked for."""
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
+            self._free_written([unit])
             unit.launch_gather(self.streams)
         unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
 
@@ -572,6 +584,7 @@ class Runtime:
         if self._offloads:
             self.streams.synchronize()
         self.forwards.forget_ungraphed()
+        self.forwards.end_pass()
         self._kept = None
         self.in_backward = False
         self.finalization.end()

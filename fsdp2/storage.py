@@ -247,7 +247,7 @@ class Bucket:
         self.keeps_storage = False  # so that addresses stay: for graphs that were captured
         self.kept = False
         self.held = False
-        self._held_versions = 0
+        self._held_versions = (0, 0)
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -365,8 +365,14 @@ class Bucket:
         """Whether the gathered storage has what the shards have now."""
         return self.held and self._versions() == self._held_versions
 
-    def _versions(self) -> int:
-        return sum(p.local._version + p.sharded._version for p in self.params)
+    def is_rewritten(self) -> bool:
+        """Whether since `hold` an operator on a DTensor has written, which all ranks call."""
+        return self._versions()[1] != self._held_versions[1]
+
+    def _versions(self) -> tuple[int, int]:
+        """Grow with writes: those to this rank's rows; those of operators on the DTensors."""
+        params = self.params
+        return sum(p.local._version for p in params), sum(p.sharded._version for p in params)
 
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""

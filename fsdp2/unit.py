@@ -98,13 +98,14 @@ class Unit:
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
         self._waits_for_gather = False
-        self._versions = 0  # of the shards, when the last gather began
+        self._versions = (0, 0)  # of the shards, when the last gather began
         # What the runtime notes about it in a step.
         self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
         self.backward_began = False
         self.weight_grads_deferred = False  # see `Runtime.pre_backward`
+        self.has_graph = False  # the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
         self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
@@ -168,7 +169,7 @@ class Unit:
             self._versions = contents.versions()
         buckets = contents.buckets
         if settings.keep_frozen is not None:
-            free_held((b for b in buckets if b.held and not b.holds()), streams)
+            free_held((b for b in buckets if b.held and b.is_rewritten()), streams)
         self._waits_for_gather = False
         with streams.gathering():
             for bucket, links, tag in zip(
@@ -357,8 +358,12 @@ class Unit:
         self.regrouped = False
 
     def is_stale(self) -> bool:
-        """Whether the shards were written after the last gather began."""
+        """Whether this rank knows of writes to the shards after the last gather began."""
         return self.contents.versions() != self._versions
+
+    def is_rewritten(self) -> bool:
+        """The same, of writes that all ranks know of: by operators on the DTensors."""
+        return self.contents.versions()[1] != self._versions[1]
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

@@ -329,7 +329,7 @@ class UnitContents:
         self.unsharded = [p.unsharded for p in self.params]
         locals_ = [p.local for p in self.params if p.is_sharded]
         inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
-        self._versioned = [*locals_, *inner, *self._sharded]
+        self._versioned = [*locals_, *inner]
         self.is_trained = tuple(map(_requires_grad, self._sharded))
 
     def register_sharded(self) -> None:
@@ -368,9 +368,10 @@ class UnitContents:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
         return True
 
-    def versions(self) -> int:
-        """Grows whenever somebody writes into a sharded parameter, except through ``.data``."""
-        return sum(map(_version, self._versioned))
+    def versions(self) -> tuple[int, int]:
+        """Grow with writes into the sharded parameters, except through ``.data``: those to this
+        rank's rows; those of operators on the DTensors, which all ranks call."""
+        return sum(map(_version, self._versioned)), sum(map(_version, self._sharded))
 
 
 def _own_grad_dtype(param: ShardedParam) -> torch.dtype:

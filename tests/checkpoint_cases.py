@@ -149,5 +149,5 @@ def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype, name
         assert actual[name].shape == value.shape, name
-        same = actual[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        same = [tensor.reshape(-1).view(torch.uint8).cpu() for tensor in (actual[name], value)]
         assert torch.equal(*same), name

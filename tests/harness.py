@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
 
 import fsdp2
 
@@ -78,6 +79,11 @@ RUNS_ON_TORCH = fsdp2.fully_shard.__module__.startswith("torch.")
 def ours_only(reason: str) -> pytest.MarkDecorator:
     """Marks a test of behaviour that torch's implementation does not have."""
     return pytest.mark.skipif(RUNS_ON_TORCH, reason=f"fsdp2 only: {reason}")
+
+
+def cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Marks a test that means something on the CPU only: `pytest --device testdev` skips it."""
+    return pytest.mark.skipif(DEVICE != "cpu", reason=f"on the CPU only: {reason}")
 
 
 class RankError(AssertionError):
@@ -187,6 +193,8 @@ def _run_job(message: bytes) -> _Outcome:
         _destroy_groups()
         if len(sys.modules) != num_modules:
             _freeze()
+        if DEVICE != "cpu":  # which pytest's process does not know
+            value = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), value)
         return _Outcome(value=value)
     except pytest.skip.Exception as skip:
         return _Outcome(skipped=str(skip))

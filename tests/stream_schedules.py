@@ -339,7 +339,7 @@ class Training:
     @torch.no_grad()
     def write_frozen(self) -> None:
         for param in self.frozen:
-            param._local_tensor.mul_(0.5)  # type: ignore[attr-defined]
+            param.mul_(0.5)
 
     def micro(self, micro: Micro) -> None:
         model = self.model

@@ -475,7 +475,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "state", "released", "regrouped", "_recalled", "_gather_finish", "_gather_event",
         "_waits_for_gather", "_versions", "forwards", "next_in_backward", "running",
         "backward_began", "weight_grads_deferred",
-        "recomputes_all", "reduced", "holds_earlier_gradients",
+        "recomputes_all", "has_graph", "reduced", "holds_earlier_gradients",
         "holds_partial_sums",
     }  # fmt: skip
     contents = {

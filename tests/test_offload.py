@@ -98,7 +98,7 @@ def test_with_mixed_precision_it_changes_nothing() -> None:
     for one, other in zip(both[0].parameters(), both[1].parameters(), strict=True):
         assert isinstance(one, DTensor)
         assert isinstance(other, DTensor)
-        assert torch.equal(one.to_local(), other.to_local())
+        assert torch.equal(one.to_local().cpu(), other.to_local().cpu())
 
 
 @pytest.mark.parametrize("offload", [True, False])

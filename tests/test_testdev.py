@@ -7,6 +7,7 @@ least one body for each way that data takes between streams, the host and other 
 from __future__ import annotations
 
 import importlib
+import math
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import testdev
-from fsdp2 import fully_shard
+from fsdp2 import clip_grad_norm_, fully_shard
 from harness import cached_mesh, run_on
 
 pytestmark = pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
@@ -202,6 +204,33 @@ def test_the_host_does_not_wait_in_a_step() -> None:
         optimizer.zero_grad()
         after = native.host_waits(), native.synchronous_operators()
         assert step == 0 or after == before, (before, after)
+
+
+@on_device(4)
+def test_the_host_does_not_wait_for_norms_on_several_meshes() -> None:
+    """Parameters cut by one mesh dim and by two, in turn: their sums travel in several groups."""
+    mesh = cached_mesh(2, 2, names=("data", "tensor"))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    for i, layer in enumerate(model):
+        if i % 3:
+            plan = ColwiseParallel() if i % 3 == 1 else RowwiseParallel()
+            parallelize_module(layer, mesh["tensor"], plan)
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    native = testdev.native()
+    for step, norm_type in enumerate((2.0, 2.0, math.inf, 1.0, 0.0)):
+        batch = torch.randn(4, 8)
+        _device().synchronize()
+        counts = [(native.host_waits(), native.synchronous_operators())]
+        model(batch).square().mean().backward()
+        counts.append((native.host_waits(), native.synchronous_operators()))
+        clip_grad_norm_(model.parameters(), 1.0, norm_type)
+        counts.append((native.host_waits(), native.synchronous_operators()))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append((native.host_waits(), native.synchronous_operators()))
+        assert step == 0 or counts == counts[:1] * 4, norm_type
 
 
 # ------------------------------------------------------- bodies of other files, on the device

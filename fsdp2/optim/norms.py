@@ -14,6 +14,7 @@ import math
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -202,6 +203,7 @@ class Collection:
         self._apart: list[Tensor] = []  # to scale only
         self._entries: dict[object, int] = {}  # (mesh, dims that shard) -> entry
         missing: list[torch.dtype] = []
+        self._missing_on: set[torch.device] = set()
         # (mesh, placements) -> the list for local tensors. As little as possible is done for each
         # tensor: there may be thousands.
         known: dict[object, list[Tensor]] = {}
@@ -209,6 +211,7 @@ class Collection:
             if tensor is None:
                 self._entry(other)
                 missing.append(other.dtype)
+                self._missing_on.add(local_part(other).device)
             elif isinstance(tensor, DTensor):
                 key = (id(tensor.device_mesh), tensor.placements)
                 parts = known.get(key)
@@ -302,8 +305,10 @@ class Collection:
         return counts
 
     def _device(self) -> torch.device:
-        """Where sums are added up: an accelerator if anything lies on one."""
+        """Where sums are added up: an accelerator if anything lies on one. The same on all ranks,
+        whichever gradients they have: groups may have a backend for each kind of device."""
         devices = [device for each in self._measured for (device, _), _ in each]
+        devices += self._missing_on
         if not devices:
             return torch.device("cpu")
         return next((d for d in devices if d.type != "cpu"), devices[0])
@@ -364,11 +369,14 @@ def reduce_all(
     """
     values = to_terms(values, order)
     for group, entries in reductions(groups):
-        columns = [i for i, entry in enumerate(entry_of) if entry in entries]
-        if len(columns) == len(entry_of):
+        chosen = [entry in entries for entry in entry_of]
+        if all(chosen):
             values = all_reduce(values, order, group)
-        else:
-            values[..., columns] = all_reduce(values[..., columns], order, group)
+            continue
+        parts = [values[..., run] for run in runs(chosen)]
+        reduced = all_reduce(torch.cat(parts, -1), order, group)
+        for part, new in zip(parts, reduced.split([p.shape[-1] for p in parts], -1), strict=True):
+            part.copy_(new)
     if order == 0:
         values = (values > 0).to(values.dtype)
     if not math.isinf(order):
@@ -376,10 +384,17 @@ def reduce_all(
     elif values.shape[-1]:
         total = values.amax(-1)
     else:
-        total = torch.tensor([-math.inf, 0.0], dtype=values.dtype, device=values.device)
+        total = values.new_zeros(2)
+        total[0] = -math.inf
     if pipeline is not None and pipeline.size() > 1:
         total = all_reduce(total, order, pipeline)
     return from_terms(total, order)
+
+
+def runs(chosen: Sequence[bool]) -> list[slice]:
+    """Where ``chosen`` is true. (With a list of indices the host would wait for the device.)"""
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *chosen, False])) if a != b]
+    return [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def reductions(groups: Sequence[Groups]) -> list[tuple[dist.ProcessGroup, list[int]]]:

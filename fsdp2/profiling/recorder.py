@@ -274,7 +274,7 @@ class Recorder:
     # -- gathers ----------------------------------------------------------------------------
 
     def _launch_gather(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
-        held = [b for b in unit.buckets if b.held and b.holds()]
+        held = [b for b in unit.buckets if b.held]
         regrouped = unit.regrouped
         # Enqueued on the stream of gathers, before and after.
         with streams.gathering():
