@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
 from torch.profiler import record_function
 
 from .failures import explained
-from .gather_plan import GatherPlan
+from .gather_plan import GatherBatch, GatherPlan
 from .groups import native_backend, own_group
 from .reduction import ReducePlan, stage
 from .storage import Bucket
@@ -42,14 +42,21 @@ EXCHANGE_MAX_RANKS = 4
 
 
 class Transport(Protocol):
-    """Moves buckets between the ranks of ``group``. Reductions give means over its ranks."""
+    """Moves buckets between the ranks of ``group``. Reductions give means over its ranks.
+
+    Attributes:
+        coalesces: whether several buckets are better gathered by one call, as a `GatherBatch`.
+    """
 
     group: dist.ProcessGroup
     stream_ordered: bool
+    coalesces: bool
 
-    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None: ...
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None: ...
 
     def stageable(self, bucket: Bucket) -> tuple[int, ...]: ...
+
+    def casts(self, bucket: Bucket) -> bool: ...
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype: ...
 
@@ -154,7 +161,10 @@ def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> N
 
 
 class GroupTransport:
-    """The collectives of the process group itself, one coalesced call per bucket."""
+    """The collectives of the process group itself, coalesced: one call per gather of a unit, and
+    per bucket that is reduced."""
+
+    coalesces = True
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
@@ -179,7 +189,7 @@ class GroupTransport:
             group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
         )
 
-    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None:
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
         if self.stream_ordered:
             plan.unpack()
@@ -194,6 +204,10 @@ class GroupTransport:
     def stageable(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.tail
 
+    def casts(self, bucket: Bucket) -> bool:
+        """Whether gradients in the dtype of computation are copied anyway, into a wider one."""
+        return bucket.widens
+
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.reduce_dtype
 
@@ -206,7 +220,7 @@ class GroupTransport:
         tag: int,
     ) -> Finish | None:
         dtype = outs[0].dtype
-        inputs = [_as_dtype(grads[i], dtype) for i in plan.direct]
+        inputs = _all_as([grads[i] for i in plan.direct], dtype)
         if plan.staged:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
         work = self._reduce(outs, inputs, self._reduce_options)
@@ -247,6 +261,7 @@ class Exchange:
     """
 
     stream_ordered = False
+    coalesces = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -254,7 +269,7 @@ class Exchange:
         self.size = group.size()
         self.peers = [r for r in range(self.size) if r != self.rank]
 
-    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
         if plan.messages is None:
             plan.messages = self._gather_messages(plan, tag)
         with record_function("fsdp2::exchange"):
@@ -290,6 +305,10 @@ class Exchange:
 
     def stageable(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.packed
+
+    def casts(self, bucket: Bucket) -> bool:
+        """What is narrow travels so."""
+        return False
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         """Sums of low-precision terms are kept in float32; wider gradients are written at once."""
@@ -399,6 +418,21 @@ def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     assert tensor is not None
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous tensors in ``dtype``: those in another one cast into one piece of memory, by one
+    kernel for all."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    others = [tensor for tensor in given if tensor.dtype != dtype]
+    if not others:
+        return given
+    numels = [tensor.numel() for tensor in others]
+    flat = torch.empty(sum(numels), dtype=dtype, device=others[0].device)
+    cast = [part.view_as(t) for part, t in zip(flat.split(numels), others, strict=True)]
+    torch._foreach_copy_(cast, others)
+    made = iter(cast)
+    return [tensor if tensor.dtype == dtype else next(made) for tensor in given]
 
 
 def _wait(works: list[dist.Work]) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Finish, Transport
-from .gather_plan import GatherPlan
 from .reduction import ReducePlan, stage
 from .storage import Bucket
 
@@ -93,11 +92,12 @@ class FlatTransport:
         self.device = device
         self.group = base.group
         self.stream_ordered = base.stream_ordered
+        self.coalesces = all_gather is None and base.coalesces
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self._sum_only = sum_only
 
-    def all_gather(self, plan: GatherPlan, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
         comm = self._all_gather
         if comm is None:
             return self.base.all_gather(plan, tag)
@@ -127,6 +127,9 @@ class FlatTransport:
         if self._reduce_scatter is None:
             return self.base.stageable(bucket)
         return bucket.layout.direct + bucket.layout.packed
+
+    def casts(self, bucket: Bucket) -> bool:
+        return self._reduce_scatter is None and self.base.casts(bucket)
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         if self._reduce_scatter is None:

@@ -109,10 +109,11 @@ def fully_shard(
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too. Parameters
             may be DTensors on that whole mesh, replicated over its data-parallel dims.
-        direct_min_bytes: whole parameters of at least this size, in bytes of the dtype of
-            computation, are gathered straight into place; smaller ones are packed, which costs a
-            copy and saves messages. 0 gathers everything directly, a huge number nothing. None:
-            64 KiB on CPU, 256 KiB elsewhere.
+        direct_min_bytes: parameters of which one rank sends at least this many bytes (the whole,
+            in the dtype of computation, divided by the number of shards) are gathered straight into
+            place; smaller ones are packed, which costs a copy and saves messages. 0 gathers all
+            that can be directly, a huge number nothing; of more than 128 the largest are direct.
+            None: 32 KiB on CPU, 64 KiB elsewhere.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.

@@ -105,6 +105,26 @@ class GatherPlan:
             torch._foreach_copy_(self.unpack_to, self.unpack_from)
 
 
+class GatherBatch:
+    """The gathers of several buckets over the same ranks, as one.
+
+    All are of bytes, so that any backend takes buckets of several dtypes in one call: gloo's
+    coalesced calls promote mixed dtypes and corrupt data, NCCL's are not documented.
+
+    Args:
+        plans: with memory behind their tensors.
+    """
+
+    def __init__(self, plans: Sequence[Any]) -> None:
+        self.plans = tuple(plans)
+        self.outputs = [t.view(torch.uint8) for plan in plans for t in plan.outputs]
+        self.inputs = [t.view(torch.uint8) for plan in plans for t in plan.inputs]
+
+    def unpack(self) -> None:
+        for plan in self.plans:
+            plan.unpack()
+
+
 def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Neighbours in both storages with shards of equal size, grouped; empty ones left out."""
     groups: list[list[Slot]] = []

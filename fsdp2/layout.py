@@ -17,9 +17,11 @@ Sharding on dim-0 makes a rank's rows one contiguous range of the parameter, and
 row order. So a *direct* parameter is gathered straight into its final place, one output per
 parameter, and rows that the last ranks lack are only padding behind its end. *Packed* parameters
 travel together in one gather and are copied to their places, since tens of collectives of a few
-kilobytes cost more than copying them. A direct shard is a multiple of 16 bytes long in every
-dtype it is used in, so every slice of a collective starts on 16 bytes (NCCL is an order of
-magnitude slower otherwise) and there are no gaps between direct shards.
+kilobytes cost more than copying them. What decides is the slice that one rank sends, not the whole
+parameter: the more ranks there are, the smaller the slices, and a ring needs more steps for each.
+A direct shard is a multiple of 16 bytes long in every dtype it is used in, so every slice of a
+collective starts on 16 bytes (NCCL is an order of magnitude slower otherwise) and there are no gaps
+between direct shards.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ from math import prod
 
 ALIGN_BYTES = 16  # of every slice of a collective
 GATHERED_ALIGN_BYTES = 256  # of every whole parameter, as allocators give it to kernels
+# Direct parameters of a bucket; of more than these the largest. Each is one entry of a batched
+# collective, which the host prepares one by one (a few us each) and the device runs on its few
+# channels one after the other. A block with 128 experts, a module each, has 384 matrices of them.
+MAX_DIRECT = 128
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,8 @@ def plan_bucket(
         num_shards: number of ranks to shard over.
         itemsizes: bytes per element in each dtype the storages are used in, the dtype of the
             all-gather first.
-        direct_min_bytes: a parameter of fewer bytes (whole, in the dtype of the all-gather) is
-            packed.
+        direct_min_bytes: a parameter whose slice, which one rank sends, has fewer bytes (in the
+            dtype of the all-gather) is packed. Of the others the `MAX_DIRECT` largest are direct.
 
     Returns:
         The layout; a pure function of the arguments, so every rank computes the same.
@@ -157,24 +163,26 @@ def plan_bucket(
     chunks = [_chunk(s, d, num_shards) for s, d in zip(shapes, dims, strict=True)]
     shard_numels = [_shard_numel(*args) for args in zip(shapes, dims, chunks, strict=True)]
 
-    def is_direct(i: int) -> bool:
-        if num_shards == 1:
-            return True
-        big = prod(shapes[i]) * itemsizes[0] >= max(direct_min_bytes, 1)
+    def may_be_direct(i: int) -> bool:
+        big = shard_numels[i] * itemsizes[0] >= max(direct_min_bytes, 1)
         return dims[i] == 0 and big and shard_numels[i] % align == 0
 
     even = [d == 0 and s[0] % num_shards == 0 for s, d in zip(shapes, dims, strict=True)]
-    direct = [i for i in range(len(shapes)) if is_direct(i)]
+    everything = range(len(shapes))
+    direct = list(everything)
+    if num_shards > 1:
+        by_size = sorted(filter(may_be_direct, everything), key=lambda i: -shard_numels[i])
+        direct = sorted(by_size[:MAX_DIRECT])
     # Packed parameters on dim-0 come before those on other dims: the former are taken out of the
     # pack by one kernel over a contiguous part of it.
-    packed = [i for i in range(len(shapes)) if i not in direct]
+    packed = sorted(set(everything).difference(direct))
     direct.sort(key=lambda i: not even[i])
     # Neighbours of equal size are taken out together.
     packed.sort(key=lambda i: (dims[i] not in (0, None), shard_numels[i]))
     full_align = GATHERED_ALIGN_BYTES // min(itemsizes)
     slots: list[Slot | None] = [None] * len(shapes)
     shard_offset = full_offset = 0
-    for i in (*direct, *packed):
+    for place, i in enumerate((*direct, *packed)):
         full_numel = num_shards * shard_numels[i]
         slots[i] = Slot(
             shape=tuple(shapes[i]),
@@ -184,10 +192,10 @@ def plan_bucket(
             shard_numel=shard_numels[i],
             full_offset=full_offset,
             full_numel=full_numel,
-            direct=i in direct,
+            direct=place < len(direct),
         )
         # Direct shards are multiples of `align` already, except where nothing is gathered.
-        shard_offset += _round_up(shard_numels[i], align if i in direct else 1)
+        shard_offset += _round_up(shard_numels[i], align if place < len(direct) else 1)
         full_offset += _round_up(full_numel, full_align)
     return _finish(num_shards, slots, shard_offset, full_offset, align)
 

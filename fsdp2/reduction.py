@@ -20,8 +20,8 @@ class ReducePlan:
 
     Attributes:
         direct: slots whose gradients are sent as they are.
-        staged: slots that are copied into one buffer first, in storage order. Those without a
-            gradient send zeros, so that the buffer has one layout; empty if none has one.
+        staged: slots that are copied into one buffer first, in storage order. Those of the tail
+            without a gradient send zeros, so that it has one layout; empty if none has one.
         present: slots that have a gradient; ``numel``: of these gradients, before reduction.
         covered: slots whose sharded gradient is written.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
@@ -42,11 +42,28 @@ class ReducePlan:
         "staged",
     )
 
-    def __init__(self, layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]):
+    def __init__(
+        self,
+        layout: BucketLayout,
+        present: Sequence[int],
+        stageable: Sequence[int],
+        *,
+        casts: bool = False,
+    ) -> None:
+        """
+        Args:
+            present: slots that have a gradient, ascending.
+            stageable: slots that may only be sent through the buffer: the last ones in the storage.
+            casts: whether gradients are cast on their way, so that others may as well be cast into
+                the buffer: one kernel, and one entry of the batch.
+        """
         self.present = tuple(present)
-        self.direct = tuple(i for i in present if i not in stageable)
         has_stage = any(i in stageable and layout.slots[i].shard_numel for i in present)
         self.staged = tuple(stageable) if has_stage else ()
+        if casts and (has_stage or not stageable):
+            self.staged = _neighbours_before(layout, present, stageable) + self.staged
+        joined = {*stageable, *self.staged}
+        self.direct = tuple(i for i in present if i not in joined)
         self.spans = [
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
@@ -75,6 +92,23 @@ class ReducePlan:
         return [o.view(s) for o, s in zip(outs, self.shapes, strict=False)] + outs[
             len(self.shapes) :
         ]
+
+
+def _neighbours_before(
+    layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]
+) -> tuple[int, ...]:
+    """The slots that lie before the stageable ones, as far as each has a gradient."""
+    end = min((layout.slots[i].shard_offset for i in stageable), default=layout.shard_numel)
+    found: list[int] = []
+    for i in reversed(layout.direct):
+        slot = layout.slots[i]
+        if i in stageable:
+            continue
+        if i not in present or slot.shard_offset + slot.shard_numel != end:
+            break
+        found.append(i)
+        end = slot.shard_offset
+    return tuple(reversed(found))
 
 
 def stage(

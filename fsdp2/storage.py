@@ -27,7 +27,8 @@ from .references import References
 # Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
 KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
-# In units that enclose others, parameters of at least this size have memory of their own.
+# In units that enclose others, parameters of at least this size have memory of their own; so has a
+# pack of this size, which is given back when it was copied out.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
 # Gradients that are smaller on average keep their memory where a new one has another address, which
 # costs about 10 us a parameter.
@@ -45,8 +46,9 @@ def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
 class Segments:
     """The gathered storage of a bucket, as one or several pieces of memory.
 
-    One piece for all, unless the unit encloses others (a root): there large parameters have a
-    piece each, which is given back as soon as nothing refers to it any more.
+    One piece for all parameters, unless the unit encloses others (a root): there large ones have a
+    piece each, which is given back as soon as nothing refers to it any more. A large pack has one
+    too, since nothing reads it after the gather.
     """
 
     def __init__(self, bounds: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -191,6 +193,7 @@ class Bucket:
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
         plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
+        own_pieces: direct slots with a piece of ``gathered`` each.
         kept: whether to leave it gathered; ``held``: whether it is, since a gather that began when
             the shards were as `held_versions` says. See `kept`.
     """
@@ -243,6 +246,7 @@ class Bucket:
         self.partial: torch.Tensor | None = None
         self.partial_present: set[int] = set()
         self.gathered: Segments | None = None
+        self.own_pieces: frozenset[int] = frozenset()
         self.regrouped: RegroupedShards | None = None
         self.keeps_storage = False  # so that addresses stay: for graphs that were captured
         self.kept = False
@@ -326,15 +330,21 @@ class Bucket:
     ) -> tuple[BucketLayout | None, list[int]]:
         """The layout after forward, if that is another one, and between which elements of the
         gathered storage its pieces lie."""
-        end = self.layout.gathered_numel
+        layout, enough = self.layout, OWN_PIECE_MIN_BYTES // self.itemsizes[0]
+        end = layout.gathered_numel
         regrouped = None
         if regroup_to is not None:
-            regrouped = regroup(self.layout, regroup_to, itemsizes=self.itemsizes)
+            regrouped = regroup(layout, regroup_to, itemsizes=self.itemsizes)
             end = max(end, regrouped.gathered_numel)
         bounds = {0, end}
-        for slot in self.layout.slots:
-            if split and slot.direct and slot.full_numel * self.itemsizes[0] >= OWN_PIECE_MIN_BYTES:
-                bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
+        if end - layout.pack_full_offset >= enough:
+            bounds.add(layout.pack_full_offset)
+        direct = layout.direct if split else ()
+        own = frozenset(i for i in direct if layout.slots[i].full_numel >= enough)
+        for i in own:
+            slot = layout.slots[i]
+            bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
+        self.own_pieces = own
         return regrouped, sorted(bounds)
 
     # -- memory -----------------------------------------------------------------------------
@@ -355,6 +365,13 @@ class Bucket:
     def free(self) -> None:
         if self.gathered is not None and not self.keeps_storage:
             self.gathered.free()
+
+    def free_pack(self) -> None:
+        """After a gather, and after what it read was copied out."""
+        gathered, start = self.gathered, self.layout.pack_full_offset
+        if gathered is None or self.keeps_storage or gathered.starts[-1] != start:
+            return
+        resize(gathered.storages[-1], 0)
 
     def hold(self) -> None:
         """What is gathered from now on stays valid until a shard is written."""
@@ -391,9 +408,9 @@ class Bucket:
 
         Called between the first gather's launch, which makes the last views, and first use.
         """
-        if self._references or self.gathered is None or len(self.gathered.starts) == 1:
+        if self._references or self.gathered is None:
             return
-        for i in self.layout.direct:
+        for i in self.own_pieces:
             self._references[i] = self._count_references(i)
 
     def _count_references(self, i: int) -> References:
@@ -407,11 +424,7 @@ class Bucket:
 
     def can_free_early(self, i: int) -> bool:
         """Whether a parameter has memory of its own; the same on every rank."""
-        gathered = self.gathered
-        if gathered is None or self.keeps_storage or i not in self._references:
-            return False
-        slot = self.layout.slots[i]
-        return gathered.flats[gathered.piece(slot.full_offset)].numel() == slot.full_numel
+        return self.gathered is not None and not self.keeps_storage and i in self._references
 
     def free_early(self, i: int) -> None:
         """Free the memory of one parameter, which has its own, if nothing refers to it.

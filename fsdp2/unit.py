@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .collectives import Finish
+from .collectives import Finish, Transport
 from .failures import reraise
 from .forwards import Forward, are_awaited
 from .kept import free_held
@@ -171,46 +171,66 @@ class Unit:
         if settings.keep_frozen is not None:
             free_held((b for b in buckets if b.held and b.is_rewritten()), streams)
         self._waits_for_gather = False
+        gathering = [index for index, bucket in enumerate(buckets) if not bucket.held]
         with streams.gathering():
-            for bucket, links, tag in zip(
-                buckets, contents.links, contents.gather_tags, strict=True
-            ):
-                if bucket.held:
-                    continue
+            if gathering:
+                self._launch(gathering)
+                if streams.stream_ordered:
+                    self._free_packs()
                 self._waits_for_gather = True
-                if bucket.kept:
-                    bucket.hold()
-                try:
-                    if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
-                        self._launch_regrouped(bucket, links, tag)
-                    elif not bucket.aliases_shards:
-                        self._launch(bucket, links, tag)
-                except RuntimeError as error:
-                    reraise(error, self._current_gather(), links.mesh.shard_group)
-                if self.encloses:
-                    bucket.note_references()
-            if self._waits_for_gather:
                 self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
 
-    def _launch(self, bucket: Bucket, links: Links, tag: int) -> None:
+    def _launch(self, gathering: list[int]) -> None:
+        """Start the all-gathers of the buckets of these indices: one call over the same ranks where
+        the transport can."""
+        contents = self.contents
+        plans: dict[Transport, list[Any]] = {}
+        tags: dict[Transport, list[int]] = {}
+        group = self.mesh.shard_group
+        try:
+            for index in gathering:
+                bucket, links = contents.buckets[index], contents.links[index]
+                group = links.mesh.shard_group
+                transport, plan = self._prepare(bucket, links)
+                if transport is not None:
+                    plans.setdefault(transport, []).append(plan)
+                    tags.setdefault(transport, []).append(contents.gather_tags[index])
+            for transport, given in plans.items():
+                group = transport.group
+                if transport.coalesces and len(given) > 1:
+                    given = [contents.gather_batch(given)]
+                for plan, tag in zip(given, tags[transport], strict=False):
+                    finish = transport.all_gather(plan, tag)
+                    if finish is not None:
+                        self._gather_finish.append(finish)
+        except RuntimeError as error:
+            reraise(error, self._current_gather(), group)
+        for index in gathering:
+            bucket = contents.buckets[index]
+            if bucket.staged is not None:
+                bucket.free_staged()
+            if self.encloses:
+                bucket.note_references()
+
+    def _free_packs(self) -> None:
+        """After the packed parameters were copied to their places."""
+        for bucket in self.buckets:
+            bucket.free_pack()
+
+    def _prepare(self, bucket: Bucket, links: Links) -> tuple[Transport | None, Any]:
+        """Before the gather of a bucket: memory, and what it reads. Returns who gathers what."""
+        if bucket.kept:
+            bucket.hold()
+        if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
+            bucket.allocate()
+            return links.regather, bucket.regrouped.plan
+        if bucket.aliases_shards:
+            return None, None
         bucket.allocate()
         if bucket.fills_own_slices:
             bucket.fill_own_slices()
-        if links.gather is not None:
-            finish = links.gather.all_gather(bucket.plan, tag)
-            if finish is not None:
-                self._gather_finish.append(finish)
-        if bucket.staged is not None:
-            bucket.free_staged()
-
-    def _launch_regrouped(self, bucket: Bucket, links: Links, tag: int) -> None:
-        assert bucket.regrouped is not None
-        assert links.regather is not None
-        bucket.allocate()
-        finish = links.regather.all_gather(bucket.regrouped.plan, tag)
-        if finish is not None:
-            self._gather_finish.append(finish)
+        return links.gather, bucket.plan
 
     def _current_gather(self) -> str:
         phase = "backward" if self.runtime.in_backward else "forward"
@@ -224,7 +244,9 @@ class Unit:
                 finish()
         except RuntimeError as error:
             reraise(error, self._current_gather(), self.mesh.shard_group)
-        self._gather_finish.clear()
+        if self._gather_finish:
+            self._gather_finish.clear()
+            self._free_packs()
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)
         if self.regrouped:

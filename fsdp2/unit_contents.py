@@ -6,7 +6,7 @@ knows whether the unit is gathered: that is `unit`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 
 from .collectives import give_back_tags, take_tags
 from .extension import MAX_TENSORS, ExtensionBucket
+from .gather_plan import GatherBatch
 from .initial_values import InitialValues, whole_of
 from .kept import mixes_frozen
 from .links import Links, make_groups
@@ -76,7 +77,8 @@ class UnitContents:
         self.materialized = False
         self.incomplete = False
         self.generation = 0
-        self._reduce_plans: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+        self._reduce_plans: dict[tuple[int, bool, tuple[int, ...]], ReducePlan] = {}
+        self._gather_batches: dict[tuple[Any, ...], Any] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
@@ -235,15 +237,29 @@ class UnitContents:
     def _forget_plans(self) -> None:
         self.materialized = False
         self._reduce_plans.clear()
+        self._gather_batches.clear()
 
-    def reduce_plan(self, index: int, present: Collection[int]) -> ReducePlan:
-        """How to reduce the gradients of bucket ``index`` that are ``present``."""
-        key = (index, tuple(present))
+    def gather_batch(self, plans: Sequence[Any]) -> Any:
+        """The gathers of several buckets over the same ranks, as one that is made once."""
+        key = tuple(plans)
+        batch = self._gather_batches.get(key)
+        if batch is None:
+            batch = self._gather_batches[key] = GatherBatch(plans)
+        return batch
+
+    def reduce_plan(self, index: int, present: Collection[int], *, sums: bool) -> ReducePlan:
+        """How to reduce the gradients of bucket ``index`` that are ``present``.
+
+        Args:
+            sums: whether they may be in the dtype of the reduction already; see `make_reductions`.
+        """
+        key = (index, sums, tuple(present))
         plan = self._reduce_plans.get(key)
         if plan is None:
             bucket, scatter = self.buckets[index], self.links[index].scatter
             stageable = () if scatter is None else scatter.stageable(bucket)
-            plan = ReducePlan(bucket.layout, sorted(present), stageable)
+            casts = scatter is not None and not sums and scatter.casts(bucket)
+            plan = ReducePlan(bucket.layout, sorted(present), stageable, casts=casts)
             self._reduce_plans[key] = plan
         return plan
 

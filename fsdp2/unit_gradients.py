@@ -211,7 +211,7 @@ class UnitGradients:
             reductions.append(
                 self.reduction_type(
                     bucket,
-                    contents.reduce_plan(index, present),
+                    contents.reduce_plan(index, present, sums=sums),
                     [grads.get(i) for i in range(len(bucket.params))],
                     links=contents.links[index],
                     all_reduce=settings.all_reduce_grads,

@@ -34,7 +34,8 @@ class Gathers:
         for unit in self.units:
             for bucket in unit.buckets:
                 plans = [bucket.plan, bucket.regrouped and bucket.regrouped.plan]
-                if any(plan is each for each in plans):
+                together = getattr(plan, "plans", [plan])
+                if any(given is each for given in together for each in plans):
                     names = [param.fqn for param in bucket.params]
                     (self.backward if unit.runtime.in_backward else self.forward).update(names)
         self.peak_units = max(self.peak_units, sum(gathered_bytes(u) > 0 for u in self.units))

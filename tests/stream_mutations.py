@@ -248,6 +248,11 @@ def _release_in_flight(self: Bucket) -> None:
         self.grads.free()
 
 
+def _free_regrouped(_: Unit, bucket: Bucket, *__: Any) -> None:
+    if bucket.regrouped is not None and bucket.regrouped.saved:
+        bucket.regrouped.free()
+
+
 def _finish_twice(self: Unit, streams: Any) -> None:
     for finish in [*self._gather_finish, *self._gather_finish]:
         finish()
@@ -563,7 +568,7 @@ MUTATIONS: dict[str, Mutation] = {
     "regrouped shards are freed before they are gathered": Mutation(
         "regroups",
         GONE,
-        lambda: before(Unit, "_launch_regrouped", lambda _, bucket, *__: bucket.regrouped.free()),
+        lambda: after(Unit, "_prepare", _free_regrouped),
     ),
     # after exceptions
     "a failed backward forgets its reductions": Mutation(

@@ -242,6 +242,10 @@ BODIES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "test_mixed_precision.test_parameters_and_gradients_outside_are_fp32", {}),
     (4, "test_clip.test_any_mix_of_meshes_and_placements", {"order": 2.0}),
     (2, "test_gradients.test_backward_of_a_part_of_the_loss", {}),
+    (3, "test_batches.test_losses_do_not_depend_on_what_is_direct", {"reduce_dtype": "float32"}),
+    (3, "test_batches.test_one_call_gathers_all_buckets_of_a_mesh", {}),
+    (3, "test_batches.test_gradients_that_are_cast_are_one_entry", {}),
+    (2, "test_batches.test_a_large_pack_is_given_back_after_the_gather", {}),
     (2, "test_gradients.test_zero_grad_forgets_the_last_step", {"set_to_none": True}),
 ]
 

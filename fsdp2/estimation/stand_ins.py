@@ -203,6 +203,11 @@ class CountedBucket(Bucket):
         if not self.keeps_storage:
             self._held = [None] * len(self._pieces)
 
+    def free_pack(self) -> None:
+        starts = () if self.keeps_storage else self._starts
+        if starts and starts[-1] == self.layout.pack_full_offset:
+            self._held[-1] = None
+
     def fill_own_slices(self) -> None:
         self._staged_held = Held(self.world.account, "communication buffers", self.shard_bytes)
         self.world.copy("to device", self.shard_bytes, self.unit_name)
@@ -214,11 +219,7 @@ class CountedBucket(Bucket):
         pass
 
     def can_free_early(self, i: int) -> bool:
-        slot = self.layout.slots[i]
-        if slot.full_offset not in self._starts or len(self._pieces) == 1:
-            return False
-        piece = self._starts.index(slot.full_offset)
-        return self._pieces[piece] == slot.full_numel * self.gather_dtype.itemsize
+        return i in self.own_pieces
 
     def free_early(self, i: int) -> None:
         """What is asked for here is complete; references to it are gone."""
@@ -236,6 +237,11 @@ class _GatherPlan:
         self.bucket = bucket
         self.layout = layout
         self.rank = rank
+
+
+class _GatherBatch:
+    def __init__(self, plans: Sequence[_GatherPlan]) -> None:
+        self.plans = tuple(plans)
 
 
 class _Regrouped:
@@ -281,7 +287,7 @@ class _CountingExchange(Exchange):
         layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
         own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
         sent = (self.size - 1) * (own + layout.pack_numel) * size
-        self._note("all_gather", _padded(layout) * self.size * size, sent, plan)
+        self._note_gather(_padded(layout) * self.size * size, sent, plan)
         return _nothing
 
     def reduce_scatter(
@@ -300,7 +306,7 @@ class _CountingExchange(Exchange):
         others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
         nbytes += staged * self.size
-        self._note("reduce_scatter", nbytes, others, bucket.plan)
+        self._note_reduce(nbytes, others, bucket, len(plan.spans))
         return held.clear
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
@@ -309,11 +315,16 @@ class _CountingExchange(Exchange):
         self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
         return held.clear
 
-    def _note(self, kind: str, nbytes: int, sent: int, plan: Any) -> None:
-        messages = len(plan.layout.direct) + bool(plan.layout.pack_numel)
+    def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:
+        messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)
+        plan = plans[0]
         group = "regroup" if plan.layout is not plan.bucket.layout else self.name
         unit = plan.bucket.unit_name
-        self.world.transfer(Transfer(kind, group, nbytes, sent, messages, unit))
+        self.world.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit))
+
+    def _note_reduce(self, nbytes: int, sent: int, bucket: CountedBucket, messages: int) -> None:
+        transfer = Transfer("reduce_scatter", self.name, nbytes, sent, messages, bucket.unit_name)
+        self.world.transfer(transfer)
 
     def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
         unit = tensors[0].unit if tensors else ""
@@ -328,12 +339,15 @@ class _CountingCollectives(_CountingExchange):
         super().__init__(world, device, size, group)
         self.stream_ordered = world.device is not None
 
+    coalesces = GroupTransport.coalesces
     stageable = GroupTransport.stageable
+    casts = GroupTransport.casts
     out_dtype = GroupTransport.out_dtype
 
     def all_gather(self, plan: Any, tag: int) -> Finish | None:
-        shard = _padded(plan.layout) * plan.bucket.gather_dtype.itemsize
-        self._note("all_gather", shard * self.size, shard * (self.size - 1), plan)
+        plans = plan.plans if isinstance(plan, _GatherBatch) else (plan,)
+        shard = sum(_padded(p.layout) * p.bucket.gather_dtype.itemsize for p in plans)
+        self._note_gather(shard * self.size, shard * (self.size - 1), *plans)
         return None if self.stream_ordered else _nothing
 
     def reduce_scatter(
@@ -344,7 +358,7 @@ class _CountingCollectives(_CountingExchange):
         held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, dtype))
         shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
-        self._note("reduce_scatter", shard * self.size, shard * (self.size - 1), bucket.plan)
+        self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, len(plan.spans))
         return None if self.stream_ordered else held.clear
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
@@ -503,6 +517,9 @@ class CountedUnitContents(UnitContents):
         made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
         self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
+
+    def gather_batch(self, plans: Sequence[Any]) -> Any:
+        return _GatherBatch(plans)
 
     def note_grad_dtypes(self) -> None:
         pass

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2.layout import ALIGN_BYTES, BucketLayout, plan_bucket, regroup
+from fsdp2.layout import ALIGN_BYTES, MAX_DIRECT, BucketLayout, plan_bucket, regroup
 from fsdp2.reduction import ReducePlan, stage
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -109,7 +109,7 @@ def test_padding_is_less_than_a_row_per_rank(rows: int, world_size: int) -> None
 
 def test_small_and_unaligned_parameters_are_packed() -> None:
     layout = plan_bucket(
-        [(64, 64), (8,), (64, 1), (4, 3)], [0] * 4, 4, itemsizes=(4,), direct_min_bytes=1024
+        [(64, 64), (8,), (64, 1), (4, 3)], [0] * 4, 4, itemsizes=(4,), direct_min_bytes=256
     )
     assert layout.direct == (0,)
     everything = plan_bucket(
@@ -118,10 +118,47 @@ def test_small_and_unaligned_parameters_are_packed() -> None:
     assert everything.direct == (0, 2)  # 8 bytes of (8,) and 12 of (4, 3) are no multiple of 16
 
 
+@pytest.mark.parametrize(("world_size", "is_direct"), [(1, True), (16, True), (17, False)])
+def test_what_is_direct_depends_on_the_slice_of_a_rank(world_size: int, is_direct: bool) -> None:
+    layout = plan_bucket([(512, 512)], [0], world_size, itemsizes=(4,), direct_min_bytes=64 * 1024)
+    assert layout.slots[0].direct == is_direct  # 1 MiB: 64 KiB on each of 16 ranks
+
+
+def test_of_many_large_parameters_the_largest_are_direct() -> None:
+    small, large = (8, 8), (8, 16)
+    shapes = [small, large] * MAX_DIRECT
+    layout = plan_bucket(shapes, [0] * len(shapes), 4, itemsizes=(4,), direct_min_bytes=0)
+    assert layout.direct == tuple(range(1, 2 * MAX_DIRECT, 2))
+    shapes = [small, large, small, small] * (MAX_DIRECT // 2)
+    layout = plan_bucket(shapes, [0] * len(shapes), 4, itemsizes=(4,), direct_min_bytes=0)
+    large_ones = set(range(1, len(shapes), 4))
+    assert len(layout.direct) == MAX_DIRECT
+    assert large_ones < set(layout.direct)
+    assert set(layout.direct) - large_ones == set(sorted({*range(len(shapes))} - large_ones)[:64])
+    alone = plan_bucket(shapes, [0] * len(shapes), 1, itemsizes=(4,), direct_min_bytes=0)
+    assert len(alone.direct) == len(shapes), "nothing is gathered"
+
+
+def test_gradients_that_are_cast_join_the_stage() -> None:
+    shapes = [(8, 4), (8, 4), (8, 4), (2,)]
+    layout = plan_bucket(shapes, [0] * 4, 2, itemsizes=(2, 4, 4), direct_min_bytes=32)
+    assert layout.direct == (0, 1, 2)
+
+    def spans(present: list[int], *, casts: bool) -> list[tuple[int, int]]:
+        return ReducePlan(layout, present, layout.tail, casts=casts).spans
+
+    pack = (48, 8)
+    assert spans([0, 1, 2, 3], casts=False) == [(0, 16), (16, 16), (32, 16), pack]
+    assert spans([0, 1, 2, 3], casts=True) == [(0, 56)]
+    assert spans([0, 2, 3], casts=True) == [(0, 16), (32, 24)], "those without a gradient stay out"
+    assert spans([0, 1, 3], casts=True) == [(0, 16), (16, 16), pack]
+    assert spans([0, 1], casts=True) == [(0, 16), (16, 16)], "so does a stage without any"
+
+
 @settings(max_examples=200, deadline=None)
-@given(buckets(), st.integers(0, 63))
+@given(buckets(), st.integers(0, 63), st.booleans())
 def test_staged_gradients_reach_the_rank_that_owns_the_rows(
-    layout: BucketLayout, absent: int
+    layout: BucketLayout, absent: int, casts: bool
 ) -> None:
     if layout.num_shards == 1:
         return
@@ -129,10 +166,12 @@ def test_staged_gradients_reach_the_rank_that_owns_the_rows(
     grads = [
         torch.rand(slot.shape) if i in present else None for i, slot in enumerate(layout.slots)
     ]
-    plan = ReducePlan(layout, present, layout.tail)
+    plan = ReducePlan(layout, present, layout.tail, casts=casts)
     if not plan.staged:
         assert not any(layout.slots[i].shard_numel for i in set(present) & set(layout.tail))
         return
+    assert set(plan.direct) | set(plan.staged) >= set(present)
+    assert sum(numel for _, numel in plan.spans) == sum(numel for _, numel in plan.ranges)
     rows = stage(layout, plan, grads, torch.float32, torch.device("cpu"))
     for i in plan.staged:
         slot, grad = layout.slots[i], grads[i]
