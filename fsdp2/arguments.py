@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .classes import original_class
-from .collectives import backend_name
+from .collectives import check_backend
 from .hooks import unit_holding
 from .interop import TorchFSDPModule
 from .mesh import DataParallelMesh, device_of
@@ -64,7 +64,7 @@ def checked_device(mesh: DataParallelMesh) -> torch.device:
     device = device_of(mesh)
     group = mesh.shard_group or mesh.replicate_group
     assert group is not None
-    backend_name(group, device)
+    check_backend(group, device)
     return device
 
 

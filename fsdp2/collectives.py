@@ -3,7 +3,8 @@
 A transport moves the data of one bucket between the ranks of one group. Two ways to run:
 
 - *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, and the
-  result of a call is ordered by that stream. The calls return ``None``.
+  result of a call is ordered by that stream. The calls return ``None``. A backend may still use a
+  stream of its own: then it returns a ``Work``, and the current stream waits for that.
 - *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
   and does the rest; it must be called exactly once, and before it nothing may be read.
 
@@ -89,6 +90,26 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves ``device`` in ``group``: "nccl", "gloo", "fake", ..."""
     backend = native_backend(group, device)
     return (group if backend is None else backend).name().lower()
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """``group`` can communicate what is on ``device``, in the order of its streams.
+
+    Raises:
+        ValueError: nothing serves that device, or gloo does, whose collectives are ordered by the
+            host and which cannot send from the memory of a device.
+    """
+    try:
+        backend = backend_name(group, device)
+    except RuntimeError:
+        backend = "no backend"
+    if device.type != "cpu" and backend in ("gloo", "no backend"):
+        usual = dist.Backend.default_device_backend_map.get(device.type, "nccl")
+        raise ValueError(
+            f"The mesh is of device type '{device.type}', but '{backend}' serves it in the mesh's "
+            f"process group. Call init_process_group('cpu:gloo,{device.type}:{usual}') (or without "
+            "a backend, which means the same) before the mesh is made, or make a mesh of 'cpu'"
+        )
 
 
 def separate_group(
@@ -192,6 +213,7 @@ class GroupTransport:
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
         if self.stream_ordered:
+            _wait([work])
             plan.unpack()
             return None
 
@@ -225,6 +247,7 @@ class GroupTransport:
             inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
         work = self._reduce(outs, inputs, self._reduce_options)
         if self.stream_ordered:
+            _wait([work])
             self._divide(outs)
             return None
 
@@ -238,6 +261,7 @@ class GroupTransport:
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
         works = [self.group.allreduce([t], self._all_reduce_options) for t in tensors]
         if self.stream_ordered:
+            _wait(works)
             self._divide(tensors)
             return None
 
@@ -435,9 +459,11 @@ def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[
     return [tensor if tensor.dtype == dtype else next(made) for tensor in given]
 
 
-def _wait(works: list[dist.Work]) -> None:
+def _wait(works: list[Any]) -> None:
+    """Streams wait where they order the work, else the host; None is ordered by the stream."""
     for work in works:
-        work.wait()
+        if work is not None:
+            work.wait()
     works.clear()
 
 

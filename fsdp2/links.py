@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Transport, make_transport, separate_group
+from .collectives import Transport, check_backend, make_transport, separate_group
 from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
 from .groups import connect_group
 from .mesh import DataParallelMesh, subgroup_mesh
@@ -114,8 +114,14 @@ def make_groups(
 
     Args:
         regroup_to: as of `Links.regroup`.
+
+    Raises:
+        ValueError: a group of a mesh does not serve ``device``.
     """
     for mesh in dict.fromkeys(meshes):
+        for of_mesh in (mesh.shard_group, mesh.replicate_group):
+            if of_mesh is not None:
+                check_backend(of_mesh, device)
         for _, group in groups_of(mesh, device, options, regroup_to):
             connect_group(group, device)
 

@@ -230,7 +230,11 @@ class UnitContents:
         self.make_groups(bucket.mesh for bucket in self.buckets)
 
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
-        """Make the process groups that gathers and reductions over ``meshes`` will use."""
+        """Make the process groups that gathers and reductions over ``meshes`` will use.
+
+        Raises:
+            ValueError: a group of ``meshes`` cannot communicate what is on the device.
+        """
         settings = self._settings
         make_groups(meshes, self.device, settings.link_options, settings.reshard_after_forward)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import testdev
 from fsdp2 import explain, fully_shard, replicate
-from harness import distributed, ours_only, run_on
+from harness import cached_mesh, distributed, ours_only, run_on
 
 needs_device = pytest.mark.skipif(
     testdev.why_not() is not None, reason=testdev.why_not() or "the test device is there"
@@ -105,6 +107,59 @@ def test_groups_of_some_ranks_do_not_confuse_later_ones() -> None:
     total = torch.ones(1)
     dist.all_reduce(total, group=later)
     assert total == 3
+
+
+# ----------------------------------------------------------------------------- what serves a device
+
+
+def _ordered_by_work_alone() -> None:
+    """A backend that uses a stream of its own whatever it is asked, and returns a Work."""
+    native = testdev.native()
+    wrong = []
+    for seed, shape in enumerate([(4,), (2, 2), (4,), (2, 2)]):
+        native.set_delays(seed=seed, probability=0.3, max_us=2000)
+        native.set_ignores_async_op(True)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        plain = copy.deepcopy(model)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=cached_mesh(*shape))
+        for step in range(2):
+            torch.manual_seed(10 + step)  # the same batch on all ranks: so are the gradients
+            x = torch.randn(4, 8)
+            for each in (model, plain):
+                each(x).square().mean().backward()
+            grads = [
+                g.full_tensor() for p in model.parameters() if isinstance(g := p.grad, DTensor)
+            ]
+            expected = [p.grad for p in plain.parameters()]
+            wrong += [not torch.allclose(a, b) for a, b in zip(grads, expected, strict=True)]
+            model.zero_grad()
+            plain.zero_grad()
+    native.set_ignores_async_op(False)
+    assert not any(wrong), f"{sum(wrong)} of {len(wrong)} gradients are wrong"
+
+
+@needs_device
+def test_the_work_that_a_backend_returns_is_waited_for() -> None:
+    run_on(4, _ordered_by_work_alone, device=testdev.NAME, restart=True)
+
+
+def _served_by_gloo() -> None:
+    device = testdev.NAME
+    for backend, named in ((f"cpu:gloo,{device}:gloo", "'gloo'"), ("cpu:gloo", "'no backend'")):
+        group: Any = dist.new_group(backend=backend)
+        mesh = DeviceMesh.from_group(group, device)
+        model = nn.Linear(8, 8)
+        with pytest.raises(ValueError, match=f"{named} serves it .*cpu:gloo,{device}:testccl"):
+            fully_shard(model, mesh=mesh)
+        assert type(model) is nn.Linear
+        assert type(model.weight) is nn.Parameter
+
+
+@needs_device
+def test_a_device_that_gloo_serves_is_refused() -> None:
+    run_on(2, _served_by_gloo, device=testdev.NAME)
 
 
 # ------------------------------------------------------------------------------ what they inherit

@@ -30,6 +30,9 @@ using Tensors = std::vector<at::Tensor>;
 
 // Whether calls with asyncOp=False return a Work, as they do with some versions of NCCL's backend.
 std::atomic<bool> returns_work{true};
+// Whether calls run on the group's stream even with asyncOp=False, as backends of other vendors may:
+// what orders their result is the Work alone.
+std::atomic<bool> ignores_async_op{false};
 
 // How long ranks wait for each other when a group is split, which NCCL does for ever.
 constexpr std::chrono::milliseconds kMeetingTimeout{5000};
@@ -384,6 +387,7 @@ class Group final : public Backend {
   }
 
   WorkPtr call(bool async, Start start, const Tensors& kept) {
+    async = async || ignores_async_op;
     if (!coalescing_) return launch(async, lane_, std::move(start), kept);
     together_.push_back(std::move(start));
     together_async_ = async;
@@ -556,6 +560,7 @@ void bind_group(pybind11::module_& m) {
       .def("perform_nocolor_split", [](Group& self, at::Device) { self.meet(); });
   m.def("set_make_inner", [](MakeInner function) { make_inner() = std::move(function); });
   m.def("num_communicators", [] { return num_communicators.load(); });
+  m.def("set_ignores_async_op", [](bool value) { ignores_async_op = value; });
   m.def("set_returns_work", [](bool value) { returns_work = value; });
 }
 
