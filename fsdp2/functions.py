@@ -7,7 +7,7 @@ from types import MethodType
 from torch import nn
 
 from .module import FSDPModule, units_of_all
-from .streams import make_streams
+from .streams import streams_for
 from .unit import unit_of
 
 
@@ -41,7 +41,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots (the stages of a pipeline on one rank) use the same streams.
 
-    Memory that one of them frees on a stream can then be used by the others at once.
+    Memory that one of them frees on a stream can then be used by the others at once. Roots whose
+    first forwards run on the same stream do so anyway; this is for those that do not.
 
     Raises:
         ValueError: if one of them is no FSDPModule.
@@ -54,7 +55,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         return
     first = units[0]
     streams = first.settings.shared_streams or (first.runtime and first.runtime.streams)
-    streams = streams or make_streams(first.device)
+    streams = streams or streams_for(first.device)
     for unit in units:
         unit.settings.shared_streams = streams
         if unit.runtime is not None:

@@ -28,7 +28,7 @@ from .kept import choose
 from .late_sums import sum_late
 from .modes import NOT_TRACED
 from .staleness import find_written
-from .streams import make_streams
+from .streams import streams_for
 from .unit import State, Unit
 from .unwritten import warn_of_unwritten
 
@@ -56,7 +56,8 @@ class Runtime:
         self.root = root
         self.units = list(units)
         shared = (unit.settings.shared_streams for unit in units)
-        self.streams = next(filter(None, shared), None) or make_streams(device)
+        before = (unit.runtime.streams for unit in units if unit.runtime is not None)
+        self.streams = next(filter(None, (*shared, *before)), None) or streams_for(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))

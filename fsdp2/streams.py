@@ -164,27 +164,43 @@ class DeviceStreams(Streams):
             self.compute.wait_stream(stream)
 
 
-_simulated: list[Any] = []  # device modules that stand in for the real ones; see `simulating`
+Kept = dict[tuple[torch.device, Any], DeviceStreams]
+_kept: Kept = {}
+# Device modules that stand in for the real ones, and what is kept of each; see `simulating`.
+_simulated: list[tuple[Any, Kept]] = []
 
 
 def device_module(device: torch.device) -> Any:
     """The module whose streams order the work of ``device``; None where the host does."""
     if _simulated:
-        return _simulated[-1]
+        return _simulated[-1][0]
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
 @contextmanager
 def simulating(module: Any) -> Iterator[None]:
     """Inside, every device is ordered by the streams of ``module``: for `fsdp2.testing`."""
-    _simulated.append(module)
+    _simulated.append((module, {}))
     try:
         yield
     finally:
         _simulated.pop()
 
 
-def make_streams(device: torch.device) -> Streams:
-    """Streams for ``device``."""
+def streams_for(device: torch.device) -> Streams:
+    """The streams for ``device`` beside the one that computes now: the same at every call.
+
+    A caching allocator keeps what a stream has freed for that stream, so a runtime that is made
+    anew (a larger root ran) would leave the pools of its old streams behind, and of two models each
+    would have its own. Shared streams only add order, and no model relies on there being none: each
+    makes its streams wait for its own uses. Models that compute on different streams may run side
+    by side, each rank in its own order, and share nothing.
+    """
     module = device_module(device)
-    return Streams() if module is None else DeviceStreams(device, module)
+    if module is None:
+        return Streams()
+    kept = _simulated[-1][1] if _simulated else _kept
+    key = (device, module.current_stream(device))
+    if key not in kept:
+        kept[key] = DeviceStreams(device, module)
+    return kept[key]
