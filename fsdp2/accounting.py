@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from .layout import BucketLayout, plan_bucket, regroup
-from .policy import compute_dtype
+from .policy import compute_dtype, sum_dtype
 from .reduction import ReducePlan
 
 
@@ -179,7 +179,7 @@ def buckets_of(
     buckets = []
     for (replicated, gather, orig, _), members in groups.items():
         shards = 1 if replicated else num_shards
-        reduce = reduce_dtype or orig
+        reduce = sum_dtype(orig, reduce_dtype)
         layout = plan_bucket(
             [param.shape for param in members],
             [0 if param.shape else None for param in members],

@@ -32,6 +32,7 @@ from torch.profiler import record_function
 from .failures import explained
 from .gather_plan import GatherBatch, GatherPlan
 from .groups import native_backend, own_group
+from .means import Mean, as_real, mean_over
 from .reduction import ReducePlan, stage
 from .storage import Bucket
 from .streams import device_module
@@ -174,7 +175,7 @@ def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> N
         options = AllreduceOptions()
         options.asyncOp = False
         with explained("the sum of gradients over tensor-parallel ranks", group):
-            work = group.allreduce([flat], options)
+            work = group.allreduce([as_real(flat)], options)
             if work is not None:
                 work.wait()
         parts = flat.split([tensor.numel() for tensor in chosen])
@@ -192,7 +193,7 @@ class GroupTransport:
     ) -> None:
         self.group = group
         self.stream_ordered = device_module(device) is not None
-        self._divide_by = group.size() if sum_only else 0
+        self._size, self._sum_only = group.size(), sum_only
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()
         self._reduce_options = ReduceScatterOptions()
@@ -200,8 +201,6 @@ class GroupTransport:
         for options in (self._gather_options, self._reduce_options, self._all_reduce_options):
             # False puts a collective on the current stream; True on a stream of the group.
             options.asyncOp = host
-        operation: Any = dist.ReduceOp.SUM if sum_only else dist.ReduceOp.AVG
-        self._reduce_options.reduceOp = self._all_reduce_options.reduceOp = operation
         # torch 2.13 renames these; 2.11 has the former names only.
         self._gather = _either(
             group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
@@ -211,6 +210,9 @@ class GroupTransport:
         )
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
+        if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].is_complex():
+            plan.messages = plan.messages or GatherBatch([plan])  # of bytes
+            plan = plan.messages
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
         if self.stream_ordered:
             _wait([work])
@@ -227,8 +229,9 @@ class GroupTransport:
         return bucket.layout.tail
 
     def casts(self, bucket: Bucket) -> bool:
-        """Whether gradients in the dtype of computation are copied anyway, into a wider one."""
-        return bucket.widens
+        """Whether gradients in the dtype of computation are copied anyway: into a wider one, or
+        because they are divided before they are added."""
+        return bucket.widens or self._mean(bucket.reduce_dtype).before != 1
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         return bucket.reduce_dtype
@@ -242,38 +245,51 @@ class GroupTransport:
         tag: int,
     ) -> Finish | None:
         dtype = outs[0].dtype
+        mean = self._mean(dtype)
         inputs = _all_as([grads[i] for i in plan.direct], dtype)
+        if mean.before != 1 and inputs:  # not in place: hooks of users may have kept them
+            inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.staged:
-            inputs.append(stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1))
-        work = self._reduce(outs, inputs, self._reduce_options)
+            staged = stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
+            mean.begin(staged)
+            inputs.append(staged)
+        if dtype.is_complex:
+            inputs = [as_real(tensor) for tensor in inputs]
+        sums = [as_real(out) for out in outs] if dtype.is_complex else outs
+        self._reduce_options.reduceOp = mean.operation
+        work = self._reduce(sums, inputs, self._reduce_options)
         if self.stream_ordered:
             _wait([work])
-            self._divide(outs)
+            mean.finish(outs)
             return None
 
         def finish() -> None:
             work.wait()
             inputs.clear()
-            self._divide(outs)
+            mean.finish(outs)
 
         return finish
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
-        works = [self.group.allreduce([t], self._all_reduce_options) for t in tensors]
+        if not tensors:
+            return None
+        mean = self._mean(tensors[0].dtype)
+        mean.begin(tensors)
+        self._all_reduce_options.reduceOp = mean.operation
+        works = [self.group.allreduce([as_real(t)], self._all_reduce_options) for t in tensors]
         if self.stream_ordered:
             _wait(works)
-            self._divide(tensors)
+            mean.finish(tensors)
             return None
 
         def finish() -> None:
             _wait(works)
-            self._divide(tensors)
+            mean.finish(tensors)
 
         return finish
 
-    def _divide(self, sums: Sequence[torch.Tensor]) -> None:
-        if self._divide_by:
-            torch._foreach_div_(list(sums), float(self._divide_by))
+    def _mean(self, dtype: torch.dtype) -> Mean:
+        return mean_over(self._size, dtype, sum_only=self._sum_only)
 
 
 class Exchange:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Finish, Transport
+from .means import as_real, mean_over
 from .reduction import ReducePlan, stage
 from .storage import Bucket
 
@@ -70,7 +71,7 @@ class ReduceScatter(Comm, Protocol):
             input_tensor: 1-D, from `allocate`, of ``group.size()`` times the output's elements.
             group: the ranks to reduce over.
             op: ``ReduceOp.AVG``, or ``ReduceOp.SUM`` after
-                ``set_force_sum_reduction_for_comms(True)``.
+                ``set_force_sum_reduction_for_comms(True)`` and of float16.
             async_op: whether to return a Work at once.
         """
         ...
@@ -109,8 +110,8 @@ class FlatTransport:
         own = rows[self.group.rank()]
         torch._foreach_copy_(own.split(numels), plan.source)
         work = comm(
-            output_tensor=flat,
-            input_tensor=own,
+            output_tensor=as_real(flat).view(-1),
+            input_tensor=as_real(own).view(-1),
             group=self.group,
             async_op=not self.stream_ordered,
         )
@@ -152,12 +153,14 @@ class FlatTransport:
         staged = stage(
             bucket.layout, plan, grads, out.dtype, bucket.device, allocate=comm.allocate
         ).view(-1)
+        mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)
+        mean.begin(staged)
         reduced = comm.allocate((out.numel(),), dtype=out.dtype, device=bucket.device)
         work = comm(
-            output_tensor=reduced,
-            input_tensor=staged,
+            output_tensor=as_real(reduced).view(-1),
+            input_tensor=as_real(staged).view(-1),
             group=self.group,
-            op=dist.ReduceOp.SUM if self._sum_only else dist.ReduceOp.AVG,
+            op=mean.operation,
             async_op=not self.stream_ordered,
         )
         held = [staged]
@@ -166,8 +169,7 @@ class FlatTransport:
             _wait_for(work)
             held.clear()
             out.copy_(reduced)
-            if self._sum_only:
-                out.div_(num_ranks)
+            mean.finish(out)
 
         return self._finished(finish)
 
@@ -269,6 +271,7 @@ class _ReduceScatterOn(_OnMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._meet(input_tensor, group)
+        self._meet(output_tensor, group)
         return dist.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

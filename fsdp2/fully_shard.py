@@ -27,7 +27,7 @@ from .copying import refuse_own_deepcopy
 from .flat_optimizers import watch_flattening
 from .hooks import StateDictHooks, UnitHooks
 from .interop import TorchFSDPModule, is_replicated, show_state, state_of
-from .library_methods import adapt_layers, refuse_pruning, refuse_saving_shards
+from .library_methods import adapt_layers, refuse_pruning, refused_methods
 from .mesh import DataParallelMesh, replicated, resolve_mesh
 from .module import FSDPModule
 from .param import ORIGINS, ShardedParam
@@ -268,7 +268,7 @@ def _sharded_class(module: nn.Module) -> type:
         _sharded_classes[cls] = class_for(
             module,
             f"FSDP{cls.__name__}",
-            {**refuse_own_deepcopy(cls), **refuse_saving_shards(cls)},
+            {**refuse_own_deepcopy(cls), **refused_methods(cls)},
             before=(FSDPModule,),
             after=(TorchFSDPModule,),
         )

@@ -8,7 +8,7 @@ parameters of such a layer are whole and plain, and what they are afterwards goe
 torch.nn.utils.prune registers a parameter anew under another name, and a mask computed from it.
 
 ``save_pretrained`` (peft, transformers) writes what ``state_dict()`` gives, and files of whole
-weights cannot be written from shards.
+weights cannot be written from shards. ``share_memory`` of a DTensor ends the process.
 """
 
 from __future__ import annotations
@@ -102,11 +102,20 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             param.copy_(own_part(whole.detach().to(param.dtype), param))
 
 
-def refuse_saving_shards(cls: type) -> dict[str, Callable[..., Any]]:
+def _share_memory(self: nn.Module) -> Any:
+    raise RuntimeError(
+        f"{type(self).__name__}.share_memory: its parameters are sharded, and a shard is a part of "
+        "the memory of its unit. Share whole tensors: state = fsdp2.full_state_dict(model), which "
+        "rank 0 gets"
+    )
+
+
+def refused_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """What to put into the class of sharded modules of class ``cls``."""
+    refused: dict[str, Callable[..., Any]] = {"share_memory": _share_memory}
     original = getattr(cls, "save_pretrained", None)
     if original is None:
-        return {}
+        return refused
     signature = inspect.signature(original)
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,4 +129,4 @@ def refuse_saving_shards(cls: type) -> dict[str, Callable[..., Any]]:
             )
         return original(self, *args, **kwargs)
 
-    return {"save_pretrained": save_pretrained}
+    return refused | {"save_pretrained": save_pretrained}

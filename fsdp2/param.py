@@ -388,7 +388,24 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
     start = tensor.storage_offset() * tensor.itemsize
-    return tensor.untyped_storage()[start : start + tensor.nbytes]
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    for name in _SHARING:
+        setattr(storage, name, _refuse_to_share)
+    return storage
+
+
+# What `torch.multiprocessing` and ``share_memory_`` call of a storage. On the CPU they move it to
+# shared memory: the unit would go on with the old one, and nobody would notice. On CUDA they look
+# for an allocation that begins where the storage does.
+_SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+
+
+def _refuse_to_share(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "This tensor is a part of the memory of its unit (a shard of a parameter, or its "
+        "gradient), so it cannot be shared with other processes by itself. Share a copy: "
+        "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
+    )
 
 
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

@@ -21,7 +21,8 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
             backward. ``None`` keeps the original dtype. Integer and bool parameters are never
             cast.
-        reduce_dtype: dtype in which gradients are summed over ranks. ``None`` means that of the
+        reduce_dtype: dtype in which gradients are summed over ranks (of complex parameters: their
+            own). float16 sums are divided in part before they are added. ``None`` means that of the
             sharded parameters, whatever computation is in (as in torch from 2.15 on; before, it
             was the dtype of computation). Where the backend lets this library do the summing
             itself (gloo), sums of a low-precision dtype are kept in float32, and a wider
@@ -107,6 +108,14 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
 def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
     """What a parameter of ``dtype`` is cast to by ``param_dtype``; integers never are."""
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """In which dtype gradients of parameters of ``dtype`` are summed by ``reduce_dtype``; complex
+    ones keep theirs, of which a real one would lose the imaginary part."""
+    if reduce_dtype is None or (dtype.is_complex and not reduce_dtype.is_complex):
+        return dtype
+    return reduce_dtype
 
 
 @dataclass

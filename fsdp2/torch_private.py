@@ -92,6 +92,13 @@ MEMORY = (
     ),
     *_names("whether `.data` of a DTensor was set, in vain", "torch._C._storage_address"),
     *_names(
+        "shards cannot be shared with other processes: an error instead of old values",
+        "torch.UntypedStorage._share_fd_cpu_",
+        "torch.UntypedStorage._share_filename_cpu_",
+        "torch.UntypedStorage._share_cuda_",
+        without="another name does the same, and a shard that is shared goes on with old values",
+    ),
+    *_names(
         "a parameter without memory in place of one that was freed early",
         "torch.Tensor._make_wrapper_subclass",
         "torch._C.DisableTorchFunctionSubclass",
@@ -99,6 +106,7 @@ MEMORY = (
     *_names(
         "one kernel for many tensors",
         "torch._foreach_copy_",
+        "torch._foreach_div",
         "torch._foreach_div_",
         "torch._foreach_mul_",
         "torch._foreach_norm",

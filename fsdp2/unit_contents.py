@@ -23,7 +23,7 @@ from .kept import mixes_frozen
 from .links import Links, make_groups
 from .mesh import DataParallelMesh
 from .param import ShardedParam
-from .policy import MixedPrecisionPolicy, param_dtype_of
+from .policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
 from .reduction import ReducePlan
 from .registration import Registration
 from .settings import Settings, direct_min_bytes_for
@@ -177,8 +177,9 @@ class UnitContents:
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
         """What the policy says, or what loses nothing of all gradients of the unit."""
-        if self._settings.mp_policy.reduce_dtype is not None:
-            return self._settings.mp_policy.reduce_dtype
+        chosen_dtype = self._settings.mp_policy.reduce_dtype
+        if chosen_dtype is not None:
+            return sum_dtype(param.dtype, chosen_dtype)
         dtype = _own_grad_dtype(param)
         for other in self.params:
             chosen = other.grad_dtype_is_set or param.grad_dtype_is_set

@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
-from harness import cached_mesh, distributed
-from models import MLP
-from reference import pair
+from harness import cached_mesh, distributed, ours_only
+from models import EVEN_MLP, MLP
+from reference import assert_same_gradients, pair, run_both
 
 
 def by_deepcopy(value: Any) -> Any:
@@ -116,3 +117,28 @@ def test_parameters_on_the_meta_device() -> None:
     for name, value in model.state_dict().items():
         assert copied[name].is_meta
         assert copied[name].to_local().shape == value.to_local().shape
+
+
+@ours_only("what shards are stored in")
+@distributed(2)
+def test_shards_are_not_shared_with_other_processes() -> None:
+    """Sharing moves a storage to shared memory, and the unit would go on with the old one."""
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    for param in model.parameters():
+        for value in (param.detach(), param.to_local().detach(), param.grad.to_local()):
+            with pytest.raises(RuntimeError, match=r"cannot be shared with other processes.*clone"):
+                ForkingPickler.dumps(value)
+        with pytest.raises(RuntimeError, match="Share a copy"):
+            param.to_local().detach().share_memory_()
+        ForkingPickler.dumps(param.to_local().detach().clone())
+    with pytest.raises(RuntimeError, match=r"share_memory: its parameters are sharded"):
+        model.share_memory()
+    with torch.no_grad():
+        for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            sharded.to_local().mul_(2)
+            whole.mul_(2)
+    for network in (model, plain):
+        network.zero_grad()
+    run_both(EVEN_MLP, model, plain, 1)
+    assert_same_gradients(model, plain)

@@ -6,17 +6,22 @@ and the padding they need are held against the same reference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp2.collectives
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import cached_mesh, distributed
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
-from reference import Training, check_training, pair, run_both
+from reference import Training, average_gradients, check_training, pair, run_both
 
 
 @contextmanager
@@ -87,3 +92,82 @@ def test_means_are_divided_only_by_what_is_left() -> None:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert q.grad is not None
             torch.testing.assert_close(p.grad.full_tensor(), q.grad * scale)
+
+
+class Weighted(nn.Module):
+    """The gradient of its weight is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(12, 4))
+        self.small = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum() + (self.small * x[0, 0]).sum()
+
+
+@pytest.mark.parametrize("direct_min_bytes", [0, 10**9])
+@pytest.mark.parametrize("replicas", [1, 2])
+@distributed(2)
+def test_sums_in_float16_do_not_overflow(replicas: int, direct_min_bytes: int) -> None:
+    """A sum over ranks that float16 cannot hold has a mean that it can."""
+    mesh = cached_mesh(replicas, 2 // replicas, names=("replicate", "shard"))
+    for param_dtype in (None, torch.float16):
+        for value in (40_000.0, 6e-5):
+            with no_exchange():
+                model = Weighted()
+                policy = MixedPrecisionPolicy(param_dtype, torch.float16)
+                fully_shard(model, mesh=mesh, mp_policy=policy, direct_min_bytes=direct_min_bytes)
+                model(torch.full((12, 4), value)).backward()
+            for param in model.parameters():
+                grad = param.grad.full_tensor()
+                expected = torch.full_like(grad, value).half().float()
+                torch.testing.assert_close(grad.float(), expected, rtol=2e-3, atol=0)
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.randn(12, 4, dtype=torch.complex64))
+        self.uneven = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.real = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((p * (i + x)).abs().sum() for i, p in enumerate(self.parameters()))
+
+
+@distributed(2, 3)
+def test_complex_numbers_reach_no_backend() -> None:
+    """NCCL has no dtype for them; a sum of two real numbers each is the same."""
+    real = fsdp2.collectives._either
+    calls: list[int] = []
+
+    def either(group: dist.ProcessGroup, *names: str) -> Any:
+        function = real(group, *names)
+
+        def call(outputs: Any, inputs: Any, options: Any) -> Any:
+            calls.append(len(outputs))
+            assert not any(tensor.is_complex() for tensor in (*outputs, *inputs))
+            return function(outputs, inputs, options)
+
+        return call
+
+    torch.manual_seed(0)
+    plain = Phases()
+    x = torch.tensor(1 + 2j) * (1 + dist.get_rank())
+    plain(x).backward()
+    average_gradients(plain)
+    for exchange in (True, False):
+        for reduce_dtype in (None, torch.float32, torch.float64):
+            model = copy.deepcopy(plain)
+            model.zero_grad()
+            policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+            fully_shard(
+                model, mesh=cached_mesh(dist.get_world_size()), mp_policy=policy, direct_min_bytes=0
+            )
+            way = nullcontext() if exchange else no_exchange()
+            with way, mock.patch.object(fsdp2.collectives, "_either", either):
+                model(x).backward()
+            assert exchange or len(calls) > 1
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), other.grad)

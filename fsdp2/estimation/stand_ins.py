@@ -338,7 +338,9 @@ class _CountingCollectives(_CountingExchange):
     def __init__(self, world: World, device: torch.device, size: int, group: str) -> None:
         super().__init__(world, device, size, group)
         self.stream_ordered = world.device is not None
+        self._size, self._sum_only = size, False
 
+    _mean = GroupTransport._mean
     coalesces = GroupTransport.coalesces
     stageable = GroupTransport.stageable
     casts = GroupTransport.casts

@@ -1,0 +1,68 @@
+"""How the mean of a gradient over ranks is made by a backend that adds in the gradient's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum over ranks that is divided.
+
+    Attributes:
+        operation: of the backend.
+        before: what each term is divided by before they are added; 1: nothing.
+        after: what the sum is divided by; 1: nothing.
+    """
+
+    operation: Any
+    before: float = 1
+    after: float = 1
+
+    def begin(self, terms: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Divide in place what is to be added."""
+        _divide(terms, self.before)
+
+    def finish(self, sums: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Divide in place what was added."""
+        _divide(sums, self.after)
+
+
+def mean_over(num_ranks: int, dtype: torch.dtype, *, sum_only: bool) -> Mean:
+    """The mean over ``num_ranks`` of terms in ``dtype``.
+
+    A sum in float16 overflows at 65,504, and terms divided by all ranks underflow at 6e-8. So they
+    are divided by about the root of the number of ranks before, and by the rest after; before by a
+    power of two, which is exact. Backends divide all before (NCCL) or all after (gloo).
+
+    Args:
+        sum_only: add with SUM whatever the dtype, and divide afterwards.
+    """
+    if num_ranks == 1:
+        return Mean(dist.ReduceOp.SUM)
+    if overflows(dtype):
+        before = 1 << num_ranks.bit_length() // 2
+        return Mean(dist.ReduceOp.SUM, before, num_ranks / before)
+    if sum_only:
+        return Mean(dist.ReduceOp.SUM, 1, num_ranks)
+    return Mean(dist.ReduceOp.AVG)
+
+
+def overflows(dtype: torch.dtype) -> bool:
+    """Whether sums of gradients in ``dtype`` may leave its range: float16, not bfloat16."""
+    return dtype.is_floating_point and torch.finfo(dtype).max < 1e30
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as one of real numbers on the same memory, which every backend adds."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _divide(tensors: torch.Tensor | Sequence[torch.Tensor], by: float) -> None:
+    if by != 1:
+        torch._foreach_div_([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), by)
