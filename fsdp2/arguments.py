@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -161,7 +160,6 @@ def check_parameter(
         module: one that holds it.
     """
     if not isinstance(param, DTensor):
-        _check_annotations(param, name)
         return
     unit = unit_holding(module, param)
     if unit is not None:
@@ -191,23 +189,6 @@ def check_parameter(
             "it was sharded by an earlier fully_shard, torch's too, on a module around this one: "
             f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel: its mesh and that "
             'of fully_shard must be different dims of one mesh, as mesh["tp"] and mesh["dp"]'
-        )
-
-
-def _check_annotations(param: nn.Parameter, name: str) -> None:
-    """A plain parameter has no types of the package ``spmd_types``, which nothing here reads.
-
-    Only a program that has imported it can have annotated a parameter.
-    """
-    spmd_types = sys.modules.get("spmd_types")
-    annotations = spmd_types.get_local_type(param) if spmd_types is not None else None
-    if annotations:
-        raise ValueError(
-            f"Parameter '{name}' has annotations of spmd_types ({annotations}), which fsdp2 does "
-            "not read: what they say of tensor parallelism, and how gradients are to be summed, "
-            "would be lost. Make the parameter a DTensor on the tensor-parallel dims of the mesh "
-            "(distribute_tensor, parallelize_module) instead of annotating it, or shard this model "
-            "with torch.distributed.fsdp"
         )
 
 

@@ -383,7 +383,12 @@ def _placement(
 
 
 def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
-    mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
+    # torch's `mesh_info` knows the larger mesh, too, where it was given dp_mesh_dims.
+    dims, full_mesh = getattr(own, "dp_mesh_dims", None), getattr(own, "spmd_mesh", None)
+    if dims is not None and full_mesh is not None:
+        mesh = resolve_mesh(full_mesh, dims)
+    else:
+        mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
     if mesh.device_type != default.device_type:
         raise ValueError(
             f"shard_placement_fn gave parameter '{name}' a mesh of device type "

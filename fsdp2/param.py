@@ -13,7 +13,7 @@ that own it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .annotations import Annotations, read_annotations
 from .dtensors import dtensor_over
 from .failures import explained
 from .layout import Slot
@@ -109,6 +110,7 @@ class ShardedParam:
 
     __slots__ = (
         "__weakref__",
+        "annotations",
         "attributes",
         "checks_gradient",
         "dim",
@@ -163,6 +165,9 @@ class ShardedParam:
                 mesh.full_mesh_dims if on_full_mesh else (),
             )
             whole = whole.to_local()
+        self.annotations = read_annotations(original, mesh, self.fqn)
+        if self.annotations is not None and self.annotations.placements is not None:
+            self.tensor_parallel = _annotated_spec(whole, self.annotations, mesh)
         # Without the methods now: they may be patched onto the class before the first gather.
         self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
         self.full_shape = tuple(whole.shape)
@@ -180,8 +185,13 @@ class ShardedParam:
         others = self.tensor_parallel
         if others is not None and others.data_parallel:
             others = others.without_data_parallel(self.fqn)
-        self.sharded_spec = _sharded_spec(original, others, mesh, self.dim)
+        shape, stride = original.shape, original.stride()
+        if self.tensor_parallel is not None:
+            shape, stride = self.tensor_parallel.shape, self.tensor_parallel.stride
+        self.sharded_spec = _sharded_spec(shape, stride, others, mesh, self.dim)
         self.attributes = user_attributes(original)
+        for name in self.annotations.attributes if self.annotations is not None else ():
+            self.attributes.pop(name, None)  # they are of what computes only
         self.user_hooks: UserHooks | None = UserHooks(original)  # until it is sharded
         self.checks_gradient = True  # once: a gradient of several tensors that differ
         self.is_sharded = False
@@ -275,10 +285,13 @@ class ShardedParam:
 
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
-        data = self.tensor_parallel.wrap(full) if self.tensor_parallel else full
+        is_dtensor = self.tensor_parallel is not None and self.annotations is None
+        data = self.tensor_parallel.wrap(full) if self.tensor_parallel and is_dtensor else full
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded = self.set_grad_dtype(unsharded)
         attach_attributes(self.unsharded, self.attributes)
+        if self.annotations is not None:
+            attach_attributes(self.unsharded, self.annotations.attributes)
 
     def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that stands for the parameter resharded to a smaller group.
@@ -304,9 +317,9 @@ class ShardedParam:
         Returns:
             None if that is not all that there is to do, or nothing is.
         """
-        if self.tensor_parallel is None or not isinstance(grad, DTensor):
+        has = self._placements_of(grad)
+        if has is None or self.tensor_parallel is None:
             return None
-        has = tuple(grad.placements)
         dims = [
             dim
             for dim, wanted in enumerate(self.tensor_parallel.of_gradient(has))
@@ -314,7 +327,16 @@ class ShardedParam:
         ]
         if len(dims) != 1 or not self.tensor_parallel.placements[dims[0]].is_replicate():
             return None
-        return grad.device_mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
+        mesh = self.tensor_parallel.mesh
+        return mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
+
+    def _placements_of(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
+        """How ``grad`` is laid out over tensor-parallel ranks; None: as the parameter is."""
+        if isinstance(grad, DTensor):
+            return tuple(grad.placements)
+        if self.annotations is not None and self.annotations.is_summed:
+            return self.annotations.grad_placements
+        return None
 
     def local_gradient(self, grad: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
         """The gradient of the unsharded parameter as a contiguous dense tensor of this rank.
@@ -322,11 +344,15 @@ class ShardedParam:
         Args:
             summed: False leaves the sum of `summed_over` to be done later.
         """
-        if self.tensor_parallel is not None and isinstance(grad, DTensor):
-            wanted = self.tensor_parallel.of_gradient(tuple(grad.placements))
-            if summed and tuple(grad.placements) != wanted:
+        has = self._placements_of(grad) if summed else None
+        if has is not None and self.tensor_parallel is not None:
+            wanted = self.tensor_parallel.of_gradient(has)
+            if has != wanted:
+                if not isinstance(grad, DTensor):
+                    grad = replace(self.tensor_parallel, placements=has).wrap(grad.contiguous())
                 with explained(f"the sum of the gradient of '{self.fqn}'", None):
                     grad = grad.redistribute(placements=wanted)
+        if isinstance(grad, DTensor):
             grad = grad.to_local()
         if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
             grad = grad.wait()
@@ -416,13 +442,24 @@ def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     return whole.narrow(slot.dim, start, stop - start)
 
 
+def _annotated_spec(
+    local: torch.Tensor, annotations: Annotations, mesh: DataParallelMesh
+) -> TensorSpec:
+    """The layout over the whole mesh of the tensor of which this rank has ``local``."""
+    assert mesh.full_mesh is not None
+    assert annotations.placements is not None
+    shape = annotations.shape(local.shape, mesh.full_mesh.shape)
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(mesh.full_mesh, annotations.placements, shape, stride, mesh.full_mesh_dims)
+
+
 def _sharded_spec(
-    original: nn.Parameter,
+    shape: torch.Size,
+    stride: tuple[int, ...],
     tensor_parallel: TensorSpec | None,
     mesh: DataParallelMesh,
     dim: int | None,
 ) -> TensorSpec:
-    shape, stride = original.shape, original.stride()
     data_parallel: list[Placement] = [Replicate()] * mesh.mesh.ndim
     if mesh.shard_group is not None and dim is not None:
         data_parallel[-1] = Shard(dim)

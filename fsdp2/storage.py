@@ -238,6 +238,8 @@ class Bucket:
             mesh.num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
         )
         self.fills_own_slices = False  # whether something is copied before the gather
+        # Whether plain gradients are tensor parallelism's, to be summed (`annotations`).
+        self.sums_plain = any(p.annotations is not None and p.annotations.is_summed for p in params)
         self.unsharded: list[tuple[int, torch.Tensor]] = []
         self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
         self.grads: GradientStore | None = None

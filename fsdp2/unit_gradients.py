@@ -94,7 +94,12 @@ class UnitGradients:
                     unsharded.grad = None
                     if grad.requires_grad:  # of backward(create_graph=True)
                         grad = grad.detach()
-                    if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
+                    if (
+                        type(grad) is not torch.Tensor
+                        or grad.is_sparse
+                        or bucket.sums_plain
+                        or not grad.is_contiguous()
+                    ):
                         param = bucket.params[i]
                         may_wait = may_sum_late and not bucket.is_reducing(i)
                         grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)

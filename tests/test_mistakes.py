@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -127,27 +126,6 @@ def test_parallel_meshes_that_are_not_of_one_mesh() -> None:
         lambda: fully_shard(model, mesh=data),
         "FSDP requires the DP and model parallel TP/EP mesh",
     )
-
-
-@distributed(2)
-def test_parameters_with_annotations_of_spmd_types() -> None:
-    """What the package notes of a parameter would be ignored: gradients would be wrong."""
-    try:
-        import spmd_types
-    except ImportError:  # its one function that is asked
-
-        class spmd_types:  # noqa: N801
-            get_local_type = staticmethod(lambda value: getattr(value, "_local_type", {}))
-
-    model = mlp()
-    model[1].weight._local_type = {"tp": "S(0)"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "spmd_types", spmd_types)
-        unchanged(
-            model, lambda: fully_shard(model), "'1.weight'", "spmd_types", "distribute_tensor"
-        )
-        model[1].weight._local_type = {}  # as of a parameter made while types are checked
-        fully_shard(model)
 
 
 # -------------------------------------------------------------------------------- arguments

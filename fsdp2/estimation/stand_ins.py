@@ -104,6 +104,7 @@ class CountedParam:
         )
         self.unsharded = SimpleNamespace(grad=None)
         self.tensor_parallel = None
+        self.annotations = None
 
     def local_gradient(self, grad: Any) -> Any:
         return grad
