@@ -44,8 +44,10 @@ def bits_of(dtype: torch.dtype, num: int) -> Tensor:
     size = torch.empty(0, dtype=dtype).element_size()
     if dtype == torch.float32:
         return torch.tensor(F32_BITS * num, dtype=torch.uint32)[:num].view(torch.float32)
-    raw = torch.randint(0, 256, (num * size,), generator=torch.Generator().manual_seed(size))
-    return (raw % 2 if dtype == torch.bool else raw).to(torch.uint8).view(dtype)
+    generator = torch.Generator("cpu").manual_seed(size)
+    raw = torch.randint(0, 256, (num * size,), generator=generator, device="cpu")
+    bits = (raw % 2 if dtype == torch.bool else raw).to(torch.uint8).view(dtype)
+    return bits.to(torch.get_default_device())
 
 
 class Everything(nn.Module):

@@ -22,7 +22,7 @@ import fsdp2
 import fsdp2.full_state
 from fsdp2 import CPUOffloadPolicy, fully_shard
 from fsdp2.wire import Wire
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (
     assert_all_same,
@@ -46,7 +46,7 @@ def assert_states(states: dict[str, Any], plain: nn.Module) -> None:
     for name, value in states.items():
         assert type(value) is Tensor, name
         assert value.dtype == expected[name].dtype, name
-        assert torch.equal(value, expected[name]), name
+        assert torch.equal(value.cpu(), expected[name].cpu()), name
 
 
 def other_weights(plain: nn.Module) -> nn.Module:
@@ -107,7 +107,7 @@ def test_one_by_one_and_of_a_state_dict() -> None:
         for name, value in fsdp2.iter_full_tensors(states, ranks=(1,)):
             names.append(name)
             assert (value is None) == (dist.get_rank() == 0)
-            assert value is None or torch.equal(value, expected[name])
+            assert value is None or torch.equal(value.cpu(), expected[name].cpu())
         assert names == list(expected)
 
 
@@ -121,8 +121,8 @@ def test_buffers_and_ignored_parameters_are_those_of_the_rank_that_gets_or_gives
         own.fill_(dist.get_rank())
     model[1].running_mean.fill_(10.0 + dist.get_rank())
     states = fsdp2.full_state_dict(model, ranks=(0, 1))
-    assert torch.equal(states["1.weight"], own)
-    assert torch.equal(states["1.running_mean"], model[1].running_mean)
+    assert torch.equal(states["1.weight"], own.cpu())
+    assert torch.equal(states["1.running_mean"], model[1].running_mean.cpu())
     fsdp2.load_full_state_dict(model, states, source=1)
     assert torch.equal(own, torch.ones(3))
     assert torch.equal(model[1].running_mean, torch.full((3,), 11.0))
@@ -309,6 +309,7 @@ WIDE = Case(
 )
 
 
+@cpu_only("counts bytes of the host")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @distributed(2)
 def test_memory_of_collecting(dtype: torch.dtype | None) -> None:

@@ -149,7 +149,7 @@ class Pipeline:
         num_stages = num_ranks * len(own)
         plain = nn.Sequential(*(Stage(i, num_stages, norm=norm) for i in range(num_stages)))
         plain.to(dtype)
-        modules, stages = {}, []
+        modules, stages, device = {}, [], torch.get_default_device()
         for index in own:
             module = Stage(index, num_stages, recompute, norm).to(dtype)
             for layer in module.layers:
@@ -157,9 +157,7 @@ class Pipeline:
             shard_first(module)
             modules[index] = fully_shard(module, mesh=data, **gathering(), **options)
             stages.append(
-                PipelineStage(
-                    module, index, num_stages, torch.device("cpu"), group=pipeline.get_group()
-                )
+                PipelineStage(module, index, num_stages, device, group=pipeline.get_group())
             )
         for module in (*modules.values(), *plain):
             prepare(module)

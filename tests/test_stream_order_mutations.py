@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+import stream_mutations_on_device
+import testdev
 from fsdp2.testing import Kind, check
 from harness import ours_only
 from stream_mutations import MUTATIONS, PLANS
@@ -46,6 +48,24 @@ def test_the_fault_is_harmless(name: str, seeds: int) -> None:
         shown = {plan: found for plan in PLANS if (found := kinds(PLANS[plan]))}
         shown |= {str(seed): found for seed in range(seeds) if (found := kinds(plan_of(seed)))}
     assert shown == {}
+
+
+ON_DEVICE = {
+    "compute does not wait for the gather": True,
+    "the event of an all-reduce is recorded on the reduce-scatter's stream": True,
+    "gathered storage is freed without a wait for compute": True,
+    "gathers run on compute": False,
+    "reductions are not limited in number": False,
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_the_fault_changes_what_is_computed(name: str) -> None:
+    """`python -m stream_mutations_on_device` does this for all of them: the table in design.md."""
+    found = stream_mutations_on_device.outcomes(name, seeds=5)
+    assert (set(found) != {stream_mutations_on_device.SAME}) == ON_DEVICE[name], found
 
 
 def test_there_are_enough_faults() -> None:

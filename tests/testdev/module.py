@@ -82,6 +82,7 @@ def make(native: Any) -> ModuleType:
         synchronize=lambda device=None: native.synchronize(),
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # without it, activation checkpointing keeps no random state
         init=lambda: None,
         device_count=lambda: 1,
         current_device=lambda: 0,

@@ -284,7 +284,11 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
   this_stream().push(
       [op, inputs = on_shadows(schema, arguments), outputs = std::move(outputs)]() mutable {
         run_on_cpu(op, inputs);
-        for (auto& [r, out] : outputs) out.copy_(inputs[r].toTensor());
+        for (auto& [r, out] : outputs) {
+          const at::Tensor made = inputs[r].toTensor();
+          // Of statistics that nothing reads (batch norms in evaluation) the CPU makes none.
+          if (made.numel() || !out.numel()) out.copy_(made);
+        }
       });
   torch::jit::drop(*stack, num_arguments);
   for (auto& result : results) stack->push_back(std::move(result));
@@ -467,6 +471,15 @@ void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
   run_operator(named("aten::convolution_backward"), stack);
 }
 
+// The kernel of the CPU takes random numbers from the CPU's generator, when the stream gets there.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  const auto options = input.options().dtype(at::kBool);
+  if (train && !*train) return {input.clone(), at::ones_like(input, options)};
+  const at::Tensor mask = at::empty_like(input, options).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask};
+}
+
 // Recurrent cells that are fused on devices, and not on the CPU: made of operators that both have,
 // which autograd goes through. What is returned for a backward of their own is not used.
 
@@ -527,6 +540,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   library.impl("record_stream", TORCH_FN(record_stream));
+  library.impl("native_dropout", TORCH_FN(native_dropout));
   library.impl(
       "convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl(
