@@ -21,6 +21,7 @@ from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, regroup
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows, storage_part, with_own_storage
+from .pinned import pinned_arena
 from .policy import MixedPrecisionPolicy
 from .references import References
 
@@ -179,6 +180,8 @@ class GradientStore:
                     local.set_(self._parts[i], 0, local.shape, local.stride())
 
     def free(self) -> None:
+        if not self.storage.resizable():
+            return  # page-locked, beside others: to give it back takes longer than a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
             return  # to follow takes longer than these few bytes are worth
         resize(self.storage, 0)
@@ -265,11 +268,11 @@ class Bucket:
                 any device.
         """
         meta = any(source.is_meta for source in sources)
-        device = torch.device("meta") if meta else self.shard_device
-        pin = self.pin_memory and not meta
-        shards = torch.zeros(
-            self.layout.shard_numel, dtype=self.orig_dtype, device=device, pin_memory=pin
-        )
+        if self.pin_memory and not meta:
+            shards = pinned_arena(self.device).zeros(self.layout.shard_numel, self.orig_dtype)
+        else:
+            device = torch.device("meta") if meta else self.shard_device
+            shards = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=device)
         for param, slot, source in zip(self.params, self.layout.slots, sources, strict=True):
             local = _slice_with_own_storage(shards, slot, self.rank)
             if not meta:
@@ -490,12 +493,11 @@ class Bucket:
         grads = self.grads
         write = detached is None or len(detached) > 0
         if grads is None or (write and grads.kept_elsewhere(detached, idle=not self.in_flight)):
-            flat = torch.zeros(
-                self.layout.shard_numel,
-                dtype=self.grad_dtype,
-                device=self.shard_device,
-                pin_memory=self.pin_memory,
-            )
+            numel, dtype = self.layout.shard_numel, self.grad_dtype
+            if self.pin_memory:
+                flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
+            else:
+                flat = torch.zeros(numel, dtype=dtype, device=self.shard_device)
             grads = self.grads = GradientStore(self.layout, self.rank, self.params, flat)
         grads.allocate()
         return grads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..pinned import PinnedBytes
 from .capture import Captured
 from .saving import Part
 from .tensors import memory_of
@@ -12,10 +13,10 @@ ALIGN_BYTES = 64
 
 
 class Staging:
-    """One host buffer, pinned where there is an accelerator, kept from save to save."""
+    """Host memory, pinned where there is an accelerator, kept from save to save."""
 
     def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
+        self._bytes: PinnedBytes | None = None
 
     def fill(self, captured: Captured):
         """Copy everything that this rank writes; returns a reader for a `Writer`.
@@ -29,31 +30,36 @@ class Staging:
             places[key] = (end, nbytes)
             end += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         accelerator = torch.accelerator.is_available()
-        if self._buffer is None or self._buffer.numel() < end:
-            self._buffer = None
-            self._buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=accelerator)
-        copies, sources = [], []
-        for key, tensor in captured.locals.items():
-            start, nbytes = places[key]
-            if nbytes:
-                copy = self._buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
-                copies.append(copy)
-                sources.append(tensor)
+        self._bytes = staged = self._bytes or PinnedBytes(accelerator)
+        staged.reserve(end)
         with torch.no_grad():
-            for copy, source in zip(copies, sources, strict=True):
-                copy.copy_(source, non_blocking=True)
+            for key, tensor in captured.locals.items():
+                start, nbytes = places[key]
+                _copy(list(staged.pieces(start, start + nbytes)), tensor)
         if accelerator:
             torch.accelerator.synchronize()
         captured.own = {name: t.detach().to("cpu", copy=True) for name, t in captured.own.items()}
         captured.locals.clear()
-        memory = memory_of(self._buffer)
 
         def read(part: Part, start: int, stop: int) -> memoryview:
             first, _ = places[part.kind, part.tensor.name]
-            return memory[first + start : first + stop]
+            found = [memory_of(piece) for piece in staged.pieces(first + start, first + stop)]
+            return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
         return read
 
     def clear(self) -> None:
-        """Give the buffer back."""
-        self._buffer = None
+        """Give the memory back."""
+        self._bytes = None
+
+
+def _copy(pieces: list[torch.Tensor], source: torch.Tensor) -> None:
+    """Copy a tensor into pieces of bytes, without waiting."""
+    if len(pieces) == 1:
+        target = pieces[0].view(source.dtype).view(source.shape)
+        target.copy_(source, non_blocking=True)
+    elif pieces:
+        sizes = [piece.numel() for piece in pieces]
+        parts = source.contiguous().view(-1).view(torch.uint8).split(sizes)
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.copy_(part, non_blocking=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..pinned import power_of_two
 from .errors import CheckpointError
 from .header import TensorInfo, header_length, parse_header
 from .saving import Part
@@ -101,6 +102,8 @@ class LocalBytes:
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or buffer.numel() < nbytes:
             pin = torch.accelerator.is_available()
+            if pin:
+                nbytes = power_of_two(nbytes)  # what it takes anyway
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
             self._buffers.buffer = buffer
         return buffer

@@ -20,6 +20,7 @@ PYBIND11_MODULE(testdev_native, m) {
   m.def("synchronous_operators", &synchronous_operators);
   m.def("set_delays", &set_delays, py::arg("seed"), py::arg("probability"), py::arg("max_us"));
   m.def("empty_cache", &empty_cache);
+  m.def("pinned_bytes", &pinned_bytes);
   m.def("reset_peaks", &reset_peaks);
   m.def("set_memory_limit", &set_memory_limit);
   m.def("memory_stats", [] {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <bit>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -545,6 +546,14 @@ void release_pinned(void* pointer) {
     there.sizes.erase(it);
   }
   std::free(pointer);
+}
+
+size_t pinned_bytes() {
+  auto& there = pinned();
+  std::lock_guard<std::mutex> lock(there.mutex);
+  size_t total = 0;
+  for (const auto& [start, bytes] : there.sizes) total += std::bit_ceil(bytes);
+  return total;
 }
 
 bool is_pinned(const void* pointer) {

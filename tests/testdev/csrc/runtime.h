@@ -113,5 +113,6 @@ bool is_device_address(const void* pointer);
 void* allocate_pinned(size_t bytes);
 void release_pinned(void* pointer);
 bool is_pinned(const void* pointer);
+size_t pinned_bytes();  // every block rounded up to a power of two, as torch's allocator does
 
 }  // namespace testdev
