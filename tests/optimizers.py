@@ -100,7 +100,7 @@ def close(actual: Any, expected: Any, what: str, tolerance: float) -> None:
     assert actual.shape == expected.shape, what
     assert actual.dtype == expected.dtype, what
     if expected.numel():
-        error = (actual - expected).abs().max().item()
+        error = (actual.cpu() - expected.cpu()).abs().max().item()
         limit = tolerance * max(expected.abs().max().item(), 1e-3)
         assert error <= limit, f"{what} differs by {error:.3e}; allowed is {limit:.3e}"
 
