@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from .building import build_runtime
 from .checkpoint.placement import own_part
 from .forwards import Forward
-from .modes import apart, between_graphs, is_transformed
+from .modes import apart, between_graphs, is_transformed, type_checker
 from .tree import cast_floating, map_tensors, tensors_in
 from .unit import Unit
 
@@ -97,6 +97,9 @@ class UnitHooks:
             self.unit.registration.show_substitutes()  # where transforms see it
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
+            checker = type_checker()
+            if checker is not None:
+                return self._mark_typed_inputs(checker, args, kwargs)
             args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
@@ -164,6 +167,16 @@ class UnitHooks:
         marked_all = border.apply(self.leave_backward, *found.values())
         replaced = dict(zip(found, marked_all, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+    def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same where `spmd_types` checks types: what is marked has those of the inputs."""
+        with checker.no_typecheck():
+            marked = self._mark_inputs(args, kwargs)
+        pairs = zip(tensors_in((args, kwargs)), tensors_in(marked), strict=True)
+        for given, its_mark in pairs:
+            if its_mark is not given:
+                checker.assert_type_like(its_mark, given)
+        return marked
 
     def enter_backward(self, forward: Forward, grad: Any) -> None:
         """Backward reached an output of the unit, of that ``forward``."""

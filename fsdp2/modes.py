@@ -1,13 +1,15 @@
 """What may be active around a hook, and how hooks stay out of it.
 
 torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
-checkpointing remembers results of operations and hands them out again in backward. None of them
-must see what a hook does beside the user's computation: gathering, freeing, waiting.
+checkpointing remembers results of operations and hands them out again in backward; ``spmd_types``
+checks the types of operands. None of them must see what a hook does beside the user's computation:
+gathering, freeing, waiting.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -71,13 +73,25 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def type_checker() -> Any:
+    """The package ``spmd_types`` while it checks types on this thread, otherwise None."""
+    if not torch._C._len_torch_function_stack():  # it is a mode
+        return None
+    spmd = sys.modules.get("spmd_types")
+    return spmd if spmd is not None and spmd.is_type_checking() else None
+
+
 def apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` on plain tensors and unseen by selective checkpointing.
+    """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers.
 
     Were a gather cached, its recomputation would return what was cached and gather nothing.
     """
     if torch._C._are_functorch_transforms_active():
         with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+    checker = type_checker()
+    if checker is not None:
+        with checker.no_typecheck():
             return function(*args, **kwargs)
     if torch._C._len_torch_dispatch_stack():
         with _without_selective_checkpoints():

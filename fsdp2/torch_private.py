@@ -212,6 +212,10 @@ MODES = (
         "torch.autograd.forward_ad._current_level",
     ),
     *_names(
+        "hooks that the type checker of spmd_types does not see",
+        "torch._C._len_torch_function_stack",
+    ),
+    *_names(
         "hooks that selective activation checkpointing does not see",
         "torch._C._len_torch_dispatch_stack",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",

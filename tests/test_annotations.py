@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -185,3 +186,35 @@ def test_annotations_that_do_not_fit_are_refused() -> None:
     refuse(
         lambda model: None, "dp_mesh_dims=DataParallelMeshDims", mesh=mesh["dp"], dp_mesh_dims=None
     )
+
+
+@distributed(2)
+def test_types_are_checked_while_it_trains() -> None:
+    """What hooks do is not checked; what modules compute is, with the types of their parameters."""
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+
+    mesh = cached_mesh(2, names=("dp",))
+    dp = spmd.MeshAxis.of(mesh.get_group("dp"))
+
+    def results(check: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        for param in model.parameters():
+            spmd.assert_type(param, {dp: spmd.R})
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        for step in range(2):
+            x = torch.full((3, 4), float(dist.get_rank() + step))
+            with spmd.set_current_mesh(mesh), typecheck() if check else nullcontext():
+                if check:
+                    spmd.assert_type(x, {dp: spmd.V})
+                loss = model(x).square().sum()
+                if check:
+                    assert spmd.get_local_type(loss)[dp] is spmd.V
+                    loss = spmd.reinterpret(loss, mesh.get_group("dp"), src=spmd.V, dst=spmd.P)
+                loss.backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    for checked, expected in zip(results(True), results(False), strict=True):
+        assert torch.equal(checked, expected)
