@@ -77,8 +77,8 @@ class Batch:
 
 
 def batch_of(unit: nn.Module, num_ranks: int, *, direct_min_bytes: int | None = None) -> Batch:
-    """How `fsdp2.fully_shard` batches the gather of ``unit`` on a device that is not the CPU."""
-    layout = _layout(unit, num_ranks, direct_min_bytes_for("cuda", direct_min_bytes))
+    """How `fsdp2.fully_shard` batches the gather of ``unit``."""
+    layout = _layout(unit, num_ranks, direct_min_bytes_for(direct_min_bytes))
     slices = [layout.slots[i].shard_numel * DTYPE.itemsize for i in layout.direct]
     return Batch(
         num_entries=len(slices) + bool(layout.pack_numel),

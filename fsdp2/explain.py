@@ -48,7 +48,7 @@ def explain(
             needed.
         strategy, wrap, mp_policy, offload_policy, replicate_below, reshard_after_forward,
             ignored_params, direct_min_bytes: with ``mesh_shape``, as of `shard_model`.
-        device_type: with ``mesh_shape``, on which ``direct_min_bytes`` and the transport depend;
+        device_type: with ``mesh_shape``, on which the transport depends;
             ``"cpu"`` means gloo.
 
     Returns:
@@ -160,7 +160,7 @@ def _draft(
         )
         for name in unit.params
     ]
-    least = direct_min_bytes_for(to.device_type, to.direct_min_bytes)
+    least = direct_min_bytes_for(to.direct_min_bytes)
     few = max(num_shards, num_replicas) <= EXCHANGE_MAX_RANKS
     buckets = buckets_of(
         params,

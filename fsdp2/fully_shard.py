@@ -113,7 +113,7 @@ def fully_shard(
             in the dtype of computation, divided by the number of shards) are gathered straight into
             place; smaller ones are packed, which costs a copy and saves messages. 0 gathers all
             that can be directly, a huge number nothing; of more than 128 the largest are direct.
-            None: 32 KiB on CPU, 64 KiB elsewhere.
+            None: 64 KiB.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.

@@ -20,17 +20,13 @@ from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 # A parameter of which a rank sends fewer bytes is packed with others. Both costs of a direct one, a
 # message to each peer or an entry of a batched collective (a ring of as many steps as there are
 # ranks), and those of a packed one, a copy of all slices, grow with the number of ranks, so the
-# limit is of a slice. On the CPU a copy of 32 KiB costs about what a message costs; docs/design.md
-# has the reasons for the other number.
-DIRECT_MIN_BYTES = {"cpu": 32 * 1024}
-DIRECT_MIN_BYTES_DEFAULT = 64 * 1024
+# limit is of a slice. docs/design.md has the reasons for this number.
+DIRECT_MIN_BYTES = 64 * 1024
 
 
-def direct_min_bytes_for(device_type: str, chosen: int | None) -> int:
+def direct_min_bytes_for(chosen: int | None) -> int:
     """From how many bytes per rank a parameter is gathered by itself: ``chosen``, or the usual."""
-    if chosen is not None:
-        return chosen
-    return DIRECT_MIN_BYTES.get(device_type, DIRECT_MIN_BYTES_DEFAULT)
+    return DIRECT_MIN_BYTES if chosen is None else chosen
 
 
 @dataclass

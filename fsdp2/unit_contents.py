@@ -168,7 +168,7 @@ class UnitContents:
                 device=self.device,
                 shard_device=torch.device("cpu") if settings.offload else self.device,
                 pin_memory=settings.pins_memory(self.device),
-                direct_min_bytes=direct_min_bytes_for(self.device.type, settings.direct_min_bytes),
+                direct_min_bytes=direct_min_bytes_for(settings.direct_min_bytes),
             )
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
