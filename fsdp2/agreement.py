@@ -96,7 +96,11 @@ def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
 
     def gather(streams: Any) -> None:
         phase = "backward" if unit.runtime.in_backward else "forward"
-        _meet(meeting, f"gather '{name}' in {phase}")
+        what = f"gather '{name}' in {phase}"
+        if any(bucket.held for bucket in unit.buckets):  # kept: each rank knows what it has
+            rest = [p.fqn.rsplit(".", 1)[-1] for b in unit.buckets if not b.held for p in b.params]
+            what += f" (only {', '.join(rest) or 'what it has already'})"
+        _meet(meeting, what)
         launch_gather(streams)
 
     def reduce(taken: Any, **options: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Nothing changes a frozen parameter between steps, so what one gather brought is good for the next
 forward too. A unit's frozen parameters are buckets of their own; such a bucket that is ``kept`` is
-not freed with its unit, and is gathered again only when a forward begins and some rank has written
-one of its shards: see `staleness`.
+not freed with its unit, and is gathered again only when a forward begins and one of its shards was
+written: see `Bucket.holds`.
 """
 
 from __future__ import annotations

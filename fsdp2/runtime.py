@@ -27,7 +27,6 @@ from .gradients import Reduction
 from .kept import choose
 from .late_sums import sum_late
 from .modes import NOT_TRACED
-from .staleness import find_written
 from .streams import streams_for
 from .unit import State, Unit
 from .unwritten import warn_of_unwritten
@@ -137,13 +136,15 @@ class Runtime:
                 bucket.release_gradients()
 
     def _free_written(self, among: Sequence[Unit]) -> None:
-        """Free what is gathered and was written since, on any rank: all ranks gather it again."""
-        units, kept = find_written(among)
-        for unit in units:
-            unit.free(self.streams)
-        for unit, bucket in kept:
-            unit.free(self.streams)
-            unit.drop_kept(self.streams, [bucket])
+        """Free what is gathered and was written since: it is gathered again."""
+        for unit in among:
+            if unit.state is not State.SHARDED and unit.is_stale():
+                unit.free(self.streams)
+            if unit.settings.keep_frozen is not None:
+                written = [b for b in unit.buckets if b.held and not b.holds()]
+                if written:
+                    unit.free(self.streams)
+                    unit.drop_kept(self.streams, written)
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None

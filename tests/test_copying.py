@@ -480,7 +480,8 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     }  # fmt: skip
     contents = {
         "params", "buckets", "links", "gather_tags", "reduce_tags", "unsharded", "is_trained",
-        "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_reserved_tags",
+        "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
+        "_reserved_tags",
         "_sharded", "_versioned", "_regrouped_for", "unwritten", "initial",
     }  # fmt: skip
     given = {"mesh", "device", "_settings", "_registration"}

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard
+from fsdp2 import RanksDisagreeError, fully_shard, watch_ranks
+from fsdp2.checkpoint import load_model, save_model
 from gathers import counting
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, distributed, ours_only, shared_folder
 from reference import assert_same
 
 pytestmark = ours_only("decisions that follow from what one rank knows")
@@ -70,27 +71,64 @@ def write_here(param: Any) -> None:
         param.to_local().mul_(-2)
 
 
-@pytest.mark.parametrize("kind", ["kept across micro-batches", "frozen and kept", "freed"])
-@distributed(2, 3)
-def test_one_rank_writes_to_its_rows(kind: str) -> None:
-    """All ranks compute with what it wrote."""
-    model = sharded()
-    shards = dict(model.named_parameters())
+def keep_gathered(model: Any, kind: str) -> None:
     if kind == "kept across micro-batches":
         model.set_reshard_after_backward(False)
         model.set_requires_gradient_sync(False)
-    elif kind == "frozen and kept":
+    else:
         model.layers[2].requires_grad_(False)
         model.set_keep_frozen_gathered(None)
-    for step in range(4):
+
+
+KINDS = pytest.mark.parametrize("kind", ["kept across micro-batches", "frozen and kept"])
+
+
+@KINDS
+@distributed(2, restart=True)  # ranks have met a different number of times then
+def test_a_write_on_one_rank_to_what_is_gathered_is_named(kind: str) -> None:
+    model = sharded()
+    shard = model.layers[2].weight
+    keep_gathered(model, kind)
+    step_with(model, 0)
+    writes = dist.get_rank() == 1
+    with watch_ranks(model, timeout_s=2), counting(model) as gathers:
+        step_with(model, 1)
+        assert not gathers.forward["layers.2.weight"]
+        if writes:
+            write_here(shard)
+        if kind == "frozen and kept":
+            match = r"gather 'layers.2' in forward \(only what it has already\) \(rank 0\), "
+            match += r"gather 'layers.2' in forward \(rank 1\)"
+            with pytest.raises(RanksDisagreeError, match=match):
+                step_with(model, 2)
+        elif writes:  # the other rank has no more to gather
+            match = "Rank 1 is about to gather 'layers.2' in forward, .* but rank 0 did not come"
+            with pytest.raises(RanksDisagreeError, match=match):
+                step_with(model, 2)
+        dist.barrier()
+
+
+@KINDS
+@distributed(3)
+def test_a_checkpoint_without_rows_for_a_rank(kind: str) -> None:
+    """It is loaded into what is kept gathered: all ranks gather again."""
+    mesh = cached_mesh(3)
+    model = Branches()
+    few = nn.Linear(6, 2)  # rows for two ranks of three
+    model.layers[2] = nn.Sequential(few, nn.Linear(2, 6))
+    for unit in (few, *model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    keep_gathered(model, kind)
+    with shared_folder() as path:
+        save_model(model, f"{path}/saved")
+        step_with(model, 0)
         with counting(model) as gathers:
-            expected = expected_loss(shards, step)
-            assert_same(step_with(model, step), expected, "loss")
-        again = gathers.forward["layers.2.weight"]
-        if kind != "freed":
-            assert again == (step in (0, 2)), (step, again)
-        if step == 1 and dist.get_rank() == 1:
-            write_here(shards["layers.2.weight"])
+            step_with(model, 1)
+        assert not gathers.forward["layers.2.0.weight"]
+        load_model(model, f"{path}/saved")
+    with counting(model) as gathers:
+        step_with(model, 2)
+    assert gathers.forward["layers.2.0.weight"] == 1
 
 
 @distributed(2)
