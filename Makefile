@@ -35,7 +35,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
-	bench-gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers clean
+	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -94,6 +94,9 @@ format: $(FOR_DEV)  ## format the code and fix what can be fixed
 
 bench: $(FOR_TRAIN)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
+
+gpu: $(FOR_TEST)  ## all that one GPU can show in nine minutes: tests, then bench-gpu
+	$(PY) -m benchmarks.gpu_session $(ARGS)
 
 bench-gpu: $(FOR_TRAIN)  ## on one GPU: step time, memory, a timeline (in small on the CPU)
 	$(PY) -m benchmarks.gpu $(ARGS)

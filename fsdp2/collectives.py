@@ -182,6 +182,19 @@ def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
 
 
+# Dtypes that all backends know. Others (float8, complex, bool) are gathered as bytes.
+_SENT = {
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
 class GroupTransport:
     """The collectives of the process group itself, coalesced: one call per gather of a unit, and
     per bucket that is reduced."""
@@ -210,7 +223,7 @@ class GroupTransport:
         )
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
-        if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].is_complex():
+        if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:
             plan.messages = plan.messages or GatherBatch([plan])  # of bytes
             plan = plan.messages
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)

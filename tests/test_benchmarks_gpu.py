@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, timeline
+from benchmarks import gpu, gpu_session, timeline
 from benchmarks.models import Block, StackConfig
 from benchmarks.steps import DisagreementError
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS
@@ -180,3 +180,46 @@ def test_intervals_are_joined_and_intersected() -> None:
     assert timeline.busy_s(one) == 4.0
     assert timeline.overlap_s(one, other) == pytest.approx(1.0)
     assert timeline.overlap_s(one, []) == 0.0
+
+
+def test_a_session_writes_down_each_part_when_it_ends(tmp_path: Path) -> None:
+    """One that fails, one that takes too long, and one that no time is left for."""
+    report = tmp_path / "gpu-session.json"
+    copies = f"import shutil; shutil.copy({str(report)!r}, {str(tmp_path / 'copy.json')!r})"
+    sleeps = "import time; print('began', flush=True); time.sleep(60)"
+    todo = [
+        gpu_session.Part("first", ("-c", "print('one line')"), 60),
+        gpu_session.Part("second", ("-c", f"{copies}; raise SystemExit(3)"), 60, "copy.json"),
+        gpu_session.Part("third", ("-c", sleeps), 3),
+    ]
+    returned = gpu_session.run(todo, tmp_path, 600)
+    assert json.loads(report.read_text()) == json.loads(json.dumps(returned))
+    first, second, third = returned["parts"]
+    assert (first["outcome"], first["last_lines"], first["result"]) == ("done", ["one line"], None)
+    assert (second["outcome"], second["result"]) == ("failed with status 3", "copy.json")
+    assert len(json.loads((tmp_path / "copy.json").read_text())["parts"]) == 1
+    assert third["outcome"] == "ended after 3 s, its limit"
+    assert third["last_lines"] == ["began"]
+    (late,) = gpu_session.run(todo[:1], tmp_path, gpu_session.LEAST_S / 2)["parts"]
+    assert late == {"name": "first", "outcome": "not run: no time was left"}
+
+
+def test_the_parts_of_a_session_are_there() -> None:
+    """Files and options that it names; with a GPU, its limits are within the budget."""
+    for small in (False, True):
+        for part in gpu_session.parts(Path("results"), small=small):
+            names = [name for name in part.arguments if name.startswith("tests/")]
+            assert all((gpu_session.machine.REPOSITORY / name).exists() for name in names)
+            if "benchmarks.gpu" in part.arguments:
+                gpu.parse(list(part.arguments[2:]))
+    first = gpu_session.parts(Path("results"), small=False)[:3]
+    assert sum(part.limit_s for part in first) < gpu_session.BUDGET_S
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_session_in_small(tmp_path: Path) -> None:
+    assert gpu_session.main(["--small", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "gpu-session.json").read_text())
+    assert [part["outcome"] for part in report["parts"]] == ["done"] * 3
+    assert report["parts"][-1]["result"] == "gpu-small.json"
