@@ -164,7 +164,7 @@ def materialize(
         >>> load_model(model, "Llama-3-8B")
     """
     on_mesh = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    usual = torch.device("cpu") if on_mesh is None else device_for(on_mesh)
+    usual = device_for(on_mesh)
     units = units_in(model)
     offloaded = {id(p.sharded) for u in units if u.settings.offload for p in u.params}
 

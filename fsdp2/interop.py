@@ -52,6 +52,11 @@ class PipelineState:
     def _fsdp_param_groups(self) -> list[PipelineState]:
         return [self]
 
+    @property
+    def _fsdp_param_group(self) -> PipelineState:
+        """As torch 2.11 has it."""
+        return self
+
     def post_backward(self) -> None:
         """Reduce what the micro-batches have accumulated."""
         if self._unit.runtime is not None:

@@ -148,7 +148,8 @@ _frozen_meshes: list[weakref.ref[DeviceMesh]] = []
 
 
 def _meshes() -> list[DeviceMesh]:
-    return [thing for thing in gc.get_objects() if isinstance(thing, DeviceMesh)]
+    # (Not isinstance: torch 2.12's looks for an attribute of every object.)
+    return [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]
 
 
 def _freeze() -> None:

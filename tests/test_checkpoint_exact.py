@@ -120,7 +120,10 @@ class Buffer(nn.Module):
     ("value", "message"),
     [
         (torch.ones(2, dtype=torch.complex128), "'value' has dtype torch.complex128, which"),
-        (torch.eye(3).to_sparse(), "'value' has layout torch.sparse_coo: only dense tensors"),
+        (
+            torch.eye(3, device="cpu").to_sparse(),
+            "'value' has layout torch.sparse_coo: only dense tensors",
+        ),
         (torch.ones(2, device="meta"), "'value' is on the meta device: it has no values to save"),
     ],
     ids=["complex128", "sparse", "meta"],

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, LORA, MLP, TRANSFORMER
 from reference import (
     assert_all_same,
@@ -406,6 +406,7 @@ def test_dtypes_are_mixed() -> None:
 
 
 @ours_only("accurate sums")
+@cpu_only("its kernels of norms are those that are not accurate")
 @distributed(2)
 def test_large_gradients_are_measured_accurately() -> None:
     """torch's own norm of these is wrong in the fifth digit."""
@@ -420,6 +421,7 @@ def test_large_gradients_are_measured_accurately() -> None:
 
 
 @ours_only("plain tensors beside DTensors")
+@cpu_only("the device of threads has no sparse tensors")
 @distributed(2)
 def test_plain_sparse_and_repeated_parameters() -> None:
     embedding = nn.Embedding(5, 3, sparse=True)

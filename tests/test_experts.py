@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
-from harness import cached_mesh, distributed, ours_only, run_on
+from harness import DEVICE, cached_mesh, distributed, ours_only, run_on
 from reference import assert_same, average_gradients, gathering, whole
 
 pytestmark = [ours_only("experts")]
@@ -306,7 +306,7 @@ def test_experts_on_the_meta_device() -> None:
         model = build(Block, 4)
     shard(model, expert_mesh(2, 2), data)
     assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     for p in model.parameters():
         nn.init.constant_(p, 0.5)
     assert model(torch.ones(3, DIM)).isfinite().all()
@@ -359,7 +359,7 @@ def load_experts(folder: str, shape: tuple[int, ...], expected: list[Tensor]) ->
     Checkpointer(folder).load(model=model, optimizer=optimizer)
     states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
     loaded = [whole(t) for t in (*model.parameters(), *states)]
-    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(loaded, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])

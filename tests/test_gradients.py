@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from harness import distributed
+from harness import cpu_only, distributed
 from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
 from reference import (
     assert_same,
@@ -94,11 +94,17 @@ WAYS_TO_KEEP: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+NUMPY = cpu_only("arrays of numpy are on the host")
+
+
 def values_of(kept: Any) -> list[float]:
     return torch.as_tensor(kept).flatten().tolist()
 
 
-@pytest.mark.parametrize("way", list(WAYS_TO_KEEP))
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=NUMPY if "numpy" in way else ()) for way in WAYS_TO_KEEP],
+)
 @distributed(1, 2)
 def test_gradients_kept_in_part_or_by_another_name(way: str) -> None:
     """Whoever owns the storage, nobody overwrites or frees what can still be read."""
@@ -117,7 +123,7 @@ def test_gradients_kept_in_part_or_by_another_name(way: str) -> None:
         assert values_of(kept) == before
 
 
-@pytest.mark.parametrize("way", ["local tensor", "flat view", "numpy"])
+@pytest.mark.parametrize("way", ["local tensor", "flat view", pytest.param("numpy", marks=NUMPY)])
 @distributed(1, 2)
 def test_gradients_kept_and_dropped_between_forward_and_backward(way: str) -> None:
     """`zero_grad` right before backward, as many training loops have it."""

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    ShardPlacementResult as TorchShardPlacementResult,
-)
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -121,11 +119,13 @@ def test_results_that_hold_torchs_description_of_a_mesh() -> None:
     mesh = cached_mesh(4, names=("dp",))
     small = cached_mesh(2, 2, names=("ep", "edp"))["edp"]
     info = FSDPMeshInfo(small, shard_mesh_dim=0)
-    for result in (
-        TorchShardPlacementResult(placement=Shard(1), mesh_info=info),
+    results: list[Any] = [
         ShardPlacementResult(placement=Shard(1), mesh_info=info),
         ShardPlacementResult(Shard(1), info),
-    ):
+    ]
+    if hasattr(torch_common, "ShardPlacementResult"):  # torch 2.12
+        results.append(torch_common.ShardPlacementResult(placement=Shard(1), mesh_info=info))
+    for result in results:
         model = nn.Linear(4, 4)
         fully_shard(
             model, mesh=mesh, shard_placement_fn=lambda p, r=result: r if p.ndim > 1 else None

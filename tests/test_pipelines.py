@@ -94,7 +94,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def batch_of(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + data_rank)
     ids = torch.randint(VOCABULARY, (2 * NUM_MICRO_BATCHES, LENGTH + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # torch 2.11 compares strides
 
 
 @dataclasses.dataclass
@@ -145,6 +145,8 @@ class Pipeline:
         if kind in LOOPED:
             own = [rank + i * num_ranks for i in range(rounds)]
         elif kind in V_SHAPED:
+            if torch.__version__ < "2.12":
+                pytest.skip("V-shaped schedules of torch 2.11 send to their own rank: not on gloo")
             own = [rank, 2 * num_ranks - 1 - rank]
         num_stages = num_ranks * len(own)
         plain = nn.Sequential(*(Stage(i, num_stages, norm=norm) for i in range(num_stages)))

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, optim
-from harness import cached_mesh, distributed
+from harness import DEVICE, cached_mesh, distributed
 from reference import assert_same, average_gradients, own_part
 from subclasses import (
     STYLES,
@@ -210,7 +210,7 @@ def test_a_model_made_on_the_meta_device() -> None:
         with torch.device("meta"):
             model = with_two_tensors(layers(7))
         shard(model)
-        model.to_empty(device="cpu")
+        model.to_empty(device=DEVICE)
         with torch.no_grad():
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 part = own_part(theirs, mine)  # type: ignore[arg-type]

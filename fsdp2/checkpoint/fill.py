@@ -166,15 +166,23 @@ def _make_real(
             f"state_dict() makes tensors on the meta device that are no parameters or buffers of "
             f"the model: {some(derived)}. Call model.to_empty(device=...) before loading"
         )
+    usual = _usual_device(model)
     with torch.no_grad():
-        return {id(w.tensor): _real(w.tensor, device) for w in meta}
+        return {id(w.tensor): _real(w.tensor, device, usual) for w in meta}
 
 
-def _real(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    return torch.empty_like(tensor, device=device or device_for(tensor))
+def _real(tensor: Tensor, device: torch.device | str | None, usual: torch.device) -> Tensor:
+    own = device_for(tensor) if isinstance(tensor, DTensor) else usual
+    return torch.empty_like(tensor, device=device or own)
 
 
-def device_for(tensor: Tensor) -> torch.device:
+def _usual_device(model: nn.Module | None) -> torch.device:
+    """Where buffers belong, which are on no mesh: beside the parameters that compute with them."""
+    parameters = model.parameters() if model is not None else ()
+    return device_for(next((p for p in parameters if isinstance(p, DTensor)), None))
+
+
+def device_for(tensor: Tensor | None) -> torch.device:
     """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
         kind = tensor.device_mesh.device_type
@@ -189,12 +197,13 @@ def _install(
     device: torch.device | str | None,
 ) -> None:
     """Put tensors with memory in the place of those on the meta device."""
+    usual = _usual_device(model)
 
     def real(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         value = made.get(id(tensor))
-        return _real(tensor, device) if value is None else value  # gradients
+        return _real(tensor, device, usual) if value is None else value  # gradients
 
     model._apply(real)
     for alias, first in found.aliases.items():  # which plain modules lose on the way

@@ -144,7 +144,8 @@ def load_model(
             bytes are read once, and it is as it was after an error.
         names: translates the model's names into the checkpoint's: a dict (other names stay) or a
             function.
-        device: for tensors on the meta device; by default that of their mesh, or the CPU.
+        device: for tensors on the meta device; by default that of their mesh, for buffers that of
+            the parameters' mesh, for plain models the CPU.
 
     Returns:
         What was missing, unexpected and verified.
