@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoint_cases import adamw, assert_equal_bits, build, tokens, train, whole_state
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
-from harness import cpu_only, distributed, ours_only, run_on
+from harness import DEVICE, cpu_only, distributed, ours_only, run_on, shared_folder
 
 pytestmark = ours_only("checkpoints")
 
@@ -167,6 +167,20 @@ def test_weights_onto_the_meta_device(tmp_path: Path, to_mesh: tuple[str, int]) 
     assert "model.safetensors.index.json" in files
     assert len(files) > 4
     run_on(to_mesh[1], load_weights, str(tmp_path), to_mesh[0], expected)
+
+
+@distributed(2)
+def test_buffers_of_a_model_on_the_meta_device_come_to_its_mesh() -> None:
+    """They are on no mesh themselves."""
+    model = build("1d")
+    with shared_folder() as folder:
+        save_model(model, f"{folder}/weights")
+        with torch.device("meta"):
+            other = build("1d", seed=1)
+        load_model(other, f"{folder}/weights")
+    assert list(other.buffers())
+    assert {t.device.type for t in (*other.parameters(), *other.buffers())} == {DEVICE}
+    other(tokens(0))
 
 
 @distributed(2)

@@ -262,6 +262,11 @@ BODIES: list[tuple[int, str, dict[str, Any]]] = [
         {"kind": "frozen and kept"},
     ),
     (2, "test_one_rank_alone.test_one_rank_writes_between_forward_and_backward", {}),
+    (
+        2,
+        "test_checkpoint_elastic.test_buffers_of_a_model_on_the_meta_device_come_to_its_mesh",
+        {},
+    ),
     (4, "test_clip.test_any_mix_of_meshes_and_placements", {"order": 2.0}),
     (4, "test_clip.test_pipeline_stages", {"order": 2.0}),
     (4, "test_hsdp.test_training", {"name": "mlp"}),
