@@ -219,15 +219,26 @@ def peak_bytes(run: Run) -> int:
     return max(ledger.live_bytes)
 
 
+def reserved_bytes(device: torch.device) -> int | None:
+    """The most that the caching allocator had from the device since `peak_bytes` began."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def measure_memory(run: Run, base_bytes: int, world_size: int) -> dict[str, Any]:
     """Warms up; peak above what was there before the variant was made, state, agreement."""
     for _ in range(WARM_UP_STEPS):
         run.step()
+    if run.device.type == "cuda":
+        run.clear()
+        gc.collect()
+        torch.cuda.empty_cache()  # what other variants have left is none of this one's
     peak = peak_bytes(run) - base_bytes
+    reserved = reserved_bytes(run.device)
     run.clear()
     loss = run.forward_backward().item()
     result = {
         "peak_bytes": peak,
+        "reserved_bytes": None if reserved is None else reserved - base_bytes,
         "parameter_bytes": sum(t.nbytes for t in run.variant.local_parameters()),
         "gradient_bytes": sum(t.nbytes for t in run.variant.local_gradients()),
         "loss": loss,
@@ -378,6 +389,11 @@ def figures(worlds: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
             else {}
         )
         rows.append(figure | {"world_size": int(world_size), "load": None, "ratios": {}})
+        reserved = {name: r.get("reserved_bytes") for name, r in world["variants"].items()}
+        if None not in reserved.values():
+            figure = {"title": "peak memory that the allocator reserves", "unit": "MB"}
+            figure |= {"values": scaled(reserved, 1e-6), "targets": {}, "ratios": {}}
+            rows.append(figure | {"world_size": int(world_size), "load": None})
         for load, seen in world["loads"].items():
             for figure in timed_figures(seen["runs"], hides=on_gpu and float(load) <= HIDES):
                 rows.append(figure | {"world_size": int(world_size), "load": float(load)})

@@ -7,7 +7,8 @@ was found is in the file.
 1. Every collective that the library calls, on a group of one rank with NCCL: dtypes, that the host
    does not wait.
 2. The other tests marked `cuda`: streams, the caching allocator, graphs, offload.
-3. `benchmarks.gpu` with 8 simulated ranks, then with 64: step time, memory, a timeline.
+3. Bodies of all suites that one rank can run, with NCCL (`pytest --device cuda`).
+4. `benchmarks.gpu` with 8 simulated ranks, then with 64: step time, memory, a timeline.
 
 What it cannot show: collectives of several ranks in one NCCL group call, and the multiprocessors
 and memory bandwidth that NCCL's kernels take from compute. That needs several GPUs.
@@ -72,8 +73,9 @@ def parts(folder: Path, *, small: bool) -> list[Part]:
     cuda = (*tests, "-m", "cuda")
     return [
         Part("collectives", (*cuda, "tests/test_one_rank_group.py"), 90),
-        Part("tests", (*cuda, "tests", "--ignore=tests/test_one_rank_group.py"), 180),
-        Part("bench, 8 ranks", (*bench, "--world-sizes", "8"), 200, "gpu.json"),
+        Part("tests", (*cuda, "tests", "--ignore=tests/test_one_rank_group.py"), 150),
+        Part("bodies", (*tests, "--device", "cuda", "-k", "1ranks", "tests"), 100),
+        Part("bench, 8 ranks", (*bench, "--world-sizes", "8"), 180, "gpu.json"),
         Part("bench, 8 and 64 ranks", (*bench, "--world-sizes", "8", "64"), 300, "gpu.json"),
     ]
 

@@ -25,9 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     parser.addoption(
         "--device",
-        choices=("cpu", "testdev"),
+        choices=("cpu", "testdev", "cuda"),
         default="cpu",
-        help="run test bodies on this device: testdev is asynchronous (tests/testdev)",
+        help="run test bodies on this device: testdev is asynchronous (tests/testdev); cuda wants "
+        "a GPU for each rank, and skips what needs more than there are",
     )
 
 

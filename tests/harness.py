@@ -60,8 +60,9 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
 ]
-# The device of the tests in this process: "cpu", or "testdev" (`pytest --device testdev`, or a test
-# that asks for it). Tests there take longer: every operator goes through a queue.
+# The device of the tests in this process: "cpu", "testdev" (`pytest --device testdev`, or a test
+# that asks for it) or "cuda", with a GPU for each rank. Tests on "testdev" take longer: every
+# operator goes through a queue.
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
 JOB_TIMEOUT_S = 90.0
 SLOW_DEVICE = 3
@@ -227,6 +228,8 @@ def _serve(
     # (Not a file: ranks look at it every 10 ms only.)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     _share_gloo_device()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     backend = start_device() if DEVICE != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     dist.barrier()
@@ -268,7 +271,9 @@ def _share_gloo_device() -> None:
 
 
 def start_device() -> str:
-    """Makes the test device available; returns the backends that serve it and the CPU."""
+    """Makes the device available; returns the backends that serve it and the CPU."""
+    if DEVICE == "cuda":
+        return "cpu:gloo,cuda:nccl"
     import testdev
 
     testdev.start()
@@ -478,6 +483,8 @@ def run_on(
     """
     module, name = body.__module__, body.__qualname__
     key = world_size, device or DEVICE
+    if key[1] == "cuda" and world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {world_size} GPUs")
     if key not in _pools:
         _pools[key] = RankPool(*key)
     pool = _pools[key]

@@ -122,6 +122,12 @@ def test_the_memory_target_is_one_unit_below_torch() -> None:
         worlds = {"8": {"variants": {n: {"peak_bytes": p} for n, p in peaks.items()}, "loads": {}}}
         (figure,) = gpu.figures(worlds, settings)
         assert list(figure["targets"].values()) == [met]
+    for variant in worlds["8"]["variants"].values():
+        variant["reserved_bytes"] = 3e6
+    _, reserved = gpu.figures(worlds, settings)
+    assert set(reserved["values"].values()) == {3.0}
+    assert "reserves" in reserved["title"]
+    assert len(gpu.table({"figures": [figure, reserved]}).splitlines()) == 4
 
 
 def test_as_many_blocks_as_fit_beside_each_other() -> None:
@@ -212,7 +218,7 @@ def test_the_parts_of_a_session_are_there() -> None:
             assert all((gpu_session.machine.REPOSITORY / name).exists() for name in names)
             if "benchmarks.gpu" in part.arguments:
                 gpu.parse(list(part.arguments[2:]))
-    first = gpu_session.parts(Path("results"), small=False)[:3]
+    first = gpu_session.parts(Path("results"), small=False)[:4]
     assert sum(part.limit_s for part in first) < gpu_session.BUDGET_S
 
 
