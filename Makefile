@@ -71,11 +71,20 @@ train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-b
 test: $(FOR_TEST)  ## run the tests, each on one of its world sizes
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(FOR_TEST)  ## run the tests on all world sizes, and their long versions
+test-all: $(FOR_TEST)  ## run the tests on all world sizes, their long versions, test-device
 	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) --device testdev $(ON_DEVICE)
 
-test-device: $(FOR_TEST)  ## run test files on a device of threads; ARGS=tests/test_offload.py
-	$(PY) -m pytest $(PARALLEL) --device testdev $(ARGS)
+# What takes data between streams, the host and other ranks.
+ON_DEVICE = $(patsubst %,tests/test_%.py,accumulation batches checkpoint_device_bytes \
+	checkpoint_elastic checkpoint_exact checkpoint_parts checkpointing clip experts extensions \
+	finalization frozen_kept full_state generated grad_dtype gradients groups hsdp large_root \
+	lost_gradients mixed_precision offload one_rank_alone optim_kinds optim_local optim_whole \
+	parallel_2d parity_models pipelines prefetch recovery reshard shared_params tensor_parallel \
+	tensor_subclasses)
+
+test-device: $(FOR_TEST)  ## run suites on a device of threads, or ARGS=tests/test_offload.py
+	$(PY) -m pytest $(PARALLEL) --device testdev $(or $(ARGS),$(ON_DEVICE))
 
 test-versions: $(FOR_TEST)  ## run the tests that depend on torch's version; TORCH=2.13.0
 	$(PY) -m pytest $(PARALLEL) --torch-versions $(ARGS)
