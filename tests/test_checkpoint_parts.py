@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,11 @@ def experts_model() -> Experts:
 def save_experts(path: str, named: bool) -> dict[str, Tensor]:
     model = experts_model()
     if not named:
-        with pytest.raises(CheckpointError, match=r"disagree on the names.*rank_local"):
+        # The rank that finds it first tells the others.
+        found = r"disagree on the names.*rank_local"
+        with pytest.raises(CheckpointError, match=rf"{found}|rank \d gave up") as caught:
             save_model(model, path)
-        return {}
+        return {"found": torch.ones(())} if re.search(found, str(caught.value)) else {}
     save_model(model, path, rank_local=local_experts)
     return state_of(model)
 
@@ -171,7 +174,7 @@ def test_experts_that_only_their_rank_has(tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_names_are_refused(tmp_path: Path) -> None:
-    run_on(2, save_experts, str(tmp_path / "weights"), False)
+    assert any(run_on(2, save_experts, str(tmp_path / "weights"), False))
     assert not (tmp_path / "weights").exists()
     assert not list(tmp_path.iterdir()), "leftovers"
 
