@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import harness
 import testdev
 from fsdp2 import explain, fully_shard, replicate
 from harness import cached_mesh, distributed, ours_only, run_on
@@ -97,7 +98,7 @@ def test_smaller_groups_need_no_rank_outside_of_the_mesh() -> None:
 @distributed(3)
 def test_groups_of_some_ranks_do_not_confuse_later_ones() -> None:
     """torch numbers groups by a counter that all ranks have to advance together."""
-    pair = DeviceMesh("cpu", [0, 1])
+    pair = DeviceMesh(harness.DEVICE, torch.arange(2, device="cpu"))
     if dist.get_rank() < 2:
         model: Any = fully_shard(nn.Linear(8, 8), mesh=pair)
         model.set_separate_reduce_scatter_group(True)
