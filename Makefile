@@ -21,6 +21,7 @@ FOR_TRAIN := $(VENV)/.train
 FOR_EXAMPLES := $(VENV)/.examples
 FOR_TEST := $(VENV)/.test
 FOR_DEV := $(VENV)/.dev
+FOR_DOCS := $(VENV)/.docs
 else
 # Nothing is installed into an environment that is not ours.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -35,7 +36,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
-	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers clean
+	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -45,7 +46,7 @@ help:  ## list the targets
 	@echo "  environment is used instead of .venv where it has torch. TORCH=2.13.0 makes and uses"
 	@echo "  .venv-2.13.0."
 
-setup: $(FOR_DEV)  ## make .venv with all that any target needs (each installs its own part)
+setup: $(FOR_DEV) $(FOR_DOCS)  ## make .venv with all that any target needs (each installs its own part)
 
 train: $(FOR_TRAIN)  ## train a language model with sharded parameters
 	@$(PY) examples/launch.py $(if $(NPROC),--nproc-per-node $(NPROC)) \
@@ -101,6 +102,10 @@ format: $(FOR_DEV)  ## format the code and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(FOR_DOCS)  ## build the site into build/docs; ARGS=linkcheck checks external links
+	$(PY) -m sphinx -W --keep-going -n -q -d build/docs-cache -b $(or $(ARGS),html) \
+		docs build/$(if $(ARGS),docs-$(ARGS),docs)
+
 bench: $(FOR_TRAIN)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
 
@@ -138,8 +143,10 @@ $(VENV)/.train: requirements/train.txt
 $(VENV)/.examples: requirements/examples.txt $(VENV)/.train
 $(VENV)/.test: requirements/test.txt $(wildcard requirements/test-*.txt) $(VENV)/.examples
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.test
+# Beside them: nothing but the site needs it.
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.train
 
-$(VENV)/.train $(VENV)/.examples $(VENV)/.test $(VENV)/.dev: tools/environment.py pyproject.toml
+$(VENV)/.train $(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.docs: tools/environment.py pyproject.toml
 	@for python in python3.12 python3.13 python3.11 python3.14 python3; do \
 		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 			2>/dev/null; then found=$$python; break; fi; \

@@ -47,6 +47,7 @@ def _text(kind: str, text: str) -> str:
     text = text.replace("|", "/").replace("<", "&lt;")
     if len(text) > LONGEST:
         text = text[:LONGEST].rstrip() + " ..."
+    text = text.replace("](", "]\\(")  # a shape and a placement, not a link
     if kind == "wrong":
         return f"**WRONG** {text}"
     return f"{kind}: {text}" if text else kind

@@ -9,6 +9,7 @@ makes the folder if it is not there, and installs torch, what the named set need
     examples  the other examples: their data sets
     test      the tests
     dev       linting
+    docs      the documentation site; on top of train
 
 torch comes first, and what follows may not change it. On a machine without an NVIDIA GPU, the
 build for the CPU is taken if the package index that pip is configured with has one: it needs
@@ -25,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-SETS = ("train", "examples", "test", "dev")
+SETS = ("train", "examples", "test", "dev", "docs")
 NO_SUCH_BUILD = "No matching distribution found"
 
 

@@ -1,0 +1,129 @@
+"""The pages: all of them are in a table of contents, links resolve, and `make docs` builds a site.
+
+Links and the table of contents are read here without Sphinx, so that they hold wherever the tests
+run; what only Sphinx sees (references in docstrings) is in a long test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from harness import ours_only
+
+pytestmark = [ours_only("about the pages of this package")]
+
+ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
+DOCS = ROOT / "docs"
+PAGES = sorted(page for kind in ("md", "rst") for page in DOCS.rglob(f"*.{kind}"))
+LINKED = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *DOCS.rglob("*.md")])
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# -------------------------------------------------------------------------- the table of contents
+
+
+def listed(page: Path) -> Iterator[Path]:
+    """The pages that the tables of contents of ``page`` name."""
+    text = page.read_text()
+    for table in re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in table.splitlines():
+            if not line or line.startswith(":"):
+                continue
+            found = [
+                path
+                for kind in ("md", "rst")
+                for path in sorted(page.parent.glob(f"{line}.{kind}"))
+            ]
+            assert found or "*" in line, f"{name(page)} lists {line}, which is not there"
+            yield from found
+
+
+def test_every_page_is_in_the_table_of_contents_once() -> None:
+    seen, ahead = Counter([DOCS / "index.md"]), [DOCS / "index.md"]
+    while ahead:
+        pages = list(listed(ahead.pop()))
+        seen.update(pages)
+        ahead += pages
+    assert set(seen) == set(PAGES)
+    assert len(PAGES) > 10
+    assert max(seen.values()) == 1, [name(page) for page in seen if seen[page] > 1]
+
+
+# ------------------------------------------------------------------------------------------- links
+
+
+@cache
+def prose(page: Path) -> str:
+    """The text of a page without its code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What follows # in a link to a heading of ``page``."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*?) *$", text, re.MULTILINE)
+    }
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Path and anchor of every link to a file of the repository."""
+    for target in re.findall(r"(?<!\\)\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            yield path, anchor
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name)
+def test_links_to_files_and_headings_resolve(page: Path) -> None:
+    for path, anchor in links(page):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{path} is not there"
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}: no such heading"
+
+
+def test_links_are_found() -> None:
+    found = [link for page in LINKED for link in links(page)]
+    assert len(found) > 30
+    assert any(anchor for _, anchor in found)
+
+
+# ------------------------------------------------------------------------------------------ Sphinx
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    missing = [m for m in ("sphinx", "myst_parser", "furo") if not importlib.util.find_spec(m)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: requirements/docs.txt")
+    options = ["-W", "--keep-going", "-n", "-q", "-b", "html", "-d", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").exists()
+
+
+def test_make_docs_builds_what_the_long_test_builds() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^docs:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert {"-W", "--keep-going", "-n"} <= set(recipe.split())
+    assert "$(VENV)/.docs: requirements/docs.txt" in makefile
+    assert "make docs" in (ROOT / ".ci" / "run").read_text()
