@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from checkpoint_cases import build
 from fsdp2.checkpoint import (
@@ -133,6 +136,18 @@ def test_a_rank_that_fails_before_it_writes_tells_those_that_wait() -> None:
         # The same step again, as ranks count their attempts alike.
         checkpoints.save(1, model=model, extra=1)
         assert checkpoints.steps() == [1]
+
+
+@distributed(2)
+def test_a_partial_sum_is_not_saved() -> None:
+    model = build("1d")
+    mesh = init_device_mesh("cpu", (2,))
+    model.register_buffer("total", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    with (
+        shared_folder() as folder,
+        pytest.raises(CheckpointError, match=r"'total' has placement .*redistribute it first"),
+    ):
+        save_model(model, folder)
 
 
 @distributed(2)

@@ -339,9 +339,9 @@ def test_tensor_parallel_is_cut_first(rows: int, dp: int, tp: int) -> None:
 
 
 def test_placements_that_cannot_be_saved() -> None:
-    with pytest.raises(CheckpointError, match=r"'w' has placement .*: only sharded and replicated"):
+    with pytest.raises(ValueError, match=r"'w' has placement .*: only sharded and replicated"):
         box_of((4,), (2,), (Partial(),), (0,), "w")
-    with pytest.raises(CheckpointError, match=r"'w' has placements .* gives split factor 3"):
+    with pytest.raises(ValueError, match=r"'w' has placements .* gives split factor 3"):
         box_of((4,), (2, 2), (_StridedShard(0, split_factor=3), Shard(0)), (0, 0), "w")
 
 

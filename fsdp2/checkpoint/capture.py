@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from .boxes import Box
 from .errors import CheckpointError, some
 from .inner import entries_of, is_subclass
+from .manifest import Part
 from .placement import Balance, Holding, box_of, holding, ranks_of
-from .saving import Part
 from .state_layout import layout_of
 from .tensors import describe, local_of
 from .values import encode
@@ -126,7 +126,7 @@ def model_entries(
             members = (rank,) if not isinstance(tensor, DTensor) else ranks_of(tensor.device_mesh)
         else:
             members = together
-        held = holding(tensor, name, members, rank)
+        held = held_part(tensor, name, members, rank)
         entries.append(Entry("model", name, tensor, held, name in found.buffers and not mine))
     return entries
 
@@ -250,13 +250,25 @@ def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str,
     return {"params": params, "options": content, "optimizer": kind}
 
 
+def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
+    """`holding`, whose errors are those of a checkpoint here.
+
+    Raises:
+        CheckpointError: no rank has a box of ``tensor``.
+    """
+    try:
+        return holding(tensor, name, ranks, rank)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def _holding_of_state(
     value: Tensor, param: Tensor, name: str, of_param: Holding, rank: int
 ) -> Holding | None:
     """This rank's part of a tensor; None if other ranks do not know it."""
     shared = value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape)
     if isinstance(value, DTensor) or shared:
-        return holding(value, name, of_param.ranks, rank)
+        return held_part(value, name, of_param.ranks, rank)
     return None
 
 

@@ -25,6 +25,26 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor, and whether it is the one that writes it.
+
+    Attributes:
+        kind: "model" or "optim": which files it belongs to.
+        box: this rank's part. ``typical``: the first rank's, from which layouts are chosen, so
+            that all ranks choose alike.
+        ranks: all that hold a part.
+        writes: whether this rank writes it; a replica does not.
+    """
+
+    kind: str
+    tensor: TensorInfo
+    box: Box
+    typical: Box
+    ranks: tuple[int, ...]
+    writes: bool
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A box of one tensor that one rank wrote.
 

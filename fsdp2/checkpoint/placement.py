@@ -18,7 +18,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..dtensors import dtensor_over
 from .boxes import Box, split_evenly
-from .errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
             by the other slices too.
 
     Raises:
-        CheckpointError: for DTensors that are partial sums or not laid out as a box.
+        ValueError: for DTensors that are partial sums or not laid out as a box.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -63,7 +62,7 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointError(f"'{name}' is a DTensor on a mesh without this rank: {mesh}")
+        raise ValueError(f"'{name}' is a DTensor on a mesh without this rank: {mesh}")
     placements = tuple(tensor.placements)
     box = box_of(shape, tuple(mesh.shape), placements, tuple(coordinate), name)
     replica, num_replicas = 0, 1
@@ -127,9 +126,9 @@ def box_of(
             start[dim] += first
     for placement in placements:
         if not isinstance(placement, Replicate | Shard | _StridedShard):
-            raise CheckpointError(
-                f"'{name}' has placement {placement}: only sharded and replicated tensors can be "
-                "saved; redistribute it first"
+            raise ValueError(
+                f"'{name}' has placement {placement}: only sharded and replicated tensors have a "
+                "part on each rank; redistribute it first"
             )
     return Box(tuple(start), tuple(size))
 
@@ -159,7 +158,7 @@ def _order(
         while prod(mesh_shape[d] for d in order[:position]) < before and position < len(order):
             position += 1
         if prod(mesh_shape[d] for d in order[:position]) != before:
-            raise CheckpointError(
+            raise ValueError(
                 f"'{name}' has placements {placements} on a mesh of shape {mesh_shape}: no order "
                 f"of shardings gives split factor {before}"
             )

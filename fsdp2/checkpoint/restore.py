@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import ModelTensors, optimizer_names
+from .capture import ModelTensors, held_part, optimizer_names
 from .errors import CheckpointMismatch, some
 from .fill import Wanted
 from .inner import is_subclass
 from .manifest import state_name
 from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
-from .placement import holding
 from .source import Source, Stored
 from .state_layout import empty_state, is_laid_out
 from .tensors import NAMES
@@ -80,7 +79,7 @@ def match_model(
         if stored is None and shards is None:
             missing.append(name)
             continue
-        held = holding(tensor, name, (rank,), rank)
+        held = held_part(tensor, name, (rank,), rank)
         if stored is None:
             assert shards is not None
             used |= names_of(shards)
@@ -359,7 +358,7 @@ class _StateReader:
         is_new = tensor is None or not is_laid_out(tensor, param, noted)
         if tensor is None or is_new:
             tensor = empty_state(stored.info, noted, param, self.place.group)
-        held = holding(tensor, full_name, (self.rank,), self.rank)
+        held = held_part(tensor, full_name, (self.rank,), self.rank)
         self.load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=is_new))
         return tensor
 
@@ -368,7 +367,7 @@ class _StateReader:
         param = self.place.param
         shards = self.load.pieces.get(full_name)
         if shards is not None:
-            held = holding(param, full_name, (self.rank,), self.rank)
+            held = held_part(param, full_name, (self.rank,), self.rank)
             has_one = isinstance(old, Tensor) and is_subclass(old)
             state = old if has_one else empty_like_saved(full_name, param, shards, held.box)
             for part in wanted_of(full_name, state, shards, held.box) if is_subclass(state) else ():

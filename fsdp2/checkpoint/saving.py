@@ -19,33 +19,13 @@ from .boxes import Box, run_numel, run_offsets
 from .checksum import crc32
 from .disk import Disk
 from .header import FilePlan, TensorInfo, plan_file, plan_files
-from .manifest import BLOCK_BYTES, Chunk, SetOfFiles
+from .manifest import BLOCK_BYTES, Chunk, Part, SetOfFiles
 
 PIECE_BYTES = 4 * BLOCK_BYTES  # written at once: a checksum and a write each while in cache
 SYNC_BYTES = 64 << 20  # after so many bytes the disk is told to start
 SHARED_MIN_RUN_BYTES = 256 << 10
 SHARED_MAX_RUNS = 2048
 MAX_FILE_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank holds of a tensor, and whether it is the one that writes it.
-
-    Attributes:
-        kind: "model" or "optim": which files it belongs to.
-        box: this rank's part. ``typical``: the first rank's, from which layouts are chosen, so
-            that all ranks choose alike.
-        ranks: all that hold a part.
-        writes: whether this rank writes it; a replica does not.
-    """
-
-    kind: str
-    tensor: TensorInfo
-    box: Box
-    typical: Box
-    ranks: tuple[int, ...]
-    writes: bool
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from ..pinned import PinnedBytes
 from .capture import Captured
-from .saving import Part
+from .manifest import Part
 from .tensors import memory_of
 
 ALIGN_BYTES = 64

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..pinned import power_of_two
 from .errors import CheckpointError
 from .header import TensorInfo, header_length, parse_header
-from .saving import Part
+from .manifest import Part
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,

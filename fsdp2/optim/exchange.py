@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ..checkpoint.boxes import Box
+from ..checkpoint.placement import box_of
 from ..dtensors import dtensor_over
 from ..failures import explained
-
-if TYPE_CHECKING:
-    from ..checkpoint.boxes import Box
 
 Coordinate = tuple[int, ...]
 _CALL = "an optimizer's exchange of whole tensors (Muon, whole_step, run_whole)"
@@ -91,9 +89,6 @@ class Cut:
     def __init__(
         self, shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> None:
-        # The same arithmetic as for checkpoints; not imported by those who save none.
-        from ..checkpoint.placement import box_of
-
         self.mesh_shape = mesh_shape
         self.cuts = tuple(not isinstance(p, Replicate) for p in placements)  # for each mesh dim
         coordinates = product(*map(range, mesh_shape))

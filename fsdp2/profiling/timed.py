@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..collectives import Finish, Transport
 from ..unit import Unit
-from .clocks import Mark
+from .clocks import Clock, Mark
 from .events import Communication
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 
 @dataclass
@@ -46,6 +43,20 @@ class Operation:
         )
 
 
+class Watcher(Protocol):
+    """What a `TimedTransport` tells of: a recorder."""
+
+    clock: Clock
+
+    def operation(
+        self, unit: Unit, kind: str, num_ranks: int, sizes: tuple[int, int]
+    ) -> Operation: ...
+
+    def launched(self, operation: Operation, *, end: Mark = None) -> None: ...
+
+    def waited(self, operation: Operation, begin: Mark, end: Mark) -> None: ...
+
+
 class TimedTransport:
     """The transport of one reduction, which takes it over.
 
@@ -57,7 +68,7 @@ class TimedTransport:
     def __init__(
         self,
         transport: Transport,
-        recorder: Recorder,
+        recorder: Watcher,
         unit: Unit,
         kind: str,
         sizes: tuple[int, int],
