@@ -210,6 +210,108 @@ def test_a_step_without_a_backward_with_sync() -> None:
     model.reset_iter_state()
 
 
+def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The last micro-batch, and the step."""
+    backward(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def begins_later(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    finish(model, optimizer)
+    with account_gradients():
+        accumulate_and_sync(model)
+        finish(model, optimizer)
+
+
+def begins_after_forward(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    loss = MLP.loss(model, *MLP.batch(0, dist.get_rank(), next(model.parameters()).dtype))
+    with account_gradients():
+        loss.backward()
+        finish(model, optimizer)
+
+
+def begins_inside_backward(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    with contextlib.ExitStack() as accounts:
+
+        def begin(*_: Any) -> None:
+            accounts.enter_context(account_gradients())
+            handle.remove()
+
+        handle = model[2].register_full_backward_pre_hook(begin)  # type: ignore[index]
+        finish(model, optimizer)
+        finish(model, optimizer)
+
+
+def begins_between_micro_batches(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    with model.no_sync():
+        backward(model, 0)
+    with account_gradients():
+        accumulate_and_sync(model)
+        finish(model, optimizer)
+
+
+def ends_and_begins_again(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    with account_gradients():
+        finish(model, optimizer)
+    finish(model, optimizer)
+    with account_gradients():
+        finish(model, optimizer)
+
+
+def ends_between_micro_batches(model: FSDPModule, optimizer: torch.optim.Optimizer) -> None:
+    with account_gradients(), model.no_sync():
+        backward(model, 0)
+    finish(model, optimizer)
+    with account_gradients():
+        finish(model, optimizer)
+
+
+def hooks_of_accounts(model: nn.Module) -> list[Any]:
+    """What is left of them on the parameters that compute."""
+    params: list[Any] = [p.unsharded for u in unit_of(model).runtime.units for p in u.params]
+    hooks = [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [hook for hook in hooks if hook.__module__.startswith("fsdp2.testing")]
+
+
+ANYWHERE = [
+    begins_later,
+    begins_after_forward,
+    begins_inside_backward,
+    begins_between_micro_batches,
+    ends_and_begins_again,
+    ends_between_micro_batches,
+]
+
+
+@pytest.mark.parametrize("number", range(len(ANYWHERE)))
+@distributed(2)
+def test_accounts_begin_and_end_anywhere(number: int) -> None:
+    """Nothing is lost in any of these, and nothing is reported."""
+    harness.stop_accounts()
+    try:
+        for reshard, policy in ((True, None), (False, None), (True, BF16)):
+            options = {"dtype": torch.float32, "mp_policy": policy} if policy else {}
+            model, _ = pair(MLP, reshard_after_forward=reshard, **options)  # type: ignore[arg-type]
+            optimizer = torch.optim.SGD(model.parameters())
+            ANYWHERE[number](model, optimizer)  # type: ignore[arg-type]
+            assert not hooks_of_accounts(model)
+    finally:
+        harness.start_accounts()
+
+
+@distributed(2)
+def test_accounts_that_begin_after_forward_find_losses_too() -> None:
+    """Also of units that stay gathered, which nothing opened an account for."""
+    model, _ = pair(MLP, reshard_after_forward=False)
+    harness.stop_accounts()
+    loss = MLP.loss(model, *MLP.batch(0, dist.get_rank(), torch.float64))
+    text = r"'2\.bias', micro-batch 0: it was reduced, and not attached"
+    with planted(not_attached), pytest.raises(GradientLostError, match=text):
+        loss.backward()
+    unit_of(model).runtime.reset(discard=True)
+
+
 def test_the_context_is_not_nested() -> None:
     with account_gradients():
         with pytest.raises(RuntimeError, match="active already"), account_gradients():

@@ -26,12 +26,14 @@ _UNREDUCED = ("on_param", "waiting", "taken")
 def account_gradients() -> Iterator[None]:
     """Follow every gradient that autograd makes, and raise where one does not arrive.
 
-    For all sharded modules of this process, those that exist already included. Each accumulation
-    into an unsharded parameter is counted, by parameter and micro-batch, and followed through
-    accumulation and reductions to the ``.grad`` of the sharded parameter. At the end of a backward
-    with gradient sync (of `FSDPModule.finalize_backward`, of a pipeline's step) and at a step of an
-    optimizer, all that belongs there must have arrived. Costs some microseconds per parameter and
-    micro-batch, no memory, no communication; nothing outside of the context.
+    For all sharded modules of this process, those that exist already included. It may begin and end
+    anywhere in a training, also between forward and backward or between micro-batches: gradients
+    that were made before are not its own. Each accumulation into an unsharded parameter is counted,
+    by parameter and micro-batch, and followed through accumulation and reductions to the ``.grad``
+    of the sharded parameter. At the end of a backward with gradient sync (of
+    `FSDPModule.finalize_backward`, of a pipeline's step) and at a step of an optimizer, all that
+    belongs there must have arrived. Costs some microseconds per parameter and micro-batch, no
+    memory, no communication; nothing outside of the context.
 
     Micro-batches are numbered from 0 in every iteration, in the order of the unit's forwards.
 
@@ -51,7 +53,7 @@ def account_gradients() -> Iterator[None]:
         raise RuntimeError("account_gradients() is active already")
     _accounts.append(weakref.WeakSet())
     with ExitStack() as stack:
-        stack.callback(_accounts.clear)
+        stack.callback(_close)
         for owner, name, around in _FOLLOWED:
             method = getattr(owner, name)
             stack.enter_context(mock.patch.object(owner, name, _wrapped(method, around)))
@@ -60,6 +62,11 @@ def account_gradients() -> Iterator[None]:
 
 
 _accounts: list[weakref.WeakSet[Account]] = []  # one set while active
+
+
+def _close() -> None:
+    for account in list(_accounts.pop()):
+        account.close()
 
 
 def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,11 +82,16 @@ def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable
 
 def _launch_gather(original: Any, unit: Unit, *args: Any) -> None:
     original(*args)
+    _open(unit)
+
+
+def _open(unit: Unit) -> Account | None:
     if type(unit) is not Unit:
-        return  # one of an estimate, without gradients
+        return None  # one of an estimate, without gradients
     account = open_account(unit)
     watch(account, unit, _made)
     _accounts[0].add(account)
+    return account
 
 
 def _finish_gather(original: Any, unit: Unit, *args: Any) -> None:
@@ -101,7 +113,8 @@ def _post_forward(original: Any, runtime: Runtime, unit: Unit, **kwargs: Any) ->
 def _pre_backward(
     original: Any, runtime: Runtime, unit: Unit, forward: Any = None, **kwargs: Any
 ) -> None:
-    account = account_of(unit.gradients)
+    # (One that stayed gathered since before all this has no account yet.)
+    account = account_of(unit.gradients) or _open(unit)
     if account and not unit.backward_began:
         # (The hooks on outputs may run again in the backward of the weights.)
         first = forward is None or not forward.entered

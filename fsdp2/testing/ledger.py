@@ -92,6 +92,7 @@ class Account:
         self.owed: list[int] = []
         self.unseen: list[int] = []
         self.is_queued = False
+        self._handles: list[Any] = []  # of hooks
         self._num_forwards = 0
         self._numbers: weakref.WeakKeyDictionary[Forward, int] = weakref.WeakKeyDictionary()
 
@@ -110,6 +111,32 @@ class Account:
                 self.unseen.append(self.current)
 
     # -- from place to place ----------------------------------------------------------------
+
+    def follow(self, tensor: torch.Tensor, hook: Any) -> None:
+        """Call ``hook`` first of all when a gradient of ``tensor`` was accumulated.
+
+        In a model that has trained already the hook of the unit is there, which may take the
+        gradient: a later hook would find it made, and gone.
+        """
+        handle = tensor.register_post_accumulate_grad_hook(hook)
+        self._handles.append(handle)
+        # (The engine follows the order of insertion, which `OrderedDict.move_to_end` leaves.)
+        hooks: Any = tensor._post_accumulate_grad_hooks
+        earlier = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
+        hooks.update(earlier)
+
+    def close(self) -> None:
+        """Nothing is followed any more, and nothing of this is remembered.
+
+        What happens to the gradients from now on is not seen: another account would take a
+        gradient that was reduced meanwhile for a lost one.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        unit = self.unit()
+        if unit is not None:
+            vars(unit.gradients).pop(_KEY, None)
 
     def made(self, record: Record) -> None:
         """Autograd has accumulated a gradient."""
@@ -232,7 +259,7 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
         record.lose(record.on_param, "its unsharded parameter was replaced by another")
         record.tensor, record.seen = tensor, None
         if tensor.requires_grad:
-            tensor.register_post_accumulate_grad_hook(_reporting(account, record, on_made))
+            account.follow(tensor, _reporting(account, record, on_made))
         else:
             record.tensor = None  # may be thawed later
 
