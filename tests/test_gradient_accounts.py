@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import harness
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.gradients import Reduction
 from fsdp2.runtime import Runtime
+from fsdp2.storage import Bucket
 from fsdp2.testing import GradientLostError, account_gradients
 from fsdp2.unit import unit_of
 from fsdp2.unit_gradients import UnitGradients
-from harness import distributed, ours_only
+from harness import cached_mesh, distributed, ours_only
 from models import MLP
 from reference import pair, shard_case
 from subclasses import two_tensor_methods, with_two_tensors
@@ -310,6 +311,30 @@ def test_accounts_that_begin_after_forward_find_losses_too() -> None:
     with planted(not_attached), pytest.raises(GradientLostError, match=text):
         loss.backward()
     unit_of(model).runtime.reset(discard=True)
+
+
+@distributed(2)
+@mock.patch("fsdp2.storage.OWN_PIECE_MIN_BYTES", 64)
+def test_an_account_does_not_hold_what_is_given_back_early() -> None:
+    """The first and the last layer have memory of their own in the root, and nothing refers to
+    them once their gradients are complete."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[1], mesh=cached_mesh(dist.get_world_size()))
+    fully_shard(model, mesh=cached_mesh(dist.get_world_size()), direct_min_bytes=0)
+    freed: set[str] = set()
+    free_early = Bucket.free_early
+
+    def noting(bucket: Bucket, i: int) -> None:
+        free_early(bucket, i)
+        assert bucket.gathered is not None
+        piece = bucket.gathered.piece(bucket.layout.slots[i].full_offset)
+        if not bucket.gathered.storages[piece].nbytes():
+            freed.add(bucket.params[i].fqn)
+
+    with mock.patch.object(Bucket, "free_early", noting):
+        model(torch.arange(8)).square().mean().backward()
+    assert freed == {"0.weight", "2.weight"}
 
 
 def test_the_context_is_not_nested() -> None:

@@ -37,11 +37,11 @@ class GradientLostError(RuntimeError):
 class Record:
     """The gradients of one parameter, as micro-batches, by the place where they are."""
 
-    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "tensor")
+    __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "watching")
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
-        self.tensor: Any = None  # the unsharded parameter that is watched
+        self.watching: Any = None  # the handle of the hook on the unsharded parameter
         self.seen: Any = None  # of its `.grad`: which tensor, and how often it was written
         self.num_reduced = 0
         self.lost: list[str] = []
@@ -52,9 +52,21 @@ class Record:
         self.partial: list[int] = []
         self.attaching: list[int] = []
 
+    @property
+    def tensor(self) -> Any:
+        """The unsharded parameter, if it is the one that is watched.
+
+        Looked up each time: a parameter that Python code refers to is not given back early.
+        """
+        tensor = self.param.unsharded
+        hooks = None if tensor is None else tensor._post_accumulate_grad_hooks
+        watched = self.watching is not None and hooks and self.watching.id in hooks
+        return tensor if watched else None
+
     def now(self) -> Any:
         """Changes with every write to ``.grad`` of the unsharded parameter."""
-        grad = None if self.tensor is None else self.tensor.grad
+        tensor = self.tensor
+        grad = None if tensor is None else tensor.grad
         return None if grad is None else (id(grad), grad._version)
 
     def lose(self, micro_batches: list[int], why: str) -> None:
@@ -112,8 +124,8 @@ class Account:
 
     # -- from place to place ----------------------------------------------------------------
 
-    def follow(self, tensor: torch.Tensor, hook: Any) -> None:
-        """Call ``hook`` first of all when a gradient of ``tensor`` was accumulated.
+    def follow(self, tensor: torch.Tensor, hook: Any) -> Any:
+        """Call ``hook`` first of all when a gradient of ``tensor`` was accumulated; its handle.
 
         In a model that has trained already the hook of the unit is there, which may take the
         gradient: a later hook would find it made, and gone.
@@ -124,6 +136,7 @@ class Account:
         hooks: Any = tensor._post_accumulate_grad_hooks
         earlier = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
         hooks.update(earlier)
+        return handle
 
     def close(self) -> None:
         """Nothing is followed any more, and nothing of this is remembered.
@@ -173,7 +186,7 @@ class Account:
     def accumulated(self, waiting: Any) -> None:
         """Sums are where they wait for a reduction; ``waiting``: by ``id`` of the parameter."""
         for record in self.records.values():
-            if record.on_param and record.tensor.grad is None:
+            if record.on_param and record.now() is None:
                 if id(record.param) in waiting:
                     record.waiting += record.on_param
                     record.on_param.clear()
@@ -257,11 +270,9 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
         if tensor is None or record.tensor is tensor:
             continue
         record.lose(record.on_param, "its unsharded parameter was replaced by another")
-        record.tensor, record.seen = tensor, None
-        if tensor.requires_grad:
-            account.follow(tensor, _reporting(account, record, on_made))
-        else:
-            record.tensor = None  # may be thawed later
+        record.watching = record.seen = None
+        if tensor.requires_grad:  # else it may be thawed later
+            record.watching = account.follow(tensor, _reporting(account, record, on_made))
 
 
 def _reporting(account: Account, record: Record, on_made: Any) -> Any:
