@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .checkpoint.fill import device_for
+from .checkpoint.fill import usual_device
 from .checkpoint.placement import own_part
 from .failures import explained
 from .hooks import about_to_write
@@ -163,8 +163,7 @@ def materialize(
         >>> materialize(model, parameters=False)
         >>> load_model(model, "Llama-3-8B")
     """
-    on_mesh = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    usual = device_for(on_mesh)
+    usual = usual_device(model)
     units = units_in(model)
     offloaded = {id(p.sharded) for u in units if u.settings.offload for p in u.params}
 

@@ -13,8 +13,9 @@ What is overwritten decides how often its bytes are read:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def fill(
     if verify_checksums and not verified:
         logger.info("%s was written without checksums: it cannot be verified", source.path)
     read = read_verified if verified else read_into
-    made = _make_real(model, wanted, device)
+    real = partial(_real, device=device, usual=usual_device(model))
+    made = _make_real(model, wanted, real)
     new = [w.target(made.get(id(w.tensor))) for w in wanted if w.new or w.tensor.is_meta]
     held = [w for w in wanted if not (w.new or w.tensor.is_meta)]
     staged: list[Target] = []
@@ -107,7 +109,7 @@ def fill(
     elif held:
         _read_in_place(source, held, read)
     if model is not None and found is not None and made:
-        _install(model, found, made, device)
+        _install(model, found, made, real)
     return verified
 
 
@@ -149,7 +151,7 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
 
 
 def _make_real(
-    model: nn.Module | None, wanted: Sequence[Wanted], device: torch.device | str | None
+    model: nn.Module | None, wanted: Sequence[Wanted], real: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """For each tensor on the meta device, by its id, one with memory, which the model gets later.
 
@@ -166,17 +168,17 @@ def _make_real(
             f"state_dict() makes tensors on the meta device that are no parameters or buffers of "
             f"the model: {some(derived)}. Call model.to_empty(device=...) before loading"
         )
-    usual = _usual_device(model)
     with torch.no_grad():
-        return {id(w.tensor): _real(w.tensor, device, usual) for w in meta}
+        return {id(w.tensor): real(w.tensor) for w in meta}
 
 
-def _real(tensor: Tensor, device: torch.device | str | None, usual: torch.device) -> Tensor:
+def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.device) -> Tensor:
+    """One with memory: on ``device``, else on that of its mesh, else on ``usual``."""
     own = device_for(tensor) if isinstance(tensor, DTensor) else usual
     return torch.empty_like(tensor, device=device or own)
 
 
-def _usual_device(model: nn.Module | None) -> torch.device:
+def usual_device(model: nn.Module | None) -> torch.device:
     """Where buffers belong, which are on no mesh: beside the parameters that compute with them."""
     parameters = model.parameters() if model is not None else ()
     return device_for(next((p for p in parameters if isinstance(p, DTensor)), None))
@@ -194,18 +196,17 @@ def _install(
     model: nn.Module,
     found: ModelTensors,
     made: dict[int, Tensor],
-    device: torch.device | str | None,
+    real: Callable[[Tensor], Tensor],
 ) -> None:
     """Put tensors with memory in the place of those on the meta device."""
-    usual = _usual_device(model)
 
-    def real(tensor: Tensor) -> Tensor:
+    def install(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         value = made.get(id(tensor))
-        return _real(tensor, device, usual) if value is None else value  # gradients
+        return real(tensor) if value is None else value  # gradients
 
-    model._apply(real)
+    model._apply(install)
     for alias, first in found.aliases.items():  # which plain modules lose on the way
         _set_tensor(model, alias, _get_tensor(model, first))
 
