@@ -57,10 +57,16 @@ def converted(kind: str) -> nn.Module:
         ),
         "int8 weights": int8.Int8QuantizedTrainingLinearWeight.from_float,
         "bitnet": bitnet.BitNetTrainingLinearWeight,
+        "float8": lambda w: w,
         "plain": lambda w: w,
     }[kind]
     for layer in (model[0], model[2]):
         layer.weight = nn.Parameter(make(layer.weight.detach()))
+    if kind == "float8":
+        from torchao import float8
+
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        return float8.convert_to_float8_training(model, config=config)
     return model
 
 
@@ -125,19 +131,14 @@ def test_training_is_that_of_one_process(kind: str, reshard: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("precomputed", [False, True], ids=["", "scales of all weights at once"])
-@distributed(2, 1)
+@distributed(2, 1, 4)
 def test_float8_training_is_that_of_one_process(precomputed: bool) -> None:
     """Weights are gathered in float8; the CPU emulates the products."""
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    sides = [convert_to_float8_training(converted("plain"), config=config) for _ in range(2)]
-    model, reference = shard(sides[0]), sides[1]
+    model, reference = shard(converted("float8")), converted("float8")
+    sides = [model, reference]
     local: Any = model[0].weight._local_tensor
     assert isinstance(local, WeightWithDynamicFloat8CastTensor)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0, foreach=False) for m in sides]
@@ -206,7 +207,8 @@ def after(model: nn.Module, optimizer: Any) -> list[Any]:
                 plain = local.dequantize() if hasattr(local, "block_size") else local
                 parts: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(parts, plain.detach())
-                found.append(torch.cat(parts) if isinstance(value, DTensor) else plain.clone())
+                num = value.device_mesh.size(-1) if isinstance(value, DTensor) else 1
+                found.append(torch.cat(parts[:num]) if num > 1 else plain.clone())
         x = torch.ones(1, 128)  # the same on any number of ranks
         (model(x) - 1).square().mean().backward()
         with mock.patch.object(torch, "compile", lambda function, **options: function):
@@ -215,17 +217,26 @@ def after(model: nn.Module, optimizer: Any) -> list[Any]:
     return found
 
 
+def layouts(*default: tuple[int, int]) -> Any:
+    """Numbers of ranks that save, and that load; 4 are two replicas of two shards."""
+    found = [(saving, loading) for saving in MESHES for loading in MESHES]
+    return pytest.mark.parametrize(
+        ("saving", "loading"),
+        [pytest.param(*two, marks=() if two in default else pytest.mark.long) for two in found],
+    )
+
+
 @pytest.mark.parametrize("stepped", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
+@layouts((2, 2))
 @pytest.mark.parametrize(
     "kind",
     ["AdamW8bit", *(pytest.param(k, marks=pytest.mark.long) for k in ("AdamW4bit", "AdamWFp8"))],
 )
 def test_quantized_state_is_saved_and_loaded(
-    tmp_path: Path, kind: str, ranks: int, stepped: bool
+    tmp_path: Path, kind: str, saving: int, loading: int, stepped: bool
 ) -> None:
-    saved = harness.run_on(2, save_state, kind, str(tmp_path))[0]
-    loaded = harness.run_on(ranks, load_state, kind, str(tmp_path), stepped=stepped)[0]
+    saved = harness.run_on(saving, save_state, kind, str(tmp_path))[0]
+    loaded = harness.run_on(loading, load_state, kind, str(tmp_path), stepped=stepped)[0]
     assert len(saved) == len(loaded)
     for before, now in zip(saved[: len(saved) // 2], loaded, strict=False):
         assert torch.equal(before, now)
@@ -248,14 +259,59 @@ def weights(kind: str, folder: str, *, save: bool) -> Any:
         return model(torch.ones(1, 128))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
+@layouts((2, 2))
 @pytest.mark.parametrize(
-    "kind", ["nf4", "int8 weights", pytest.param("int8 mixed precision", marks=pytest.mark.long)]
+    "kind",
+    [
+        "nf4",
+        "int8 weights",
+        *(pytest.param(k, marks=pytest.mark.long) for k in ("int8 mixed precision", "float8")),
+    ],
 )
-def test_quantized_weights_are_saved_and_loaded(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_quantized_weights_are_saved_and_loaded(
+    tmp_path: Path, kind: str, saving: int, loading: int
+) -> None:
     folder = str(tmp_path / "weights")
-    saved = harness.run_on(2, weights, kind, folder, save=True)[0]
-    assert torch.equal(saved, harness.run_on(ranks, weights, kind, folder, save=False)[0])
+    saved = harness.run_on(saving, weights, kind, folder, save=True)
+    loaded = harness.run_on(loading, weights, kind, folder, save=False)
+    assert all(torch.equal(out, saved[0]) for out in (*saved, *loaded))
+
+
+def train_float8(folder: str, first: int, last: int, precomputed: bool) -> list[float]:
+    """Losses of the steps from ``first`` to ``last``, with the same batch on all ranks; begins with
+    the checkpoint of the step before, if there is one, and saves in the end."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    model = shard(converted("float8"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    checkpoints = checkpoint.Checkpointer(folder)
+    if first:
+        checkpoints.load(model=model, optimizer=optimizer)
+    losses = []
+    for number in range(first, last):
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(number))
+        loss = (model(x) - 1).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if precomputed:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    checkpoints.save(last, model=model, optimizer=optimizer)
+    return losses
+
+
+@pytest.mark.parametrize("precomputed", [False, True], ids=["", "scales of all weights at once"])
+@layouts()
+def test_float8_training_goes_on_from_its_checkpoint(
+    tmp_path: Path, saving: int, loading: int, precomputed: bool
+) -> None:
+    never, resumed = str(tmp_path / "never"), str(tmp_path / "resumed")
+    wanted = harness.run_on(1, train_float8, never, 0, 4, precomputed)[0]
+    found = harness.run_on(saving, train_float8, resumed, 0, 2, precomputed)[0]
+    found += harness.run_on(loading, train_float8, resumed, 2, 4, precomputed)[0]
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert found[-1] < 0.98 * found[0]
 
 
 @pytest.mark.long

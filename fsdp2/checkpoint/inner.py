@@ -148,16 +148,20 @@ def follows_rows(
         fewer: the same tensor with fewer rows: what follows is shorter there.
     """
     rows = local.shape[0] if local.ndim else 0
-    if fewer is None:
-        return {n: True if t.shape == local.shape else None for n, t in inner.items()}
+    others = {} if fewer is None else inner_of(fewer)
     found: dict[str, bool | None] = {}
-    num = fewer.shape[0]
-    for name, other in inner_of(fewer).items():
-        before = inner[name]
-        if other.shape == before.shape:
+    for name, before in inner.items():
+        other = others.get(name)
+        if local.ndim and not before.ndim:
+            found[name] = False  # one number, also where the class leaves it out of what it cuts
+        elif fewer is None:
+            found[name] = True if before.shape == local.shape else None
+        elif other is None:
+            found[name] = None
+        elif other.shape == before.shape:
             found[name] = False
         else:
-            in_proportion = other.ndim and other.shape[0] * rows == before.shape[0] * num
+            in_proportion = other.ndim and other.shape[0] * rows == before.shape[0] * fewer.shape[0]
             found[name] = True if in_proportion else None
     return found
 

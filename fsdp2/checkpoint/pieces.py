@@ -108,6 +108,11 @@ def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> l
     inner = inner_of(local)
     wanted: list[Wanted] = []
     for part, target in inner.items():
+        if any(part not in piece.parts for piece in pieces):
+            raise CheckpointMismatch(
+                f"The inner tensor '{part}' of '{name}' is not in the checkpoint, and would stay "
+                "what it is for other values: load into a model without it, as it is when made anew"
+            )
         for stored, place, of_piece in _sources(name, part, pieces, start, stop, target.shape):
             into = target if place is None else target.narrow(0, place.start, len(place))
             wanted.append(Wanted(name, into, stored, of_piece, is_part=True))

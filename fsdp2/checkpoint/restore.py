@@ -382,8 +382,8 @@ class _StateReader:
 
 
 def _like_before(old: Any, stored: Stored) -> Tensor | None:
-    """The tensor that the optimizer has already, if it fits."""
-    if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape:
+    """The tensor that the optimizer has already, if it fits: ``stored`` is of no subclass."""
+    if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape or is_subclass(old):
         return None
     return old if NAMES.get(old.dtype) == stored.info.dtype else None
 

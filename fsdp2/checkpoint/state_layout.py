@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..dtensors import dtensor_over
 from .errors import CheckpointMismatch
 from .header import TensorInfo
+from .inner import is_subclass, local_part
 from .placement import box_of
 from .tensors import DTYPES
 
@@ -77,11 +78,22 @@ def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, 
         on_device = noted == DEVICE or group.get("fused") or group.get("capturable")
         return torch.zeros((), dtype=dtype, device=data.device if on_device else "cpu")
     if info.shape == tuple(data.shape):
+        if is_subclass(data):  # of a class that makes plain state, as torchao's float8 does
+            return _empty_plain(data, dtype)
         return torch.empty_like(data, dtype=dtype)
     raise CheckpointMismatch(
         f"'{info.name}' has shape {info.shape}, its parameter {tuple(data.shape)}: "
         "take a step first, so that the optimizer makes its state"
     )
+
+
+def _empty_plain(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Placed as ``param``, whose class the memory is not of."""
+    local = local_part(param)
+    made = torch.empty(local.shape, dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return made
+    return dtensor_over(made, param.device_mesh, param.placements, param.shape, param.stride())
 
 
 def _placements(dims: Dims, param: DTensor) -> list[Placement]:
