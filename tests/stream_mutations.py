@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from fsdp2 import collectives
+from fsdp2 import streams as streams_module
 from fsdp2 import unit as unit_module
 from fsdp2.collectives import GroupTransport
 from fsdp2.forwards import Forward
@@ -153,19 +154,22 @@ def _compute(module: Any) -> Any:
 
 @contextmanager
 def on_stream(cls: Any, name: str, which: str) -> Iterator[None]:
-    """The method runs on another stream of the last `DeviceStreams` made."""
-    original, made = getattr(cls, name), []
+    """The method runs on another one of the streams that are in use."""
+    original = getattr(cls, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
-        if not made:
+        # (All models share them: those of a real device were made before the patch.)
+        kept = (
+            streams_module._simulated[-1][1] if streams_module._simulated else streams_module._kept
+        )
+        if not kept:
             return original(*args, **kwargs)
-        streams = made[-1]
+        streams = next(reversed(kept.values()))
         stream = _compute(streams.module) if which == "compute" else getattr(streams, which)
         with streams.module.stream(stream):
             return original(*args, **kwargs)
 
-    note = after(DeviceStreams, "__init__", lambda self, *_: made.append(self))
-    with note, replace(cls, name, changed):
+    with replace(cls, name, changed):
         yield
 
 

@@ -4,7 +4,8 @@
 
 The checker of traces sees every fault in every run, on one process, where values are of no
 interest. This is the other side: real ranks, values and delays. Each fault's plan is trained once
-per seed of delays and compared, bit by bit, with the same training without the fault.
+per seed of delays; parameters, evaluations and what else a user looks at are compared, bit by bit,
+with the same training without the fault.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def trained(plan: stream_schedules.Plan, seed: int | None) -> list[torch.Tensor]
         device.synchronize()
         values = [p.detach() for p in training.model.parameters()]
         values = [getattr(value, "_local_tensor", value).cpu() for value in values]
-        return values + [kept._local_tensor.cpu() for kept in training.kept]
+        values += [kept._local_tensor.cpu() for kept in training.kept]
+        return values + [seen.cpu() for seen in training.seen]
 
 
 @contextmanager

@@ -279,6 +279,7 @@ class Training:
         self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.optimizer = _OPTIMIZERS[plan.optimizer](params)
         self.kept: list[Tensor] = []
+        self.seen: list[Tensor] = []  # what evaluations and looks gave
         self._choose()
         if plan.in_backward:
             for param in params:
@@ -360,13 +361,13 @@ class Training:
         x = torch.randint(0, VOCABULARY, shape) if self.plan.tokens else torch.randn(shape)
         if micro.evaluates:
             with torch.no_grad():
-                model(x)
+                self.seen.append(model(x))
             return
         loss = model(x).square().mean()
         if micro.looks:
             with torch.no_grad():
                 for param in model.parameters():
-                    getattr(param, "_local_tensor", param).sum()
+                    self.seen.append(getattr(param, "_local_tensor", param).sum())
         if micro.meddles == "writes":
             self.write_frozen()
         if micro.meddles == "unkeeps":
