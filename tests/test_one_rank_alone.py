@@ -8,8 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from fsdp2 import RanksDisagreeError, fully_shard, watch_ranks
+from fsdp2 import RanksDisagreeError, check_ranks_agree, fully_shard, watch_ranks
 from fsdp2.checkpoint import load_model, save_model
 from gathers import counting
 from harness import cached_mesh, distributed, ours_only, shared_folder
@@ -159,3 +164,58 @@ def test_one_rank_keeps_a_graph() -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, gathered)
     assert everywhere[0] == everywhere[1]
+
+
+# ----------------------------------------------------------- what checks between ranks name
+
+
+def step_after_freezing(model: Any, odd: bool) -> None:
+    """Too late for the comparison before the first forward."""
+    if odd:
+        model.layers[3].bias.requires_grad_(False)
+    step_with(model, 1)
+
+
+def step_of_a_pipeline(model: Any, odd: bool) -> None:
+    """Gathers between forward and backward, where gradients of weights are computed apart."""
+    loss = loss_of(model, 1)
+    if odd:
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+    loss.backward()
+
+
+ODD: dict[str, tuple[Any, str]] = {
+    "freezing": (
+        step_after_freezing,
+        r"reduce 'layers.3' \(weight, bias\) \(rank 0\), reduce 'layers.3' \(weight\) \(rank 1\)",
+    ),
+    "a pipeline's gather": (
+        step_of_a_pipeline,
+        r"gather 'layers.2' in backward \(rank 0\), gather 'unused' in forward \(rank 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+@distributed(2, restart=True)
+def test_what_one_rank_alone_does_to_a_model_is_named(what: str) -> None:
+    step, match = ODD[what]
+    model = sharded()
+    step_with(model, 0)
+    with watch_ranks(model, timeout_s=5), pytest.raises(RanksDisagreeError, match=match):
+        step(model, dist.get_rank() == 1)
+
+
+@distributed(2, restart=True)
+def test_a_hook_on_a_tensor_parallel_parameter_of_one_rank_is_named() -> None:
+    """It wants the whole gradient at once, where the other rank sums it late."""
+    mesh = cached_mesh(1, 2, names=("data", "tensor"))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    if dist.get_rank() == 1:
+        model[2].bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(RanksDisagreeError, match=r"hooks on '2.bias': False \(rank 0\), True "):
+        check_ranks_agree(model)
