@@ -41,7 +41,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="where the JSON files go (default benchmarks/results)",
     )
     parser.add_argument(
-        "--write-readme", action="store_true", help="put the table of all results in README.md"
+        "--write-readme",
+        action="store_true",
+        help="put the table of all results in benchmarks/README.md",
     )
     parser.add_argument("--quick", action="store_true", help=f"only plain, {BASELINE} and {OURS}")
     return parser.parse_args(arguments)
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         records = report.read_records(options.output)
         print(report.table([r for r in records if r["name"] in names]))
         if options.write_readme:
-            report.write_readme(REPOSITORY / "README.md", report.table(records))
+            report.write_readme(REPOSITORY / "benchmarks" / "README.md", report.table(records))
     except (DisagreementError, report.ReadmeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

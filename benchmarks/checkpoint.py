@@ -540,7 +540,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(record))
     progress(f"written to {path}")
     if options.write_readme:
-        report.write_readme(machine.REPOSITORY / "README.md", table(record), BEGIN, END)
+        report.write_readme(
+            machine.REPOSITORY / "benchmarks" / "README.md", table(record), BEGIN, END
+        )
     return 0
 
 
