@@ -59,6 +59,13 @@ def run_in_turn(
         runs: options, and the file for what is printed.
         without: modules that cannot be imported.
     """
+    run_scripts(num_ranks, [(script, *run) for run in runs], without=without)
+
+
+def run_scripts(
+    num_ranks: int, runs: list[tuple[str, list[str], Path]], *, without: Sequence[str] = ()
+) -> None:
+    """The same with a script for each run: its path below `examples`, options, printed."""
     ranks = []
     ports = [free_port() for _ in runs]
     for rank in range(num_ranks):
@@ -69,7 +76,7 @@ def run_in_turn(
             "LOCAL_WORLD_SIZE": num_ranks,
             "MASTER_ADDR": "127.0.0.1",
         }
-        args = (variables, ports, script, runs, without)
+        args = (variables, ports, runs, without)
         ranks.append(fork_context().Process(target=run_rank, args=args))
     for process in ranks:
         process.start()
@@ -79,7 +86,7 @@ def run_in_turn(
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
-    printed = [path.read_text() for _, path in runs if path.exists()]
+    printed = [path.read_text() for *_, path in runs if path.exists()]
     assert codes == [0] * num_ranks, (codes, *printed)
 
 
@@ -98,20 +105,19 @@ def free_port() -> int:
 def run_rank(
     variables: dict[str, Any],
     ports: list[int],
-    script: str,
-    runs: list[tuple[list[str], Path]],
+    runs: list[tuple[str, list[str], Path]],
     without: Sequence[str],
 ) -> None:
     """The main function of one rank."""
     sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
     os.environ.update(environment(**{name: str(value) for name, value in variables.items()}))
-    sys.path.insert(0, str(EXAMPLES))
-    for port, (options, printed) in zip(ports, runs, strict=True):
+    for port, (script, options, printed) in zip(ports, runs, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = [str(EXAMPLES / script), *options]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
