@@ -17,10 +17,10 @@ from math import prod
 import torch
 from torch import nn
 
-from fsdp2.accounting import ParameterFacts, buckets_of
-from fsdp2.layout import BucketLayout
-from fsdp2.settings import direct_min_bytes_for
-from fsdp2.terminal import show_bytes
+from fsdp2.describe.bucket_bytes import ParameterFacts, buckets_of
+from fsdp2.render.text import show_bytes
+from fsdp2.runtime.unit_config import direct_min_bytes_for
+from fsdp2.sharding.layout import BucketLayout
 
 from .machine import REPOSITORY
 from .published_models import LlamaBlock

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
-from fsdp2.checkpoint.source import open_source
+from fsdp2.checkpoint.loading.source import open_source
 
 from . import machine, report
 from .ranks import progress, run_ranks
@@ -152,7 +152,7 @@ def _locals(model: nn.Module) -> list[Tensor]:
 
 
 def _memories(model: nn.Module) -> list[memoryview]:
-    from fsdp2.checkpoint.tensors import memory_of
+    from fsdp2.checkpoint.format.tensors import memory_of
 
     return [memory_of(local) for local in _locals(model)]
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.collectives import Exchange
+from fsdp2.api.shard_model import shard_model
+from fsdp2.comm.transports import Exchange
 from fsdp2.estimation import estimate
 from fsdp2.estimation.checkpointing import apply_checkpointing
 from fsdp2.estimation.estimating import default_checkpoint_modules
-from fsdp2.strategies import shard_model
 from fsdp2.wrap import units_of
 
 from . import machine

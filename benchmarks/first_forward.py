@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import first_forward, fully_shard
-from fsdp2.meeting import Meeting
-from fsdp2.unit import units_in
+from fsdp2 import fully_shard
+from fsdp2.comm.store_exchange import Meeting
+from fsdp2.runtime import first_forward
+from fsdp2.runtime.unit import units_in
 
 from .ranks import run_ranks
 

@@ -66,14 +66,14 @@ def parts(folder: Path, *, small: bool) -> list[Part]:
     if small:
         tiny = ("--small", "--world-sizes", "4", "--loads", "0.5", "--rounds", "1", "--iters", "1")
         return [
-            Part("collectives", (*tests, "tests/test_one_rank_group.py"), 300),
-            Part("tests", (*tests, "tests/test_cuda.py", "-k", "cpu"), 120),
+            Part("collectives", (*tests, "tests/core/test_one_rank_group.py"), 300),
+            Part("tests", (*tests, "tests/core/test_cuda.py", "-k", "cpu"), 120),
             Part("bench, 4 ranks", (*bench, *tiny), 120, "gpu-small.json"),
         ]
     cuda = (*tests, "-m", "cuda")
     return [
-        Part("collectives", (*cuda, "tests/test_one_rank_group.py"), 90),
-        Part("tests", (*cuda, "tests", "--ignore=tests/test_one_rank_group.py"), 150),
+        Part("collectives", (*cuda, "tests/core/test_one_rank_group.py"), 90),
+        Part("tests", (*cuda, "tests", "--ignore=tests/core/test_one_rank_group.py"), 150),
         Part("bodies", (*tests, "--device", "cuda", "-k", "1ranks", "tests"), 100),
         Part("bench, 8 ranks", (*bench, "--world-sizes", "8"), 180, "gpu.json"),
         Part("bench, 8 and 64 ranks", (*bench, "--world-sizes", "8", "64"), 300, "gpu.json"),

@@ -5,20 +5,21 @@ are gathered straight into place, and what does not change between steps is comp
 """
 
 # First: it warns of a torch that was not tested before anything else can fail on it.
-from .versions import __version__ as __version__  # isort: split
+from .common.versions import __version__ as __version__  # isort: split
 
 from . import optim, wrap
-from . import torch_private as torch_private  # looks private names of torch up
-from .agreement import check_ranks_agree, watch_ranks
+from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
+from .api.fully_shard import fully_shard, replicate
+from .api.functions import register_fsdp_forward_method, share_comm_ctx
+from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
+from .api.module import FSDPModule, UnshardHandle
+from .api.shard_model import shard_model
+from .comm.store_exchange import RanksDisagreeError
+from .common import torch_private as torch_private  # looks private names of torch up
+from .describe.explain import explain
+from .describe.explanation import Explanation
+from .describe.rank_checks import check_ranks_agree, watch_ranks
 from .estimation import Estimate, estimate
-from .explain import explain
-from .finalization import GradientReductionHandle
-from .full_state import full_state_dict, iter_full_tensors, load_full_state_dict
-from .fully_shard import fully_shard, replicate
-from .functions import register_fsdp_forward_method, share_comm_ctx
-from .initialization import broadcast_replicas, init_on_whole_tensors, materialize
-from .meeting import RanksDisagreeError
-from .module import FSDPModule, UnshardHandle
 from .optim import clip_grad_norm_, get_total_norm
 from .planner import Hardware, Plan, plan
 from .policy import (
@@ -29,8 +30,7 @@ from .policy import (
     ShardPlacementResult,
 )
 from .profiling import Profile, profile
-from .reports import Explanation
-from .strategies import shard_model
+from .runtime.finalization import GradientReductionHandle
 from .wrap import UnitDescription, units_of
 
 __all__ = [

@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .dtensors import dtensor_over
-from .failures import reraise
-from .fully_shard import fully_shard
-from .tree import tensors_in
+from .api.fully_shard import fully_shard
+from .common.failures import reraise
+from .common.pytree import tensors_in
+from .dtensor.from_local import dtensor_over
 
 __all__ = ["TokenExchange", "local_experts", "shard_experts"]
 

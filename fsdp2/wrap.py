@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from .suggestions import did_you_mean
-from .terminal import bytes_of
+from .common.suggestions import did_you_mean
+from .render.text import bytes_of
 
 Group = tuple[str, ...]  # names of the modules of one unit
 WrapPolicy = Callable[[nn.Module], Iterable[str | Sequence[str]]]

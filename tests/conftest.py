@@ -27,8 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         choices=("cpu", "testdev", "cuda"),
         default="cpu",
-        help="run test bodies on this device: testdev is asynchronous (tests/testdev); cuda wants "
-        "a GPU for each rank, and skips what needs more than there are",
+        help="run test bodies on this device: testdev is asynchronous (support/testdev), cuda "
+        "wants a GPU for each rank, and skips what needs more than there are",
     )
 
 

@@ -11,8 +11,8 @@ from .errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
 )
-from .job import SaveHandle
-from .restore import LoadReport
+from .loading.restore import LoadReport
+from .saving.job import SaveHandle
 from .weights import load_model, save_model
 
 __all__ = [

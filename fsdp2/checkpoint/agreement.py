@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..failures import explained
+from ..common.failures import explained
+from ..dtensor.placement import all_ranks, this_rank
 from .errors import CheckpointError
-from .placement import all_ranks, this_rank
 
 _run: dict[int, str] = {}  # id of the store -> nonce of the run
 _attempts: Counter[str] = Counter()

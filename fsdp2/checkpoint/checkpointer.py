@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared, run_nonce, said_by_first
-from .capture import Captured, RankLocal, capture, tensors_of
-from .disk import Disk
 from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
-from .fill import Wanted, check_meta, fill
-from .job import Options, SaveHandle, SaveJob
-from .manifest import FOLDER, own_name
-from .placement import all_ranks, this_rank
-from .random_state import random_states, set_random_states
-from .restore import (
+from .format.disk import Disk
+from .format.manifest import FOLDER, own_name
+from .format.tensors import tensors_in
+from .format.values import decode, encode
+from .loading.fill import Wanted, check_meta, fill
+from .loading.restore import (
     LoadReport,
     OptimizerLoad,
     check_fit,
@@ -32,11 +31,12 @@ from .restore import (
     set_extra_state,
     values_of_rank,
 )
-from .roll_call import RollCall
-from .source import Source, open_source
-from .staging import Staging
-from .tensors import tensors_in
-from .values import decode, encode
+from .loading.source import Source, open_source
+from .saving.capture import Captured, RankLocal, capture, tensors_of
+from .saving.job import Options, SaveHandle, SaveJob
+from .saving.random_state import random_states, set_random_states
+from .saving.roll_call import RollCall
+from .saving.staging import Staging
 
 STEP = re.compile(r"step-(\d{6}|[1-9]\d{6,})")
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

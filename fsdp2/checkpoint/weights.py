@@ -10,22 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared
-from .capture import RankLocal, capture, check_model, tensors_of
-from .disk import Disk
 from .errors import CheckpointError
-from .fill import check_meta, fill
-from .job import Options, SaveHandle, SaveJob
-from .placement import all_ranks, this_rank
-from .restore import (
-    LoadReport,
-    NameMap,
-    match_model,
-    set_extra_state,
-    values_of_rank,
-)
-from .roll_call import RollCall
-from .source import Source, open_source
+from .format.disk import Disk
+from .loading.fill import check_meta, fill
+from .loading.restore import LoadReport, NameMap, match_model, set_extra_state, values_of_rank
+from .loading.source import Source, open_source
+from .saving.capture import RankLocal, capture, check_model, tensors_of
+from .saving.job import Options, SaveHandle, SaveJob
+from .saving.roll_call import RollCall
 
 
 def save_model(

@@ -1,6 +1,6 @@
 """A device that only remembers what was put on its streams, and what waits for what.
 
-`LaunchDevice` has what `fsdp2.streams.DeviceStreams` uses of ``torch.cuda``. What comes out is a
+`LaunchDevice` has what `DeviceStreams` uses of ``torch.cuda``. What comes out is a
 graph of `Launch`es, to which a planner gives times.
 """
 

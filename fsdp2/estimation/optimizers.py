@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..suggestions import did_you_mean
+from ..common.suggestions import did_you_mean
 from .meter import StorageMeter
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -1,6 +1,6 @@
 """Replays a traced step through the library's own runtime, for any mesh and any policy.
 
-`runtime.Runtime` decides, as in a run: what is prefetched, what is kept, which reductions may be
+`root.Runtime` decides, as in a run: what is prefetched, what is kept, which reductions may be
 in flight. Its units are those of `stand_ins`, so what comes out are bytes and launches.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..mesh import DataParallelMesh
+from ..comm.streams import DeviceStreams, Streams
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..runtime import Runtime
-from ..settings import Settings
-from ..streams import DeviceStreams, Streams
+from ..runtime.root import Runtime
+from ..runtime.unit_config import Settings
+from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
 from .account import Account
 from .device import Launch, LaunchDevice, Transfer

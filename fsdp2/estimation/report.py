@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..terminal import plural, show_bytes, table
+from ..render.text import plural, show_bytes, table
 from .account import Peak
 
 _PHASES = (("forward", "forward"), ("backward", "backward"), ("step", "optimizer step"))

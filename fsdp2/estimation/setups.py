@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..strategies import find_strategy, reshard_of
+from ..api.shard_model import find_strategy, reshard_of
 from ..wrap import UnitDescription
 from .replay import Setup
 

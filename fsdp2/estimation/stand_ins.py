@@ -17,18 +17,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..collectives import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport
-from ..gradients import Reduction
-from ..late_sums import LateSums
-from ..layout import BucketLayout
-from ..mesh import DataParallelMesh
+from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport
 from ..policy import compute_dtype
-from ..reduction import ReducePlan, _is_simple
-from ..settings import Settings
-from ..storage import Bucket
-from ..unit import Unit
-from ..unit_contents import UnitContents
-from ..unit_gradients import UnitGradients
+from ..runtime.deferred_reductions import LateSums
+from ..runtime.param_group import UnitContents
+from ..runtime.reduction import Reduction
+from ..runtime.unit import Unit
+from ..runtime.unit_config import Settings
+from ..runtime.unit_grads import UnitGradients
+from ..sharding.bucket import Bucket
+from ..sharding.layout import BucketLayout
+from ..sharding.mesh import DataParallelMesh
+from ..sharding.reduce_plan import ReducePlan, _is_simple
 from .account import Account, Held
 from .device import Copy, LaunchDevice, Transfer
 from .events import ParamInfo
@@ -270,7 +270,7 @@ class _Regrouped:
 
 
 def make_counting_transport(world: World, device: torch.device, size: int, group: str) -> Any:
-    """What `collectives.make_transport` would choose."""
+    """What `transports.make_transport` would choose."""
     exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
     return (_CountingExchange if exchanges else _CountingCollectives)(world, device, size, group)
 
@@ -482,7 +482,7 @@ class _Links:
         return make_counting_transport(self._world, self._device, size, group)
 
     def regroup(self, size: bool | int) -> int | None:
-        """As `links.Links.regroup`."""
+        """As `mesh_transports.Links.regroup`."""
         num_shards = self.mesh.num_shards
         if type(size) is not int or size >= num_shards or num_shards % size:
             return None

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as _DataD
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as _DynamicShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..hooks import UnitHooks
+from ..common.pytree import map_tensors, tensors_in
 from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of
-from ..settings import Settings
-from ..tree import map_tensors, tensors_in
+from ..runtime.hooks import UnitHooks
+from ..runtime.unit_config import Settings
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
 from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace

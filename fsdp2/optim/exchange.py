@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ..checkpoint.boxes import Box
-from ..checkpoint.placement import box_of
-from ..dtensors import dtensor_over
-from ..failures import explained
+from ..common.failures import explained
+from ..dtensor.boxes import Box
+from ..dtensor.from_local import dtensor_over
+from ..dtensor.placement import box_of
 
 Coordinate = tuple[int, ...]
 _CALL = "an optimizer's exchange of whole tensors (Muon, whole_step, run_whole)"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .parts import laid_out_like, local_part, placed_like
+from ..dtensor.parts import laid_out_like, local_part, placed_like
 from .probe import Trial, why_not_elementwise
 from .stepping import KEPT, check_optimizer, original_name, raw_step, replace_step
 from .values import is_container, map_tensors

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtensor.parts import local_part, placed_like, zeros_like
 from .exchange import Layout
-from .parts import local_part, placed_like, zeros_like
 from .whole import BATCH_BYTES, WholeTask, run_whole
 
 

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from ..failures import explained
-from .parts import local_part, uncompiled, without_partial_sums
+from ..common.failures import explained
+from ..dtensor.parts import local_part, uncompiled, without_partial_sums
 
 # CPU tensors below this are measured together: one call for each would cost more than the copy.
 SMALL_NUMEL = 4096

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .parts import local_part
+from ..dtensor.parts import local_part
 from .stepping import isolated, original_name, own_attributes
 from .values import copied, is_container, map_tensors, same
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..classes import class_for, original_class
+from ..common.classes import class_for, original_class
 from .values import copied
 
 # Gets the optimizer, its own step (without hooks), and what `step` was called with.

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from ..failures import explained
+from ..common.failures import explained
+from ..dtensor.parts import local_part, placed_like
 from .exchange import Exchange, Layout
-from .parts import local_part, placed_like
 from .probe import Trial, random_state, why_not_separable
 from .stepping import (
     KEPT,

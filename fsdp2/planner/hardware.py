@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..suggestions import did_you_mean
+from ..common.suggestions import did_you_mean
 
 GB = 1e9
 GIB = 2**30

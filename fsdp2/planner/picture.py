@@ -6,7 +6,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from ..drawing import BACKWARD, COMPUTE, OPTIMIZER, Bar, Picture, save
+from ..render.timeline import BACKWARD, COMPUTE, OPTIMIZER, Bar, Picture, save
 from .simulate import SimulatedStep
 
 

@@ -14,7 +14,7 @@ from ..estimation.replay import Setup
 from ..estimation.setups import make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
-from ..terminal import show_bytes
+from ..render.text import show_bytes
 from ..wrap import UnitDescription, units_of
 from .candidates import Candidate, first_round, second_round, wraps_of
 from .hardware import Hardware, find_hardware

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
-from ..strategies import shard_model
-from ..terminal import show_bytes, show_seconds, table
+from ..render.text import show_bytes, show_seconds, table
 from .candidates import Candidate
 from .hardware import Hardware
 from .picture import draw

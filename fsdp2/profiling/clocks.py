@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..streams import device_module
+from ..comm.streams import device_module
 
 Mark = Any
 

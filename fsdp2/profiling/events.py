@@ -49,7 +49,7 @@ class Communication:
         num_ranks: that take part.
         nbytes: of the whole parameters that are gathered or gradients that are reduced, without
             padding.
-        sent_bytes: that this rank sends, padding included, as `fsdp2.accounting` counts them.
+        sent_bytes: that this rank sends, padding included, as `describe.bucket_bytes` counts them.
         launched_s: when the host launched it; ``launch_s``: how long that took the host.
         begin_s, end_s: on its stream. On the CPU ``begin_s`` is ``launched_s``, and ``end_s`` is
             the end of the wait for it: an upper bound.

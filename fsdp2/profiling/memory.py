@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..unit import Unit
+from ..runtime.unit import Unit
 
 # Purposes, as `fsdp2.estimate` names them.
 PARAMETERS, GRADIENTS = "parameters", "gradients"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from pathlib import Path
 
-from ..drawing import BACKWARD, COMPUTE, OPTIMIZER, Bar, Picture, save
-from ..terminal import show_bytes
+from ..render.text import show_bytes
+from ..render.timeline import BACKWARD, COMPUTE, OPTIMIZER, Bar, Picture, save
 from .events import KINDS, Communication, Recording
 from .measures import Measures, StepMeasures
 from .trace import rows_of

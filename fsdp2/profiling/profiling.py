@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ..unit import Unit, units_in
+from ..runtime.unit import Unit, units_in
 from .events import Recording
 from .measures import Measures, UnitMeasures, measure
 from .recorder import Recorder

@@ -22,13 +22,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..accounting import BucketFacts
-from ..explain import facts_of, unit_name
-from ..gradients import Reduction
-from ..runtime import Runtime
-from ..storage import Bucket
-from ..streams import Streams
-from ..unit import Unit
+from ..comm.streams import Streams
+from ..describe.bucket_bytes import BucketFacts
+from ..describe.explain import facts_of, unit_name
+from ..runtime.reduction import Reduction
+from ..runtime.root import Runtime
+from ..runtime.unit import Unit
+from ..sharding.bucket import Bucket
 from . import events
 from .clocks import Mark, make_clock
 from .events import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, REDUCE_SCATTER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..terminal import plain_table, plural, show_bytes
+from ..render.text import plain_table, plural, show_bytes
 from .events import Recording
 from .measures import Measures, Traffic, UnitMeasures
 

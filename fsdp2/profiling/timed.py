@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..collectives import Finish, Transport
-from ..unit import Unit
+from ..comm.transports import Finish, Transport
+from ..runtime.unit import Unit
 from .clocks import Clock, Mark
 from .events import Communication
 

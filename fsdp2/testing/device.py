@@ -1,6 +1,6 @@
 """A device that has streams and events but no memory and no speed: what it is told is recorded.
 
-`SimulatedDevice` has what `fsdp2.streams.DeviceStreams` uses of ``torch.cuda``: `Stream`, `Event`,
+`SimulatedDevice` has what `DeviceStreams` uses of ``torch.cuda``: `Stream`, `Event`,
 `current_stream` and the context manager `stream`. Nothing is delayed or reordered: what may run
 out of order is decided by the checker, from the record.
 """

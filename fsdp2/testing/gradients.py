@@ -13,10 +13,10 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..gradients import Reduction
-from ..runtime import Runtime
-from ..unit import Unit
-from ..unit_gradients import UnitGradients
+from ..runtime.reduction import Reduction
+from ..runtime.root import Runtime
+from ..runtime.unit import Unit
+from ..runtime.unit_grads import UnitGradients
 from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
 
 _UNREDUCED = ("on_param", "waiting", "taken")

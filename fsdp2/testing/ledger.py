@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..forwards import Forward
-from ..param import ShardedParam
-from ..unit import Unit
+from ..runtime.forwards import Forward
+from ..runtime.unit import Unit
+from ..sharding.param import ShardedParam
 
 # Where a gradient may be that is not reduced yet, and how to say it.
 PLACES = {

@@ -11,10 +11,14 @@ from unittest import mock
 
 import torch
 
-from .. import collectives, extension, links, storage, unit
-from ..gradients import Reduction
-from ..runtime import Runtime
-from ..streams import simulating
+from ..comm import extension
+from ..comm import mesh_transports as links
+from ..comm import transports as collectives
+from ..comm.streams import simulating
+from ..runtime import unit
+from ..runtime.reduction import Reduction
+from ..runtime.root import Runtime
+from ..sharding import bucket as storage
 from .trace import RecordedGroup, Recorder
 
 
@@ -54,7 +58,7 @@ def recording(
             stack.enter_context(simulating(recorder.device))
         if offload:
             device = torch.device("cpu", 0)
-            patch(importlib.import_module("fsdp2.arguments"), "device_of", lambda _: device)
+            patch(importlib.import_module("fsdp2.api.arguments"), "device_of", lambda _: device)
             for name in ("shard_from", "gradient_store"):
                 patch(storage.Bucket, name, _on_host(recorder, getattr(storage.Bucket, name)))
         patch(storage, "resize", recorder.resize)

@@ -2,7 +2,7 @@
 
 A `Recorder` is a dispatch mode: it sees every operation of torch below autograd, on local tensors,
 with everything that DTensor, checkpointing and optimizers do inside. It is filled by three more
-sources: the simulated device (events and waits), `fsdp2.storage.resize` (storages that are freed
+sources: the simulated device (events and waits), `sharding.bucket.resize` (storages that are freed
 and allocated in place) and weak references to storages (memory that dies with its last tensor).
 
 The recorder holds no tensor and no storage, so lifetimes are those of the run itself.
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         return weakref.ref(storage, died)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """What `fsdp2.storage.resize` does, recorded."""
+        """What `sharding.bucket.resize` does, recorded."""
         memory = self._storages.get(storage._cdata)
         if memory is None:
             memory = self._register(storage, on_host=False, filled=True)

@@ -18,7 +18,7 @@ def tables() -> list[list[str]]:
     text = (ROOT / "docs" / "design.md").read_text()
     section = text.split("## Layers\n")[1].split("\n## ")[0]
     rows = []
-    for cell in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE):
+    for cell in re.findall(r"^\| (`[^|]*) \|(?! owns)", section, re.MULTILINE):
         names: list[str] = []
         folder = ""
         for name in re.findall(r"`([^`]+)`", cell):
@@ -28,16 +28,18 @@ def tables() -> list[list[str]]:
     return rows
 
 
+def is_room(name: str) -> bool:
+    return name.endswith("/") or "/" not in name
+
+
 def layers() -> list[str]:
-    """All files in the order of the tables: a folder stands for the files of its own table."""
+    """All files in the order of the tables: a room stands for the files of its own table."""
     names = [name for row in tables() for name in row]
-    inside = {name: [n for n in names if n.startswith(name) and n != name] for name in names}
-    return [
-        file
-        for name in names
-        if name.endswith("/") or "/" not in name
-        for file in (inside[name] if name.endswith("/") else [name])
-    ]
+    order: list[str] = []
+    for room in filter(is_room, names):
+        inside = [name for name in names if name.startswith(room) and name != room]
+        order += inside if room.endswith("/") else [room]
+    return order
 
 
 @cache
@@ -46,16 +48,9 @@ def imported(path: Path) -> tuple[str, ...]:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The files of the package that ``path`` imports, also within functions, not for types only."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        node
-        for test in ast.walk(tree)
-        if isinstance(test, ast.If) and ast.unparse(test.test) == "TYPE_CHECKING"
-        for node in ast.walk(test)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.level or node in for_types:
+    """The files of the package that ``path`` imports, also within functions and for types."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
         if base.with_suffix(".py").exists() and base != PACKAGE:
@@ -69,7 +64,7 @@ def _imported(path: Path) -> Iterator[str]:
 def upward(order: list[str]) -> list[str]:
     """Imports of what comes later, or is the file itself."""
     rank = {name: i for i, name in enumerate(order)}
-    for folder in {name.split("/")[0] for name in order if "/" in name}:
+    for folder in {str(parent) for name in order for parent in Path(name).parents} - {"."}:
         inside = [i for name, i in rank.items() if name.startswith(f"{folder}/")]
         rank[f"{folder}/__init__.py"] = max(inside)  # its face: as its last file
     return [

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2.layout import ALIGN_BYTES, MAX_DIRECT, BucketLayout, plan_bucket, regroup
-from fsdp2.reduction import ReducePlan, stage
+from fsdp2.sharding.layout import ALIGN_BYTES, MAX_DIRECT, BucketLayout, plan_bucket, regroup
+from fsdp2.sharding.reduce_plan import ReducePlan, stage
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 ITEMSIZES = [(4, 4, 4), (2, 4, 4), (8, 8, 8), (1, 1, 1), (2, 2, 4)]

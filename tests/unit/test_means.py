@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.means import mean_over
+from fsdp2.comm.means import mean_over
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8, 64, 100, 512, 4096])

@@ -11,7 +11,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: its allocation of host memory", allow_module_level=True)
 
-from fsdp2.pinned import CHUNK_BYTES, SMALLEST_BYTES, chunk_sizes, power_of_two, slab_bytes
+from fsdp2.common.pinned import CHUNK_BYTES, SMALLEST_BYTES, chunk_sizes, power_of_two, slab_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

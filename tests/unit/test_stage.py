@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.layout import plan_bucket
-from fsdp2.reduction import ReducePlan, stage
+from fsdp2.sharding.layout import plan_bucket
+from fsdp2.sharding.reduce_plan import ReducePlan, stage
 
 SHAPES = [(4, 3), (2,), (6,)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.streams import DeviceStreams
+from fsdp2.comm.streams import DeviceStreams
 from fsdp2.testing.device import SimulatedDevice
 from fsdp2.testing.order import Event, Record, Wait
 

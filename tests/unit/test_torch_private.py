@@ -1,4 +1,4 @@
-"""The private names of torch that the package uses are those that `fsdp2.torch_private` lists."""
+"""The private names of torch that the package uses are those that `torch_private` lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about the source of this package", allow_module_level=True)
 
-from fsdp2 import torch_private, versions
+from fsdp2.common import torch_private, versions
 
 PACKAGE = Path(__file__).parents[2] / "fsdp2"
 LISTED = {entry.name.replace("()", "") for entry in torch_private.NAMES}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.tree import cast_floating, map_tensors, tensors_in
+from fsdp2.common.pytree import cast_floating, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 

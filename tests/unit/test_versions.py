@@ -19,7 +19,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about this package", allow_module_level=True)
 
 import fsdp2
-from fsdp2 import cli, versions
+from fsdp2.cli import main as cli
+from fsdp2.common import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -29,7 +30,7 @@ def test_the_version_is_written_once() -> None:
     assert fsdp2.__version__ == versions.__version__
     assert PROJECT["project"]["dynamic"] == ["version"]
     where = PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"]
-    assert where == "fsdp2.versions.__version__"
+    assert where == "fsdp2.common.versions.__version__"
     pattern = re.compile(rf'"{re.escape(fsdp2.__version__)}"')
     files = [ROOT / "pyproject.toml", *(ROOT / "fsdp2").rglob("*.py")]
     assert [f.name for f in files if pattern.search(f.read_text())] == ["versions.py"]
@@ -66,7 +67,7 @@ def test_the_warning_comes_once_when_the_package_is_imported() -> None:
         "torch.__version__ = '2.99.0'\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
-        "    import fsdp2, fsdp2.checkpoint, fsdp2.versions\n"
+        "    import fsdp2, fsdp2.checkpoint, fsdp2.common.versions\n"
         "print([str(w.message) for w in caught if 'supports torch' in str(w.message)])"
     )
     shown = subprocess.run(

@@ -1,0 +1,1 @@
+"""What users call: `fully_shard`, `FSDPModule`, whole tensors, strategies."""

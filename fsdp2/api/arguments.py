@@ -1,0 +1,225 @@
+"""What `fully_shard` and `replicate` are called with, checked before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.transports import check_backend
+from ..common.classes import original_class
+from ..policy import OffloadPolicy, check_dtypes
+from ..runtime.hooks import unit_holding
+from ..runtime.unit import Unit, unit_of, units_in
+from ..sharding.mesh import DataParallelMesh, device_of
+from .module import FSDPModule
+from .torch_compat import TorchFSDPModule
+
+_BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the model"
+
+
+def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
+    """The modules of the unit to make, without those that lie inside of another of them."""
+    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    if not modules:
+        raise ValueError(f"{caller} got an empty list of modules")
+    for item in modules:
+        if not isinstance(item, nn.Module):
+            raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
+        if isinstance(item, FSDPModule):
+            done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
+            raise ValueError(
+                f"{original_class(type(item)).__name__} is {done} already: {caller} can only be "
+                "applied to a module once. Call it on submodules first and on their parents later"
+            )
+        has_no_forward = type(item).forward in (
+            nn.Module.forward,
+            getattr(nn.ModuleList, "forward", None),
+        )
+        if isinstance(item, nn.ModuleList | nn.ModuleDict) and has_no_forward:
+            raise ValueError(
+                f"{caller} does not support containers that do not implement forward: "
+                f"{type(item).__name__}. Call it on each of their elements"
+            )
+    inside = {m for top in modules for m in top.modules() if m is not top}
+    return tuple(m for m in modules if m not in inside) if len(modules) > 1 else modules
+
+
+def checked_device(mesh: DataParallelMesh) -> torch.device:
+    """The device that a unit on ``mesh`` computes on."""
+    kind = mesh.device_type
+    if kind != "cpu":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type != kind:
+            have = accelerator.type if accelerator is not None else "cpu"
+            raise ValueError(
+                f"The mesh is of device type '{kind}', but this process computes on '{have}'. Make "
+                f"the mesh with init_device_mesh('{have}', ...)"
+            )
+    device = device_of(mesh)
+    group = mesh.shard_group or mesh.replicate_group
+    assert group is not None
+    check_backend(group, device)
+    return device
+
+
+def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
+    """``reshard_after_forward``, with False and True for the numbers that mean the same."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {value!r}"
+        )
+    if value < 1 or value > mesh.num_shards or mesh.num_shards % value != 0:
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{mesh.num_shards}, not {value}"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 (int) means resharding to one rank, which is no resharding: "
+            "the same as False. For resharding to all ranks pass True",
+            stacklevel=3,
+        )
+        return False
+    return True if value == mesh.num_shards else value
+
+
+def check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    """Objects of torch's classes of these names will do too."""
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(mp_policy, name) for name in names):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
+    check_dtypes(mp_policy)
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}")
+
+
+def checked_ignored(ignored: Any) -> set[nn.Parameter]:
+    """``ignored_params`` as a set."""
+    items: Any = [ignored] if isinstance(ignored, str | torch.Tensor) else ignored
+    items = list(items) if isinstance(items, Iterable) else [] if items is None else [items]
+    wrong = [item for item in items if not isinstance(item, torch.Tensor)]
+    if isinstance(ignored, torch.Tensor):
+        raise TypeError("ignored_params must be a set of parameters, got one: put it into a set")
+    if wrong:
+        advice = ""
+        if isinstance(wrong[0], str):
+            advice = f". By its name it is model.get_parameter({wrong[0]!r})"
+        raise TypeError(
+            f"ignored_params must be a set of parameters, but {wrong[0]!r} is none{advice}"
+        )
+    return set(items)
+
+
+def check_direct_min_bytes(value: Any) -> None:
+    """It is None, or a number of bytes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"direct_min_bytes must be a number of bytes or None, got {value!r}")
+    if not value >= 0:
+        raise ValueError(
+            f"direct_min_bytes must not be negative, got {value}: 0 gathers every parameter "
+            "straight into place, a huge number none"
+        )
+
+
+# -- what is sharded already -----------------------------------------------------------------------
+
+
+def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, str]) -> None:
+    """No module that is to be sharded is torch's.
+
+    Args:
+        modules: those whose parameters are to be taken.
+        names: of the modules.
+    """
+    for module in modules:
+        if isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"Module '{names[module] or '(root)'}' ({type(module).__name__}) is sharded "
+                "already, by torch.distributed.fsdp.fully_shard: shard the whole model with one of "
+                "both. Is `fully_shard` imported from torch in another file?"
+            )
+
+
+def check_parameter(
+    param: nn.Parameter, name: str, module: nn.Module, mesh: DataParallelMesh
+) -> None:
+    """``param`` can be sharded over ``mesh``: nobody did so before.
+
+    Args:
+        name: its qualified name.
+        module: one that holds it.
+    """
+    if not isinstance(param, DTensor):
+        return
+    unit = unit_holding(module, param)
+    if unit is not None:
+        raise ValueError(
+            f"Parameter '{name}' is sharded already: it belongs to the unit '{unit.name}', made by "
+            f"an earlier call of fully_shard on a module around this one. {_BOTTOM_UP}"
+        )
+    own = param.device_mesh
+    if own.device_type != mesh.device_type:
+        raise ValueError(
+            f"Parameter '{name}': Requires DTensor to have mesh of the same type as the FSDP mesh "
+            f"but got {own.device_type} for DTensor and {mesh.device_type} for FSDP"
+        )
+    if mesh.full_mesh is not None and own == mesh.full_mesh:
+        return
+    if mesh.full_mesh is not None and _ranks(own) == _ranks(mesh.full_mesh):
+        raise ValueError(
+            f"Parameter '{name}': Expected param's DTensor mesh to be the same mesh passed to "
+            f"fully_shard, but got different mesh objects: {own} and {mesh.full_mesh}. Distribute "
+            "it on that mesh, or pass the mesh that it is on as mesh=..."
+        )
+    shared = sorted(_ranks(own) & _ranks(mesh.mesh))
+    if len(shared) > 1:
+        raise ValueError(
+            f"Parameter '{name}' is a DTensor already, {tuple(param.placements)} on {own}, whose "
+            f"ranks {shared} are also those that fully_shard is to shard it over ({mesh.mesh}). If "
+            "it was sharded by an earlier fully_shard, torch's too, on a module around this one: "
+            f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel: its mesh and that "
+            'of fully_shard must be different dims of one mesh, as mesh["tp"] and mesh["dp"]'
+        )
+
+
+def _ranks(mesh: Any) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def warn_of_other_meshes(unit: Unit, tops: Iterable[nn.Module]) -> None:
+    """Tell of units inside of ``tops`` that a mesh of replicas forgets: by mistake, usually.
+
+    Units on meshes of other ranks are experts', and those of `replicate` are meant to differ.
+    """
+    mesh = unit.mesh
+    if mesh.shard_group is None or mesh.num_replicas == 1:
+        return
+    of_replica = set(torch.distributed.get_process_group_ranks(mesh.shard_group))
+    for inner in (found for top in tops for found in units_in(top)):
+        other = inner.mesh
+        plain = not any(param.tensor_parallel for param in inner.params)
+        if other.shard_group is None or other.num_replicas > 1 or not (inner.params and plain):
+            continue
+        if _ranks(other.mesh) == of_replica:
+            what = f"its gradients are not averaged over the {mesh.num_replicas} replicas"
+        elif _ranks(other.mesh) == _ranks(mesh.mesh):
+            what = "it has no replicas"
+        else:
+            continue
+        warnings.warn(
+            f"Unit '{inner.name}' is sharded over {other.mesh}, but the module around it "
+            f"('{unit.name}') over {mesh.mesh}: {what}. Pass the same mesh=... to every call of "
+            "fully_shard, unless this is what you want",
+            stacklevel=4,
+        )
+        return

@@ -1,0 +1,175 @@
+"""`copy.deepcopy` of sharded modules: shards are copied, nothing is gathered.
+
+The copy is a sharded model of its own: own storages, units, hooks and, from its first forward on,
+an own runtime, over the same mesh with the same choices. `copy.deepcopy` walks through modules as
+always; all that is done here is to put the copies of units and of their sharded parameters into
+its memo before, and to wire units and modules together after.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.classes import original_class
+from ..runtime.hooks import UnitHooks
+from ..runtime.unit import Unit, units_in
+from ..sharding.param import ORIGINS, ShardedParam
+from ..sharding.tensor_subclass import copy_of
+from .torch_compat import show_state
+
+
+class ToBeCopied:
+    """Stands for a sharded module in what its ``__reduce_ex__`` returns.
+
+    `copy.deepcopy` copies it, which makes the copy of the module; nothing else can be done with it.
+    """
+
+    def __init__(self, module: nn.Module, copied: nn.Module | None = None) -> None:
+        self._module = module
+        self._copied = copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ToBeCopied:
+        return ToBeCopied(self._module, deepcopy_module(self._module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.result()
+        raise NotImplementedError
+
+    def result(self) -> nn.Module:
+        if self._copied is not None:
+            return self._copied
+        original = original_class(type(self._module)).__name__
+        raise pickle.PicklingError(
+            f"A sharded {original} cannot be pickled (torch.save of a model, copy.copy): save "
+            "model.state_dict(), full_state_dict(model) or a checkpoint of fsdp2.checkpoint, and "
+            "load that into a model made by the same code. copy.deepcopy works"
+        )
+
+
+def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
+    """What to put into the class of sharded modules of class ``cls``."""
+
+    def refuse(self: nn.Module, memo: dict[int, Any]) -> None:
+        raise NotImplementedError(
+            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of sharding: "
+            "build a second model, shard it and load this one's state_dict()"
+        )
+
+    return {"__deepcopy__": refuse} if hasattr(cls, "__deepcopy__") else {}
+
+
+def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The copy of a sharded module.
+
+    At any time, also between forward and backward or with parameters gathered: what is copied is
+    the shards, and the copy is as a model is between steps. As for plain modules, gradients are
+    not copied.
+    """
+    units = [unit for unit in _units_reached(module) if id(unit) not in memo]
+    if not units:  # inside of a tree that is being copied
+        return _copy_object(module, memo)
+    with ExitStack() as stack:
+        for unit in units:
+            if unit.runtime is None:
+                unit.contents.adopt_replaced(keep_objects=False)
+            stack.enter_context(unit.registration.showing_sharded())
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                _copy_unit(unit, memo)
+        result = _copy_object(module, memo)
+        for unit in units:
+            _wire(unit, memo[id(unit)], memo)
+    return result
+
+
+def _units_reached(module: nn.Module) -> list[Unit]:
+    """The units under ``module``, and those under other modules of units of several modules."""
+    found: dict[Unit, None] = {}
+    waiting = [module]
+    while waiting:
+        for unit in units_in(waiting.pop()):
+            if unit not in found:
+                found[unit] = None
+                waiting += unit.modules
+    return list(found)
+
+
+def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As `copy.deepcopy` copies a module of the original class."""
+    new: Any = object.__new__(type(module))
+    memo[id(module)] = new
+    state = copy.deepcopy(module.__getstate__(), memo)
+    if isinstance(state, tuple):  # classes with __slots__
+        state, slots = state
+        for name, value in slots.items():
+            object.__setattr__(new, name, value)
+    new.__setstate__(state or {})
+    return new
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
+    """A unit with storages and parameters of its own, still on the modules of ``unit``."""
+    settings = unit.settings.for_copy()
+    if settings.shared_streams is None and unit.runtime is not None:
+        # What the copy frees can be used by the original at once, and the other way round.
+        settings.shared_streams = unit.runtime.streams
+    new = Unit(unit.modules, unit.mesh, unit.device, settings)
+    new.name = unit.name
+    memo[id(unit)] = new
+    memo[id(unit.registration)] = new.registration
+    contents = new.contents
+    contents.params = [_copy_param(param, memo) for param in unit.params]
+    locals_ = {id(q): p.local for p, q in zip(unit.params, contents.params, strict=True)}
+    contents.make_buckets()
+    for bucket in contents.buckets:
+        # An extension keeps what it is given; the others copy it into their storage.
+        sources = [
+            copy_of(locals_[id(q)]) if q.extension else locals_[id(q)] for q in bucket.params
+        ]
+        bucket.shard_from(sources, whole=False)
+    for param, copied in zip(unit.params, contents.params, strict=True):
+        memo[id(param.sharded)] = copied.sharded
+    for original, (owner, param) in list(ORIGINS.items()):
+        if owner is unit:  # a tie to another unit that nobody has resolved yet is one in the copy
+            ORIGINS[copy.deepcopy(original, memo)] = (new, memo[id(param)])
+
+
+def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
+    """The same parameter, to be sharded anew: `attach` makes its Parameter."""
+    new = copy.copy(param)
+    new.note_grad_dtype(param.sharded)
+    new.is_sharded = False
+    new.unsharded = new.regrouped = None
+    new.dtype = param.local.dtype
+    new.attributes = copy.deepcopy(vars(param.sharded), memo)
+    memo[id(param)] = new
+    return new
+
+
+def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
+    """Let the copied unit know its modules, and these their hooks."""
+    new.modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
+    new.registration.unit_modules = new.modules
+    for param, copied in zip(unit.params, new.params, strict=True):
+        # A submodule may be copied without all the modules that its parameters are tied to.
+        copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
+    new.contents.register_sharded()
+    new.hooks = UnitHooks(new)
+    for module in new.modules:
+        new.hooks.take_over(unit.hooks, module)
+    for module, name, method in unit.hooks.methods:
+        wrapped = new.hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
+        setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
+    for chosen, earlier in (
+        (new.settings.forward_prefetch, unit.settings.forward_prefetch),
+        (new.settings.backward_prefetch, unit.settings.backward_prefetch),
+    ):
+        chosen += [memo[id(other)] for other in earlier if id(other) in memo]
+    show_state(new)

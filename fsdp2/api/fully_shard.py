@@ -1,0 +1,392 @@
+"""`fully_shard`, `replicate`: check arguments, find parameters, make the unit, install hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard
+
+from ..common.classes import class_for
+from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from ..runtime.building import name_units
+from ..runtime.hooks import StateDictHooks, UnitHooks
+from ..runtime.requested_gradients import look_at_requests
+from ..runtime.unit import Unit, set_unit, units_in
+from ..runtime.unit_config import Settings
+from ..sharding.mesh import DataParallelMesh, replicated, resolve_mesh
+from ..sharding.param import ORIGINS, ShardedParam
+from .arguments import (
+    check_direct_min_bytes,
+    check_modules_are_free,
+    check_parameter,
+    check_policies,
+    checked_device,
+    checked_ignored,
+    checked_modules,
+    checked_reshard,
+    warn_of_other_meshes,
+)
+from .deepcopy import refuse_own_deepcopy
+from .flat_optimizers import watch_flattening
+from .library_methods import adapt_layers, refuse_pruning, refused_methods
+from .module import FSDPModule
+from .torch_compat import TorchFSDPModule, is_replicated, show_state, state_of
+
+PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    direct_min_bytes: int | None = ...,
+) -> Any: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    direct_min_bytes: int | None = ...,
+) -> list[Any]: ...
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=None,
+    shard_placement_fn=None,
+    mp_policy=MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy=OffloadPolicy(),  # noqa: B008 (has no state)
+    ignored_params=None,
+    dp_mesh_dims=None,
+    direct_min_bytes=None,
+):
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
+
+    The parameters that no earlier call on a submodule took become one unit: they are gathered
+    together before forward and backward of ``module`` and their gradients are reduced together.
+    Call it bottom-up: on the blocks of a model first, then on the model. A parameter that is
+    tied across units moves to the unit of the module that contains both.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D: shard over it. 2-D: replicate over dim 0, shard over dim 1 (HSDP). None: all
+            ranks of the default process group.
+        reshard_after_forward: True frees the gathered parameters after forward and gathers them
+            again in backward; False keeps them; None is False for the root and True otherwise;
+            an int that divides the number of shards keeps larger shards, over groups of that
+            many consecutive ranks, so that the gather in backward stays within them.
+        shard_placement_fn: returns ``Shard(dim)`` for a parameter to shard on another dim than
+            0, ``Replicate()`` for one that every rank of the mesh is to hold whole, a
+            `ShardPlacementResult` to shard it over another mesh, or None.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too. Parameters
+            may be DTensors on that whole mesh, replicated over its data-parallel dims.
+        direct_min_bytes: parameters of which one rank sends at least this many bytes (the whole,
+            in the dtype of computation, divided by the number of shards) are gathered straight into
+            place; smaller ones are packed, which costs a copy and saves messages. 0 gathers all
+            that can be directly, a huge number nothing; of more than 128 the largest are direct.
+            None: 64 KiB.
+
+    Returns:
+        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+
+    Raises:
+        ValueError: for a mesh that cannot be used, a module or parameter that is sharded already
+            (by torch's function of this name, too), a module that has no forward, or a
+            ``reshard_after_forward`` that does not fit the mesh.
+        TypeError: for arguments of a wrong type.
+        Whatever it raises, nothing has been changed.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+    """
+    modules = checked_modules(module)
+    ignored = checked_ignored(ignored_params)
+    check_direct_min_bytes(direct_min_bytes)
+    dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
+    reshard = checked_reshard(reshard_after_forward, dp_mesh)
+    _make_unit(
+        modules,
+        dp_mesh,
+        ignored,
+        shard_placement_fn,
+        Settings(
+            mp_policy,
+            offload_policy,
+            direct_min_bytes=direct_min_bytes,
+            reshard_after_forward=reshard,
+        ),
+    )
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
+
+    Data parallelism as in DDP, for units that are better not sharded: small ones, whose gathers
+    cost more than the memory they save, or ones that are called very often. It is a unit like
+    those of `fully_shard` and may be part of the same model, above, below or beside them; nothing
+    is gathered, and its gradients are all-reduced in backward beside what others compute. The
+    parameters are DTensors with ``Replicate()``; on the mesh that sharded units are on, so that
+    optimizers and gradient clipping see one mesh.
+
+    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``;
+    there ``mesh`` has to be 1-D. To replicate single parameters of a sharded unit, return
+    ``Replicate()`` from its ``shard_placement_fn``.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D or 2-D (that of HSDP): gradients are averaged over all of its ranks. None: all
+            ranks of the default process group.
+        mp_policy: dtypes of computation, reduction and outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer on the
+            CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too.
+
+    Returns:
+        ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+
+    Raises:
+        ValueError: for a mesh that cannot be used, dims to shard over in ``dp_mesh_dims``, or a
+            module that is sharded or replicated already, or has no forward.
+        TypeError: for arguments of a wrong type.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     fully_shard(block, mesh=mesh)
+        >>> replicate(model.norm, mesh=mesh)
+        >>> fully_shard(model, mesh=mesh)
+    """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard_names:
+        raise ValueError(
+            "replicate() with dp_mesh_dims requires replicate-only dims, got shard="
+            f"{dp_mesh_dims.shard!r}: name them in replicate=..., or use fully_shard() for sharding"
+        )
+    modules = checked_modules(module, "replicate")
+    ignored = checked_ignored(ignored_params)
+    _make_unit(
+        modules,
+        replicated(resolve_mesh(mesh, dp_mesh_dims)),
+        ignored,
+        None,
+        Settings(mp_policy, offload_policy),
+    )
+    return module
+
+
+def _make_unit(
+    modules: tuple[nn.Module, ...],
+    mesh: DataParallelMesh,
+    ignored: set[nn.Parameter],
+    shard_placement_fn: PlacementFn | None,
+    settings: Settings,
+) -> None:
+    """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
+    device = checked_device(mesh)
+    check_policies(settings.mp_policy, settings.offload_policy)
+    classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
+    unit = Unit(modules, mesh, device, settings)
+    tree = _managed_modules(unit.modules)
+    with torch.inference_mode(False):  # else the shards could never be trained
+        found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        unit.contents.make_groups(item.managed.mesh for item in found)
+        # Nothing has been changed so far.
+        unit.contents.shard(_take_parameters(unit, found))
+        _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
+        StateDictHooks(unit).install(owner)
+    adapt_layers(tree)
+    unit.hooks = UnitHooks(unit)
+    unit.hooks.install()
+    for sharded, cls in zip(unit.modules, classes, strict=True):
+        set_unit(sharded, unit)
+        object.__setattr__(sharded, "__class__", cls)
+    if len(unit.modules) == 1:
+        name_units(unit.modules[0], units_in(unit.modules[0]))
+    watch_flattening(unit.params)
+    warn_of_other_meshes(unit, modules)
+    look_at_requests()
+    refuse_pruning()
+    show_state(unit)
+
+
+# -- modules ---------------------------------------------------------------------------------
+
+_sharded_classes: dict[type, type] = {}
+
+
+def _sharded_class(module: nn.Module) -> type:
+    """The subclass of `FSDPModule` that the class of ``module`` becomes; our methods come first.
+
+    torch's class of the same name is the last one: see `torch_compat`.
+    """
+    cls = type(module)
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = class_for(
+            module,
+            f"FSDP{cls.__name__}",
+            {**refuse_own_deepcopy(cls), **refused_methods(cls)},
+            before=(FSDPModule,),
+            after=(TorchFSDPModule,),
+        )
+    return _sharded_classes[cls]
+
+
+def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move buffers (and parameters left unsharded) in place; meta tensors stay."""
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.to(device)
+
+
+# -- parameters ----------------------------------------------------------------------------------
+
+
+def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """Modules whose parameters no earlier call took, in the order of the tree, each once."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or isinstance(module, FSDPModule) or is_replicated(module):
+            return
+        found[module] = None
+        for child in module.children():
+            visit(child)
+
+    for top in tops:
+        visit(top)
+    return list(found)
+
+
+@dataclass
+class _Found:
+    """A parameter to take, and who gives it up: it is tied to that unit inside."""
+
+    original: nn.Parameter
+    managed: ShardedParam
+    earlier: tuple[Unit, ShardedParam] | None
+
+
+def _find_parameters(
+    unit: Unit,
+    tree: list[nn.Module],
+    ignored: set[nn.Parameter],
+    shard_placement_fn: PlacementFn | None,
+) -> list[_Found]:
+    """The parameters of the modules in ``tree``, and those that they share with units inside.
+
+    Checks all of them and changes nothing.
+    """
+    names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
+    order = {module: i for i, module in enumerate(names)}
+    check_modules_are_free(tree, names)
+    managed_here = set(tree)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in names:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            # In units inside, only what is tied to another unit is still as the user made it.
+            if module in managed_here or param in ORIGINS:
+                owners.setdefault(param, []).append((module, name))
+    found = []
+    for param, places in owners.items():
+        earlier = ORIGINS.get(param)
+        if earlier is not None:
+            theirs = earlier[1]
+            if not all(module in names for module, _ in theirs.owners):
+                continue  # tied to a unit beside this one: a common parent will take both
+            places = sorted(places + theirs.owners, key=lambda place: order[place[0]])
+        module, name = places[0]
+        fqn = f"{names[module]}.{name}" if names[module] else name
+        mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
+        check_parameter(param, fqn, module, mesh)
+        managed = ShardedParam(param, places, mesh, dim, fqn)
+        found.append(_Found(param, managed, earlier))
+    return found
+
+
+def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
+    for item in found:
+        if item.earlier is not None:
+            other, theirs = item.earlier
+            other.contents.give_up(theirs)
+        ORIGINS[item.original] = (unit, item.managed)
+    return [item.managed for item in found]
+
+
+def _placement(
+    function: PlacementFn | None, param: nn.Parameter, name: str, mesh: DataParallelMesh
+) -> tuple[DataParallelMesh, int]:
+    """Over which mesh and on which dim to shard ``param``."""
+    placement: Any = function(param) if function is not None else None
+    if hasattr(placement, "placement"):
+        own = getattr(placement, "mesh", None)
+        if own is None:
+            own = getattr(placement, "mesh_info", None)  # as torch's results have it
+        if own is not None:
+            mesh = _checked_mesh_of(own, name, mesh)
+        placement = placement.placement
+    if placement is None:
+        return mesh, 0
+    if isinstance(placement, Replicate):
+        return replicated(mesh), 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"Invalid shard_placement_fn result {placement!r} for parameter '{name}': expected "
+            "Shard(dim), Replicate(), a ShardPlacementResult or None"
+        )
+    return mesh, placement.dim
+
+
+def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
+    # torch's `mesh_info` knows the larger mesh, too, where it was given dp_mesh_dims.
+    dims, full_mesh = getattr(own, "dp_mesh_dims", None), getattr(own, "spmd_mesh", None)
+    if dims is not None and full_mesh is not None:
+        mesh = resolve_mesh(full_mesh, dims)
+    else:
+        mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
+    if mesh.device_type != default.device_type:
+        raise ValueError(
+            f"shard_placement_fn gave parameter '{name}' a mesh of device type "
+            f"'{mesh.device_type}', but that of fully_shard is of '{default.device_type}'"
+        )
+    return default if mesh == default else mesh

@@ -1,0 +1,625 @@
+"""`FSDPModule`: what a sharded module offers beside being the module that it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.custom import AllGather, ReduceScatter
+from ..common.classes import original_class
+from ..runtime.building import build_runtime
+from ..runtime.finalization import GradientReductionHandle
+from ..runtime.frozen_cache import KeepFrozen
+from ..runtime.hooks import wrapper_prefix
+from ..runtime.root import Runtime
+from ..runtime.unit import Unit, own_modules, unit_of, units_in
+from ..runtime.unwritten import to_be_made, write_pattern
+from .deepcopy import ToBeCopied
+from .link_choices import change_links, change_memory, check_one_mesh
+from .torch_compat import PipelineState, state_of
+
+
+class FSDPModule:
+    """A module after `fully_shard`: its class is a subclass of this and of what it was.
+
+    Outside of forward and backward its parameters are DTensors, sharded over the mesh.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class, as slicing a sharded ``nn.Sequential`` does."""
+        return original_class(cls)(*args, **kwargs)
+
+    # -- parameters by hand -----------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters; not those of sharded submodules.
+
+        The gather follows the mixed-precision policy.
+
+        Args:
+            async_op: return a handle at once instead of waiting; forward waits by itself.
+
+        Returns:
+            A handle if ``async_op``, else None.
+
+        Raises:
+            RuntimeError: if parameters are on the meta device.
+
+        Example:
+            >>> handle = model.layers[0].unshard(async_op=True)
+            >>> ...  # something else to compute
+            >>> handle.wait()
+        """
+        unit, runtime = self._unit_and_runtime()
+        runtime.unshard(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters and register the sharded ones."""
+        unit = unit_of(self)
+        if unit.runtime is not None:
+            unit.runtime.reshard(unit)
+
+    # -- choices ----------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients; if not, they accumulate unsharded.
+
+        With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
+        that does not sync gradients.
+
+        Args:
+            requires_gradient_sync: False for all but the last micro-batch, to accumulate
+                gradients without communication.
+            recurse: whether to set it for sharded submodules too.
+        """
+        units = self._units(recurse)
+        for unit in units:
+            unit.settings.set_sync(requires_gradient_sync)
+        if not requires_gradient_sync:
+            for unit in units:
+                if unit.runtime is not None:
+                    unit.runtime.take_weight_gradients(unit)
+
+    def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
+        """Whether backwards without gradient sync accumulate gradients sharded.
+
+        Without gradient sync (see `set_requires_gradient_sync`, which pipeline schedules call),
+        gradients accumulate unsharded by default: one reduce-scatter per step, and memory for all
+        gradients in whole, in the dtype of the reduction. With True every backward
+        reduce-scatters and adds to the sharded gradients: one reduce-scatter per micro-batch,
+        and memory for a unit or two. On a 2-D mesh the all-reduce still waits for the backward
+        with sync, so that there is one per step. Shards accumulate in the dtype of the
+        parameters (on a 2-D mesh: of the reduction).
+
+        Where a schedule computes the gradients of weights apart (zero bubble), they are reduced
+        when the next forward or backward of this module begins, or at the end of the step.
+
+        Args:
+            accumulate_sharded: the same on every rank.
+            recurse: whether to set it for sharded submodules too.
+
+        Example:
+            >>> stage.submod.set_accumulate_sharded(True)
+            >>> schedule.step(tokens)  # of torch.distributed.pipelining
+        """
+        for unit in self._units(recurse):
+            unit.settings.accumulate_sharded = accumulate_sharded
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: for the backward of all but the last
+        micro-batch.
+
+        The same as `set_requires_gradient_sync` with False, and back to what it was at the end.
+        What counts is where backward runs; forward may run outside.
+
+        Raises:
+            RuntimeError: if this module lies inside of another sharded one that runs as the root:
+                the others' gradients would be reduced. (`set_requires_gradient_sync` does that.)
+
+        Warns:
+            UserWarning: if no backward ran inside, so that nothing was accumulated here.
+
+        Example:
+            >>> for micro_batch in batch[:-1]:
+            ...     with model.no_sync():
+            ...         loss_of(model, micro_batch).backward()
+            >>> loss_of(model, batch[-1]).backward()
+        """
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"no_sync() was called on '{unit.name}', which is a part of the sharded "
+                f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
+                "or use set_requires_gradient_sync(False) if that is what you want"
+            )
+        restore = [each.settings.keep_sync() for each in self._units(recurse=True)]
+        num_backwards = runtime.num_backwards
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for call in restore:
+                call()
+        if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
+            warnings.warn(
+                "No backward ran inside no_sync(): gradients of a backward that runs after it are "
+                "reduced as always. Put loss.backward() inside",
+                stacklevel=3,
+            )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward all-reduces gradients over replicas (2-D mesh).
+
+        With False, gradients are reduce-scattered only and wait for a backward with True.
+        """
+        for unit in self._units(recurse):
+            unit.settings.all_reduce_grads = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of the next backward waits for gradient reductions in flight.
+
+        With False, ``.grad`` of the last units reduced may not be there after backward.
+        """
+        self._unit_and_runtime()[1].is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the caller ends an iteration, by `finalize_backward`, and not its last backward.
+
+        For schedules that run several backwards, or parts of them, and none that is known to be
+        the last: pipelines. What `set_is_last_backward` says is ignored then. Whether backwards
+        reduce, and whether they free parameters, stays what it was set to.
+
+        Args:
+            enabled: to be called on the root, before backward.
+
+        Raises:
+            RuntimeError: if this is not the root; or if the mode would change after a backward
+                began, before `finalize_backward` or `reset_iter_state`.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> model.set_requires_gradient_sync(False)
+            >>> for micro_batch in batch:
+            ...     loss_of(model, micro_batch).backward()
+            >>> model.set_requires_gradient_sync(True)
+            >>> model.finalize_backward()
+            >>> optimizer.step()
+        """
+        unit = unit_of(self)
+        runtime = unit.runtime
+        if runtime is not None:
+            self._check_root("set_manual_backward_finalization")
+            runtime.choose_finalization(manual=enabled)
+        unit.settings.manual_finalization = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End an iteration: reduce the gradients that its backwards have left, free parameters.
+
+        Follows the choices of the moment, so turn gradient sync and resharding on again before.
+        Does nothing before the first forward.
+
+        Args:
+            async_op: return at once, while gradients are on their way. The handle must be waited
+                for before gradients are used and before the next forward.
+
+        Returns:
+            A handle if ``async_op``, else None.
+
+        Raises:
+            RuntimeError: without `set_manual_backward_finalization`, inside of backward, while the
+                handle of an earlier call is to be waited for, or if this is not the root.
+        """
+        runtime = unit_of(self).runtime
+        if runtime is None:
+            return GradientReductionHandle() if async_op else None
+        self._check_root("finalize_backward")
+        return runtime.finalize_backward(wait=not async_op)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change the ``reshard_after_forward`` argument of `fully_shard`.
+
+        Raises:
+            ValueError: if ``reshard_after_forward`` is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether to free parameters after backward.
+
+        With False they stay gathered for the next micro-batch; set it back to True for the last
+        one before the optimizer step, which changes the shards only. After
+        ``set_is_last_backward(False)``, between a forward and its backward, False registers the
+        unsharded parameters and starts their gather at once: pipelines that compute the gradients
+        of inputs and weights apart (zero bubble) ask for ``parameters()`` after these calls and
+        look for them in the graph.
+        """
+        units = self._units(recurse)
+        for unit in units:
+            unit.settings.reshard_after_backward = reshard_after_backward
+        if not reshard_after_backward:
+            for unit in reversed(units):  # in the order in which backward will want them
+                if unit.runtime is not None:
+                    unit.runtime.gather_for_backward(unit)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters keep their memory, and so their addresses, when freed.
+
+        For CUDA graphs: what was captured reads and writes the same addresses in every replay.
+        Costs the memory of all parameters in whole; they are gathered as often as before.
+
+        Args:
+            keep: False gives the memory back when the parameters are freed next.
+            recurse: whether to set it for sharded submodules too.
+        """
+        for unit in self._units(recurse):
+            unit.settings.keep_unsharded_storage = keep
+            unit.contents.keep_storage(keep)
+
+    def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
+        """Keep frozen parameters gathered, from one micro-batch and step to the next.
+
+        They are gathered once, and again only after one of their shards was written or loaded.
+        Chosen are frozen parameters of this module and of sharded submodules, unit by unit in the
+        order of the modules, each unit's together if they still fit. Parameters that are trained
+        in the same unit are gathered and freed as before. `reshard` frees what its module keeps,
+        until the next use. What is written through ``.data`` goes unnoticed: call it after that.
+
+        Args:
+            max_bytes: of gathered parameters to hold per rank, in their dtype of computation. 0
+                keeps nothing; None: no limit.
+
+        Raises:
+            ValueError: if ``max_bytes`` is negative.
+
+        Example:
+            >>> model.requires_grad_(False)  # freeze before sharding; then add adapters
+            >>> ...
+            >>> fully_shard(model)
+            >>> model.set_keep_frozen_gathered(8 * 2**30)
+        """
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        budget = KeepFrozen(max_bytes)
+        units = self._units(recurse=True)
+        for unit in units:
+            unit.settings.keep_frozen = budget
+        for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
+            runtime.choose_kept()
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` when the forward of this one begins.
+
+        Replaces the automatic choice (the one that ran next in the last forward); more than one
+        overlaps more and holds more memory.
+
+        Raises:
+            ValueError: if one of them is no FSDPModule.
+        """
+        unit_of(self).settings.forward_prefetch = units_of_all(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` when the backward of this one begins.
+
+        Replaces the automatic choice (the one that ran before it in forward).
+
+        Raises:
+            ValueError: if one of them is no FSDPModule.
+        """
+        unit_of(self).settings.backward_prefetch = units_of_all(modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor``, not by their number.
+
+        Not recursive. Works on every backend.
+        """
+        unit_of(self).settings.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`; deprecated."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether to gather this module's parameters for backward. Not recursive.
+
+        With False nothing is gathered: for modules whose backward does not read their parameters
+        (embeddings).
+        """
+        unit_of(self).settings.unshard_in_backward = unshard_in_backward
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part in the reduction, with zeros.
+
+        For ranks that use different parameters (experts, modalities): the reductions of a unit
+        must cover the same parameters everywhere. Units that did not run at all take part at the
+        end of backward.
+
+        Args:
+            reduce_scatter_unused_params: True for every rank, or for none.
+            recurse: whether to set it for sharded submodules too.
+        """
+        for unit in self._units(recurse):
+            unit.settings.reduce_unused = reduce_scatter_unused_params
+
+    # -- how to communicate -----------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, on the memory that it allocates. Not recursive.
+
+        Parameters are copied out of one flat buffer then. Applies from the next gather on.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.AllGather`; no base class.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+
+        Example:
+            >>> class Counted:
+            ...     calls = 0
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            ...         self.calls += 1
+            ...         return dist.all_gather_into_tensor(
+            ...             output_tensor, input_tensor, group=group, async_op=async_op)
+            >>> model.layers[0].set_custom_all_gather(Counted())
+        """
+        change_links(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter with ``comm``, on the memory that it allocates. Not recursive.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+        """
+        change_links(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` on reduced gradients before they are attached. Not recursive.
+
+        Args:
+            hook: gets contiguous 1-D parts of this rank's shard, in the dtype of the reduction,
+                after the reduce-scatter (and the all-reduce over replicas, if any), and may
+                change them in place: all-reduce them over other ranks, say. It is called once per
+                part; large units of several dtypes have several.
+            stream: to run it on, with a 1-D mesh. None: the stream of the reduction.
+
+        Raises:
+            ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
+        """
+        unit = unit_of(self)
+        check_one_mesh(unit, "set_all_reduce_hook")
+        if stream is not None and unit.mesh.replicate_group is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        settings = unit.settings
+        settings.all_reduce_hook, settings.all_reduce_stream = hook, stream
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next gathers wait for ``event`` only, not for all work that was queued.
+
+        Args:
+            event: recorded after the optimizer step; used once, so to be set every step. For the
+                root.
+        """
+        self._unit_and_runtime()[1].optimizer_event = event
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether to reduce with SUM only and divide afterwards. Not recursive.
+
+        Some implementations (zero-copy transfers of NCCL) know SUM only.
+        """
+        change_links(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Whether reduce-scatters have a process group, and so a communicator, of their own.
+
+        They have on NCCL and the like, where they would wait for all-gathers otherwise: it is made
+        when the module is sharded. Collective over the ranks of the mesh where one is to be made.
+
+        Args:
+            enable: True makes one on any backend; False shares the all-gathers' group.
+            recurse: whether to set it for sharded submodules too.
+        """
+        method = "set_separate_reduce_scatter_group"
+        for unit in self._units(recurse):
+            change_links(unit, method, separate_reduce_group=enable)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many units' gradients may be on their way before compute waits for the oldest.
+
+        By default as many bytes as two of the largest blocks have (one on the CPU).
+
+        Raises:
+            TypeError: if it is no int.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.settings.max_input_buffers = max_input_buffers
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether collectives work on flat buffers that the process group allocates (NCCL).
+
+        Lets NCCL reduce in the network where it can; costs the copies that flat buffers cost.
+        Not recursive.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+        """
+        change_memory(
+            unit_of(self), "set_allocate_memory_from_process_group_for_comm", "group", enable
+        )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather on symmetric memory, with flat buffers. Not recursive.
+
+        Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+            ValueError: for another ``backend`` than "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm knows the backend 'NCCL', not {backend!r}")
+        change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that raised.
+
+        Not needed to go on: the next forward of the root recovers by itself. Frees all gathered
+        parameters and drops all gradients, also those that earlier micro-batches have left, reduced
+        or not (which the next forward by itself would keep, so that a failed micro-batch can be
+        tried again). A `GradientReductionHandle` that was not waited for becomes invalid.
+
+        Raises:
+            RuntimeError: if this is not the root.
+        """
+        self._check_root("reset_iter_state")
+        self._unit_and_runtime()[1].reset(discard=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients: those of the sharded parameters too while others are registered, and
+        what backwards without gradient sync have accumulated."""
+        for unit in self._units(recurse=True):
+            if unit.accumulates:
+                unit.drop_accumulated()
+            for param in unit.params:
+                grad = param.sharded.grad
+                if grad is not None and set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.requires_grad_(False).zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As of every module; says what to do about the prefix of a wrapper."""
+        try:
+            return super().load_state_dict(state_dict, *args, **options)  # type: ignore[misc]
+        except RuntimeError as error:
+            names = (name for name, _ in self.named_parameters())  # type: ignore[attr-defined]
+            advice = wrapper_prefix(state_dict, names)
+            if not advice:
+                raise
+            raise RuntimeError(f"{error}\n{advice[0]}") from None
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves and casts (``.to``, ``.double``, ``to_empty``) act on the sharded parameters."""
+        unit = unit_of(self)
+        if unit.runtime is not None:
+            unit.runtime.reshard(unit)
+        unit.contents.note_grad_dtypes()
+        kept = unit.contents.detach_gradients()
+        made = to_be_made(fn, own_modules(self, recurse), unit.params)  # type: ignore[arg-type]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        unit.contents.adopt_replaced()
+        unit.contents.attach_gradients(kept)
+        unit.contents.dirty = True
+        unit.contents.unwritten += write_pattern(made)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `copy.deepcopy`. Not ``__deepcopy__``: wrappers that pass attributes on, as
+        ``torch.compile`` makes them, would be taken for the module inside."""
+        assert isinstance(self, nn.Module)
+        return ToBeCopied.result, (ToBeCopied(self),)
+
+    def _check_root(self, method: str) -> None:
+        unit, runtime = self._unit_and_runtime()
+        if runtime.root is not unit:
+            raise RuntimeError(
+                f"{method} must be called on the root FSDP module '{runtime.root.name}', "
+                f"not on '{unit.name}'"
+            )
+
+    def _sharded_modules(self, recurse: bool) -> list[FSDPModule]:
+        return [unit.modules[0] for unit in self._units(recurse)]  # type: ignore[misc]
+
+    def _get_fsdp_state(self) -> PipelineState:
+        assert isinstance(self, nn.Module)
+        state = state_of(self)
+        assert state is not None
+        return state
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Known from torch, where it changes which stream allocates; nothing to choose here."""
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        assert isinstance(self, nn.Module)
+        return units_in(self) if recurse else [unit_of(self)]
+
+    def _unit_and_runtime(self) -> tuple[Unit, Runtime]:
+        assert isinstance(self, nn.Module)
+        unit = unit_of(self)
+        if unit.runtime is None:
+            build_runtime(self)
+        return unit, unit.runtime
+
+
+class UnshardHandle:
+    """Waits for a gather that `FSDPModule.unshard` started."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait; then the unsharded parameters are registered."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.runtime.wait_unshard(unit)
+
+
+def units_of_all(modules: Iterable[Any]) -> list[Unit]:
+    """The unit of each of ``modules``.
+
+    Raises:
+        ValueError: if one of them is no FSDPModule.
+    """
+    modules = list(modules)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [unit_of(module) for module in modules]

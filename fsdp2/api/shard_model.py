@@ -1,0 +1,268 @@
+"""Sharding strategies by name, and `shard_model`, which applies one to a whole model.
+
+What a strategy costs, for P parameters, N ranks, and one step of one micro-batch. Memory in units
+of P elements in the dtype of the parameters (S: of the optimizer, 2 for Adam), apart from one or
+two units' worth that every strategy has in flight; traffic as what a rank sends:
+
+=========== ============================ ================ ===================================
+strategy    memory between steps         more in a step   traffic
+=========== ============================ ================ ===================================
+none        1 + 1 + S                    0                2 P (N-1)/N  all-reduce
+optimizer   (1 + 1 + S) / N              1, and 1 without 2 P (N-1)/N  however many
+                                         gradient sync    micro-batches there are
+grad        (1 + 1 + S) / N              1                2 P (N-1)/N  per micro-batch
+full        (1 + 1 + S) / N              a unit or two    3 P (N-1)/N  per micro-batch
+hybrid      (1 + 1 + S) / G              a unit or two    3 P (G-1)/G in a node of G ranks, and
+                                                          2 P/G (R-1)/R across its R replicas
+=========== ============================ ================ ===================================
+
+``optimizer``, ``grad`` and ``full`` are stages 1, 2 and 3 of ZeRO (arXiv 1910.02054), whose tables
+say (2 + 2 + K) P / N bytes for stage 3: 2 bytes of parameters, 2 of gradients, K = 12 of optimizer
+state in mixed precision; with parameters stored in float32 that is the (4 + 4 + 8) P / N of the
+table above. Two things differ: stages 1 and 2 gather whole parameters for the time of a step
+instead of keeping them, and gradients are reduced as backward makes them in all strategies, so
+that stage 1 holds whole gradients only where they are accumulated. Traffic is that of the FSDP
+paper (arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and hybrid sharding, which
+leaves 2 M/G for the links between nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+
+from ..common.suggestions import did_you_mean
+from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from ..runtime.unit import unit_of
+from ..sharding.mesh import default_mesh, resolve_mesh
+from ..wrap import UnitDescription, units_of
+from .fully_shard import PlacementFn, fully_shard, replicate
+from .module import FSDPModule
+
+ReshardChoice = bool | int | Callable[[UnitDescription], bool | int | None] | None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a name stands for.
+
+    Attributes:
+        sharded: False: every rank holds all parameters.
+        hybrid: sharded over one mesh dim and replicated over another.
+        reshard_after_forward: as of `fully_shard`.
+        gathered_once: parameters stay gathered between micro-batches without gradient sync.
+    """
+
+    name: str
+    sharded: bool = True
+    hybrid: bool = False
+    reshard_after_forward: bool | None = None
+    gathered_once: bool = False
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("full"),
+        Strategy("grad", reshard_after_forward=False),
+        Strategy("optimizer", reshard_after_forward=False, gathered_once=True),
+        Strategy("none", sharded=False),
+        Strategy("hybrid", hybrid=True),
+    )
+}
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    strategy = STRATEGIES.get(name)
+    if strategy is None:
+        known = ", ".join(f"'{each}'" for each in STRATEGIES)
+        hint = did_you_mean(str(name), STRATEGIES)
+        raise ValueError(f"There is no strategy {name!r}; there are {known}{hint}")
+    return strategy
+
+
+def shard_model(
+    model: Any,
+    mesh: DeviceMesh | None = None,
+    *,
+    strategy: str = "full",
+    wrap: Any = "auto",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    replicate_below: int = 0,
+    reshard_after_forward: ReshardChoice = None,
+    prefetch: int = 1,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    direct_min_bytes: int | None = None,
+) -> Any:
+    """Shard a whole model by a strategy, in place: one call instead of one per unit.
+
+    The same as `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of` gives
+    and then on the model. `explain` shows what came out of it.
+
+    Args:
+        model: the model; may be on the meta device.
+        mesh: as of `fully_shard`. None: all ranks; for ``"hybrid"`` the ranks of a node
+            (``LOCAL_WORLD_SIZE``, which torchrun sets) hold the parameters together, and nodes are
+            replicas.
+        strategy: what is sharded over the ranks:
+
+            - ``"full"``: parameters, gradients and optimizer state (ZeRO-3);
+            - ``"grad"``: the same, but parameters stay gathered between forward and backward
+              (ZeRO-2);
+            - ``"optimizer"``: as ``"grad"``, and parameters also stay gathered from one
+              micro-batch to the next, until the backward that reduces the gradients (ZeRO-1):
+              call ``model.set_requires_gradient_sync(False)`` for all micro-batches but the last;
+            - ``"none"``: nothing; gradients are all-reduced;
+            - ``"hybrid"``: as ``"full"`` within a node, replicated across nodes.
+
+        wrap: which modules become units; see `units_of`.
+        mp_policy, offload_policy, shard_placement_fn, ignored_params, dp_mesh_dims,
+            direct_min_bytes: as of `fully_shard`, for all units.
+        replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
+            kept whole on every rank, and their gradients all-reduced: a message less per gather,
+            for the memory of parameters that are small anyway.
+        reshard_after_forward: instead of the strategy's choice: a value for all units but the
+            root, or a function of the `UnitDescription` that gives one for each.
+        prefetch: how many units are gathered ahead of the one that computes. 1: the one that ran
+            next in the last step; more: those that follow in the order of the model.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for an unknown strategy, a mesh that does not fit it, or a ``wrap`` that does
+            not fit the model.
+        TypeError: for arguments of a wrong type.
+
+    Example:
+        >>> model = shard_model(model, strategy="full", wrap=Block)
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # after sharding
+        >>> print(explain(model))
+    """
+    chosen = find_strategy(strategy)
+    _checked_numbers(replicate_below, prefetch)
+    units = units_of(model, wrap, ignored_params=ignored_params or ())
+    mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
+    if chosen.sharded:
+        options["shard_placement_fn"] = _placement(shard_placement_fn, replicate_below)
+        options["direct_min_bytes"] = direct_min_bytes
+    modules = dict(model.named_modules())
+    for unit in units:
+        members = [modules[name] for name in unit.modules]
+        # The backward of an embedding reads the indices only.
+        needed_in_backward = any(type(module) is not nn.Embedding for module in members)
+        whole: Any = members if len(members) > 1 else members[0]
+        if not chosen.sharded:
+            replicate(whole, **options)
+        else:
+            reshard = reshard_of(unit, chosen, reshard_after_forward)
+            fully_shard(whole, reshard_after_forward=reshard, **options)
+        settings = unit_of(members[0]).settings
+        settings.strategy = chosen.name
+        settings.gathered_once = chosen.gathered_once
+        settings.unshard_in_backward = needed_in_backward
+    if prefetch > 1:
+        _set_prefetch(units, modules, prefetch)
+    return model
+
+
+def reshard_of(
+    unit: UnitDescription, strategy: Strategy, choice: ReshardChoice
+) -> bool | int | None:
+    """The ``reshard_after_forward`` of a unit; None is `fully_shard`'s default."""
+    if callable(choice):
+        return choice(unit)
+    if choice is not None and not unit.is_root:
+        return choice
+    return strategy.reshard_after_forward
+
+
+def _checked_numbers(replicate_below: Any, prefetch: Any) -> None:
+    for name, value, least in (("replicate_below", replicate_below, 0), ("prefetch", prefetch, 1)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _mesh_for(
+    strategy: Strategy, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None
+) -> DeviceMesh:
+    if mesh is None:
+        if dims is not None:
+            raise ValueError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=...")
+        return _mesh_of_nodes() if strategy.hybrid else default_mesh()
+    found = resolve_mesh(mesh, dims)
+    if strategy.hybrid and (found.shard_group is None or found.replicate_group is None):
+        raise ValueError(
+            f"Strategy 'hybrid' needs a mesh of two dims, replicate x shard, but got {mesh}: make "
+            "one with init_device_mesh(device_type, (num_nodes, ranks_per_node)), or pass none"
+        )
+    if strategy.sharded and found.shard_group is None:
+        raise ValueError(
+            f"Strategy '{strategy.name}' shards, but dp_mesh_dims names no dim to shard over: name "
+            "one in shard=..., or use the strategy 'none'"
+        )
+    return mesh
+
+
+def _mesh_of_nodes() -> DeviceMesh:
+    """Replicas are nodes, shards the ranks of a node."""
+    flat = default_mesh()
+    num_ranks = dist.get_world_size()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal() or int(local) < 1 or num_ranks % int(local):
+        raise ValueError(
+            "Strategy 'hybrid' without a mesh needs the number of ranks per node, a divisor of "
+            f"{num_ranks}, in the variable LOCAL_WORLD_SIZE, but it is {local or 'not set'}: "
+            "start with torchrun, or pass mesh=init_device_mesh(device_type, (num_nodes, "
+            "ranks_per_node))"
+        )
+    shape = (num_ranks // int(local), int(local))
+    return init_device_mesh(flat.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _placement(function: PlacementFn | None, replicate_below: int) -> PlacementFn | None:
+    if not replicate_below:
+        return function
+
+    def place(param: nn.Parameter) -> Any:
+        placement = None if function is None else function(param)
+        own = getattr(param, "_local_tensor", param)  # of a DTensor: this rank's part
+        return Replicate() if placement is None and own.nbytes < replicate_below else placement
+
+    return place
+
+
+def _set_prefetch(units: list[UnitDescription], modules: dict[str, nn.Module], depth: int) -> None:
+    """Gather up to ``depth`` units ahead, in the order of the model and back."""
+    order = {name: i for i, name in enumerate(modules)}
+    inner = sorted((u for u in units if not u.is_root), key=lambda u: order[u.modules[0]])
+    tops = [unit_of(modules[unit.modules[0]]).modules[0] for unit in inner]
+    for i, top in enumerate(tops):
+        assert isinstance(top, FSDPModule)
+        top.set_modules_to_forward_prefetch(tops[i + 1 : i + 1 + depth])  # type: ignore[arg-type]
+        earlier = tops[max(0, i - depth) : i]
+        top.set_modules_to_backward_prefetch(earlier[::-1])  # type: ignore[arg-type]

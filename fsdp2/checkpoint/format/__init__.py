@@ -1,0 +1,1 @@
+"""What is in the files: headers, manifests, tensors as bytes, checksums."""

@@ -1,0 +1,235 @@
+"""The safetensors header: written so that every rank gets the same bytes, read strictly.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of little-endian header length,
+a JSON object of ``name: {dtype, shape, data_offsets}``, then the data. It is a pure function of
+names, shapes and dtypes, so ranks that agree on these agree on every offset without talking.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..errors import CheckpointError, CorruptCheckpoint
+
+ITEM_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
+    "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+PICKLED = (
+    "a pickled file, not safetensors; these are not read here: use "
+    "model.load_state_dict(torch.load(path, weights_only=True)), or save it with "
+    "safetensors.torch.save_file first"
+)
+ALIGN_BYTES = 4096  # so that the data of every file starts on a page
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as a file describes it. ``dtype`` is safetensors' name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BITS[self.dtype] // 8
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One safetensors file: its header and where each tensor's data starts.
+
+    Attributes:
+        header: the JSON text; `frame` makes the bytes before the data of it.
+        offsets: first byte of each tensor, counted from the start of the file.
+        size: of the whole file in bytes.
+    """
+
+    header: str
+    tensors: tuple[TensorInfo, ...]
+    offsets: dict[str, int]
+    size: int
+
+
+def plan_file(tensors: Sequence[TensorInfo]) -> FilePlan:
+    """Lay out one file: widest dtype first (every tensor is aligned then), else as given."""
+    ordered = sorted(tensors, key=lambda t: -t.itemsize)
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end, starts = 0, {}
+    for tensor in ordered:
+        starts[tensor.name] = end
+        end += tensor.nbytes
+        table[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[tensor.name], end],
+        }
+    body = json.dumps(table, separators=(",", ":"))
+    header = frame(body)
+    offsets = {name: len(header) + start for name, start in starts.items()}
+    return FilePlan(body, tuple(ordered), offsets, len(header) + end)
+
+
+def frame(body: str) -> bytes:
+    """The bytes of a file before its data: length, JSON, and spaces up to a page."""
+    encoded = body.encode()
+    length = -(-(len(encoded) + 8) // ALIGN_BYTES) * ALIGN_BYTES - 8
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"A header of {length} bytes is needed; safetensors files have at most "
+            f"{MAX_HEADER_BYTES}: lower max_file_bytes"
+        )
+    return struct.pack("<Q", length) + encoded.ljust(length)
+
+
+def plan_files(tensors: Sequence[TensorInfo], max_file_bytes: int) -> list[FilePlan]:
+    """Spread tensors over files of at most ``max_file_bytes`` each, in the order given.
+
+    A tensor that is larger alone gets a file of its own. There is always at least one file.
+    """
+    groups: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if groups[-1] and filled + tensor.nbytes > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return [plan_file(group) for group in groups]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says about itself. ``offsets`` count from the start of the file."""
+
+    tensors: dict[str, TensorInfo]
+    offsets: dict[str, int]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def header_length(first_bytes: bytes, file_size: int, file: str) -> int:
+    """The length of the JSON from the file's first eight bytes.
+
+    Raises:
+        CorruptCheckpoint: if the file cannot have such a header.
+    """
+    if file_size < 8 or len(first_bytes) < 8:
+        raise CorruptCheckpoint(f"{file}: {file_size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack("<Q", first_bytes[:8])
+    if length == 0:
+        raise CorruptCheckpoint(f"{file}: the header has length 0: the file was never completed")
+    if length > MAX_HEADER_BYTES:
+        if first_bytes[:2] == b"PK" or first_bytes[:1] == b"\x80":
+            raise CorruptCheckpoint(f"{file} is {PICKLED}")
+        raise CorruptCheckpoint(
+            f"{file} is no safetensors file: header length {length} is over the limit of "
+            f"{MAX_HEADER_BYTES} bytes"
+        )
+    if 8 + length > file_size:
+        raise CorruptCheckpoint(
+            f"{file}: truncated: the header should end at byte {8 + length}, the file has "
+            f"{file_size} bytes"
+        )
+    return length
+
+
+def parse_header(body: bytes, file_size: int, file: str) -> Header:
+    """Read and check the JSON part of a header.
+
+    Args:
+        body: the bytes between the length and the data.
+        file_size: of the whole file.
+        file: its name, for messages.
+
+    Raises:
+        CorruptCheckpoint: for anything that is not exactly one description of all data bytes.
+    """
+    table = parse_json(body, f"{file}: the header")
+    if not isinstance(table, dict):
+        raise CorruptCheckpoint(f"{file}: the header is a {type(table).__name__}, not an object")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CorruptCheckpoint(f"{file}: __metadata__ is a {type(metadata).__name__}")
+    data_start = 8 + len(body)
+    tensors, ranges = {}, []
+    for name, entry in table.items():
+        info, begin, end = _parse_entry(name, entry, file)
+        tensors[name] = info
+        ranges.append((begin, end, name))
+    ranges.sort()
+    expected = 0
+    for begin, end, name in ranges:
+        if begin != expected:
+            what = "overlaps the one before" if begin < expected else "leaves a gap"
+            raise CorruptCheckpoint(
+                f"{file}: tensor {name!r} {what}: it starts at data byte {begin}, expected "
+                f"{expected}"
+            )
+        expected = end
+    if data_start + expected != file_size:
+        raise CorruptCheckpoint(
+            f"{file}: expected {data_start + expected} bytes, the file has {file_size}: it is "
+            f"{'truncated' if file_size < data_start + expected else 'too long'}"
+        )
+    offsets = {name: data_start + begin for begin, _, name in ranges}
+    return Header(tensors, offsets, metadata, data_start)
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """Parse JSON in which no object may have the same key twice.
+
+    Raises:
+        CorruptCheckpoint: starting with ``what``.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{what} is not valid JSON: {error}") from error
+
+
+def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, int]:
+    def bad(why: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{file}: tensor {name!r}: {why}")
+
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise bad("expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise bad(f"unknown dtype {dtype!r}")
+    for value in (shape, offsets):
+        # `True` is an int in Python.
+        if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
+            raise bad(f"{value!r} is no list of sizes")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise bad(f"data_offsets {offsets!r} are no range")
+    info = TensorInfo(name, dtype, tuple(shape))
+    if offsets[1] - offsets[0] != info.nbytes:
+        raise bad(
+            f"data_offsets {offsets!r} hold {offsets[1] - offsets[0]} bytes, but shape {shape} in "
+            f"{dtype} has {info.nbytes}"
+        )
+    return info, *offsets
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} occurs twice")
+            seen.add(key)
+    return result

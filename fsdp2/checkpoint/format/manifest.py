@@ -1,0 +1,240 @@
+"""What each rank writes down about its part of a checkpoint.
+
+A manifest is a rank's marker too: once it is there under its name, all that it lists is durable.
+It is JSON in two lines, the second of which carries the checksum of the first, so that a damaged
+manifest is found out as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...dtensor.boxes import Box
+from ..errors import CorruptCheckpoint
+from .header import TensorInfo
+
+VERSION = 1
+FOLDER = ".fsdp2"
+BLOCK_BYTES = 1 << 20  # of data per checksum
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor, and whether it is the one that writes it.
+
+    Attributes:
+        kind: "model" or "optim": which files it belongs to.
+        box: this rank's part. ``typical``: the first rank's, from which layouts are chosen, so
+            that all ranks choose alike.
+        ranks: all that hold a part.
+        writes: whether this rank writes it; a replica does not.
+    """
+
+    kind: str
+    tensor: TensorInfo
+    box: Box
+    typical: Box
+    ranks: tuple[int, ...]
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of one tensor that one rank wrote.
+
+    Attributes:
+        tensor: the whole tensor.
+        file: where it is, in the checkpoint's folder.
+        box: which part of the tensor.
+        offset: None in a file of whole tensors, where the box's place follows from the header;
+            in a file of one rank the first byte of the box, all in one piece.
+        checksums: CRC32 of every block of 1 MiB of the box's bytes in row-major order.
+    """
+
+    tensor: TensorInfo
+    file: str
+    box: Box
+    offset: int | None
+    checksums: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.tensor.itemsize
+
+
+@dataclass(frozen=True)
+class SetOfFiles:
+    """Files that a set of ranks writes together.
+
+    Attributes:
+        ranks: that share the tensors in them.
+        sizes: bytes of each file.
+        whole: whether the files hold whole tensors; otherwise each holds boxes of one rank.
+        digest: of names, headers and sizes; equal on all ranks of the set.
+        headers: of each file; only in the manifest of the set's first rank.
+    """
+
+    ranks: tuple[int, ...]
+    sizes: dict[str, int]
+    whole: bool
+    digest: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        nonce: of the attempt; manifests of different attempts never belong together.
+        rank, ranks: this rank and all that take part, by their global numbers.
+        aliases: other names of tied tensors.
+        small_files: SHA-256 of files of this rank that are not chunks.
+        writer: who wrote it: versions, host, time.
+    """
+
+    nonce: str
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    sets: tuple[SetOfFiles, ...]
+    chunks: tuple[Chunk, ...]
+    aliases: dict[str, str]
+    small_files: dict[str, str]
+    writer: dict[str, Any]
+
+
+def marker_name(rank: int, num_ranks: int) -> str:
+    """The file name of the manifest of ``rank`` in `FOLDER`."""
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.json"
+
+
+def failed_name(rank: int) -> str:
+    """A file that says that ``rank`` gave this attempt up."""
+    return f"failed-{rank:05d}"
+
+
+def state_name(rank: int) -> str:
+    """File of a rank's values that are no tensors."""
+    return f"state-{rank:05d}.json"
+
+
+def own_name(rank: int) -> str:
+    """File of a rank's tensors that are its own: buffers, and state without a sharding."""
+    return f"own-{rank:05d}.safetensors"
+
+
+def parse_marker_name(name: str) -> tuple[int, int] | None:
+    """Rank and number of ranks of a marker's file name; None for any other file."""
+    match = re.fullmatch(r"rank-(\d{5,})-of-(\d{5,})\.json", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def dump(manifest: Manifest) -> bytes:
+    """As the bytes of a marker file."""
+    tensors: dict[str, list[Any]] = {}
+    chunks = []
+    for chunk in manifest.chunks:
+        tensors[chunk.tensor.name] = [chunk.tensor.dtype, list(chunk.tensor.shape)]
+        checksums = "".join(f"{crc:08x}" for crc in chunk.checksums)
+        box = [list(chunk.box.start), list(chunk.box.shape)]
+        chunks.append([chunk.tensor.name, chunk.file, *box, chunk.offset, checksums])
+    content = {
+        "format": "fsdp2-checkpoint",
+        "version": VERSION,
+        "nonce": manifest.nonce,
+        "name": manifest.name,
+        "rank": manifest.rank,
+        "ranks": list(manifest.ranks),
+        "sets": [
+            {
+                "ranks": list(s.ranks),
+                "sizes": s.sizes,
+                "whole": s.whole,
+                "digest": s.digest,
+                "headers": s.headers,
+            }
+            for s in manifest.sets
+        ],
+        "tensors": tensors,
+        "chunks": chunks,
+        "aliases": manifest.aliases,
+        "small_files": manifest.small_files,
+        "writer": manifest.writer,
+    }
+    line = json.dumps(content, separators=(",", ":")).encode()
+    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
+
+
+def load(data: bytes, file: str) -> Manifest:
+    """The inverse of `dump`.
+
+    Raises:
+        CorruptCheckpoint: if these are not the bytes that were written.
+    """
+    line, _, rest = data.partition(b"\n")
+    try:
+        if json.loads(rest)["sha256"] != hashlib.sha256(line).hexdigest():
+            raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
+        content = json.loads(line)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"{file}: not a manifest: {error!r}") from error
+    if content.get("format") != "fsdp2-checkpoint" or content["version"] > VERSION:
+        raise CorruptCheckpoint(
+            f"{file}: format {content.get('format')!r} version {content.get('version')}: this "
+            f"fsdp2 reads up to version {VERSION}"
+        )
+    tensors = {
+        name: TensorInfo(name, dtype, tuple(shape))
+        for name, (dtype, shape) in content["tensors"].items()
+    }
+    return Manifest(
+        nonce=content["nonce"],
+        name=content["name"],
+        rank=content["rank"],
+        ranks=tuple(content["ranks"]),
+        sets=tuple(
+            SetOfFiles(tuple(s["ranks"]), s["sizes"], s["whole"], s["digest"], s["headers"])
+            for s in content["sets"]
+        ),
+        chunks=tuple(
+            Chunk(
+                tensors[name],
+                chunk_file,
+                Box(tuple(start), tuple(shape)),
+                offset,
+                tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
+            )
+            for name, chunk_file, start, shape, offset, checksums in content["chunks"]
+        ),
+        aliases=content["aliases"],
+        small_files=content["small_files"],
+        writer=content["writer"],
+    )
+
+
+def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
+    """Hugging Face's index of the model's files; None if one file needs none.
+
+    Files of single ranks are not in it: whoever reads by an index expects whole tensors.
+    """
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for manifest in manifests:
+        for files in manifest.sets:
+            for file, header in files.headers.items():
+                if not files.whole or not file.startswith("model"):
+                    continue
+                for name, entry in json.loads(header).items():
+                    # Ranks that share nothing may have written the same tensor: the first counts.
+                    if name != "__metadata__" and weight_map.setdefault(name, file) == file:
+                        total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    if len(set(weight_map.values())) <= 1:
+        return None
+    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

@@ -1,0 +1,120 @@
+"""How an optimizer's state is laid out, where that does not follow from the parameter.
+
+Most state has the parameter's shape and is laid out as the parameter is. The rest is noted when it
+is saved: numbers for a whole parameter are plain for some optimizers (step counts) and DTensors for
+others (Adam-mini's mean of squares), and those that step on whole parameters keep rows, columns and
+matrices of other shapes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ...dtensor.from_local import dtensor_over
+from ...dtensor.placement import box_of
+from ..errors import CheckpointMismatch
+from .header import TensorInfo
+from .inner import is_subclass, local_part
+from .tensors import DTYPES
+
+PLAIN = "plain"  # no DTensor, though the parameter is one
+DEVICE = "device"  # no DTensor, and not on the CPU
+# For each mesh dim the tensor dim that it shards; None where it replicates the tensor.
+Dims = list[int | None]
+Noted = str | Dims | None
+
+
+def layout_of(value: Tensor, param: Tensor) -> Noted:
+    """What has to be noted of state, as JSON; None: it is laid out as its parameter is."""
+    if isinstance(value, DTensor):
+        like_param = (
+            isinstance(param, DTensor)
+            and value.shape == param.shape
+            and value.placements == param.placements
+        )
+        if like_param or (isinstance(param, DTensor) and value.device_mesh != param.device_mesh):
+            return None
+        if not all(type(p) in (Shard, Replicate) for p in value.placements):
+            return None
+        return [p.dim if isinstance(p, Shard) else None for p in value.placements]
+    if value.ndim:
+        return None
+    if value.device.type != "cpu":
+        return DEVICE
+    return PLAIN if isinstance(param, DTensor) else None
+
+
+def is_laid_out(tensor: Tensor, param: Tensor, noted: Noted) -> bool:
+    """Whether an optimizer's tensor is of the kind that was noted."""
+    if noted is None or not isinstance(param, DTensor):
+        return True
+    return isinstance(tensor, DTensor) == isinstance(noted, list)
+
+
+def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, Any]) -> Tensor:
+    """A tensor for state that is to be loaded, laid out as it was where it was saved.
+
+    Args:
+        info: of the whole tensor.
+        noted: what `layout_of` said of it.
+        param: that it belongs to, and ``group``, whose options say what kernels read.
+
+    Raises:
+        CheckpointMismatch: if its layout is not known.
+    """
+    dtype, data = DTYPES[info.dtype], param.detach()
+    if isinstance(noted, list):
+        if not isinstance(data, DTensor):
+            return torch.empty(info.shape, dtype=dtype, device=data.device)
+        return _empty_dtensor(info.shape, dtype, _placements(noted, data), data)
+    if noted is not None or (info.shape == () and param.ndim):
+        # As torch's optimizers do it: step counts are on the CPU unless kernels read them.
+        on_device = noted == DEVICE or group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=dtype, device=data.device if on_device else "cpu")
+    if info.shape == tuple(data.shape):
+        if is_subclass(data):  # of a class that makes plain state, as torchao's float8 does
+            return _empty_plain(data, dtype)
+        return torch.empty_like(data, dtype=dtype)
+    raise CheckpointMismatch(
+        f"'{info.name}' has shape {info.shape}, its parameter {tuple(data.shape)}: "
+        "take a step first, so that the optimizer makes its state"
+    )
+
+
+def _empty_plain(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Placed as ``param``, whose class the memory is not of."""
+    local = local_part(param)
+    made = torch.empty(local.shape, dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return made
+    return dtensor_over(made, param.device_mesh, param.placements, param.shape, param.stride())
+
+
+def _placements(dims: Dims, param: DTensor) -> list[Placement]:
+    """The same placements; over a mesh with another number of dims, as good as it can be."""
+    if len(dims) == len(param.placements):
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+    placements: list[Placement] = [Replicate() for _ in param.placements]
+    sharded = [dim for dim in dims if dim is not None]
+    cuts = [i for i, p in enumerate(param.placements) if not isinstance(p, Replicate)]
+    if sharded and cuts:
+        placements[cuts[-1]] = Shard(sharded[0])
+    return placements
+
+
+def _empty_dtensor(
+    shape: tuple[int, ...], dtype: torch.dtype, placements: list[Placement], param: DTensor
+) -> Tensor:
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # this rank has part of the parameter
+    box = box_of(shape, tuple(mesh.shape), tuple(placements), tuple(coordinate))
+    local = torch.empty(box.shape, dtype=dtype, device=param._local_tensor.device)
+    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    return dtensor_over(local, mesh, placements, shape, strides)

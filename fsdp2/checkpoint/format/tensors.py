@@ -1,0 +1,133 @@
+"""Between torch's tensors and bytes: names of dtypes, memory of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...common.pinned import power_of_two
+from ..errors import CheckpointError
+from .header import TensorInfo, header_length, parse_header
+from .manifest import Part
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "U16": torch.uint16, "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64,
+    "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def describe(name: str, tensor: Tensor) -> TensorInfo:
+    """The whole tensor (of a DTensor too) as a file would describe it.
+
+    Raises:
+        CheckpointError: for dtypes and layouts that safetensors files cannot hold.
+    """
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(
+            f"'{name}' has dtype {tensor.dtype}, which safetensors files cannot hold"
+        )
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"'{name}' has layout {tensor.layout}: only dense tensors are saved")
+    return TensorInfo(name, NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The tensor of this rank: a DTensor's local tensor, without autograd."""
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        return cast(Tensor, local.wait() if hasattr(local, "wait") else local).detach()
+    return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable; valid as long as the tensor is."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor's memory can be read in place."""
+    return tensor.device.type == "cpu"
+
+
+class LocalBytes:
+    """The bytes of this rank's tensors, for a `Writer`.
+
+    Host memory is handed out as it is. What lies on a device is copied piece by piece, into one
+    buffer per thread of the writer: a view of it is valid until that thread asks again.
+    """
+
+    def __init__(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        """
+        Args:
+            tensors: the local tensor of each (kind, name).
+        """
+        self._tensors = {
+            key: t if t.is_contiguous() else t.contiguous() for key, t in tensors.items()
+        }
+        self._memory = {key: memory_of(t) for key, t in self._tensors.items() if on_host(t)}
+        self._buffers = threading.local()
+        if len(self._memory) < len(self._tensors) and torch.accelerator.is_available():
+            # Threads copy on streams of their own, which know nothing of the streams that the
+            # optimizer and the copies above ran on.
+            torch.accelerator.synchronize()
+
+    def __call__(self, part: Part, start: int, stop: int) -> memoryview:
+        key = (part.kind, part.tensor.name)
+        memory = self._memory.get(key)
+        if memory is not None:
+            return memory[start:stop]
+        tensor = self._tensors[key]
+        size = tensor.element_size()
+        piece = tensor.view(-1)[start // size : stop // size]
+        buffer = self._buffer(stop - start)
+        # (not `.cpu()`: the memory of a temporary tensor is freed before it is written)
+        buffer[: stop - start].view(tensor.dtype).copy_(piece)
+        return memory_of(buffer)[: stop - start]
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """This thread's buffer; page-locked, which makes copies from a device faster."""
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None or buffer.numel() < nbytes:
+            pin = torch.accelerator.is_available()
+            if pin:
+                nbytes = power_of_two(nbytes)  # what it takes anyway
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self._buffers.buffer = buffer
+        return buffer
+
+
+def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
+    """The tensors of a small safetensors file, whole, on the CPU.
+
+    Args:
+        data: its content.
+        file: its name, for messages.
+
+    Raises:
+        CorruptCheckpoint: if it is no such file.
+    """
+    length = header_length(data[:8], len(data), file)
+    header = parse_header(data[8 : 8 + length], len(data), file)
+    tensors = {}
+    for name, info in header.tensors.items():
+        start = header.offsets[name]
+        raw = bytearray(data[start : start + info.nbytes])
+        dtype = DTYPES[info.dtype]
+        flat = (
+            torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+        )
+        tensors[name] = flat.reshape(info.shape)
+    return tensors

@@ -1,0 +1,1 @@
+"""From an open checkpoint into the tensors of a model and an optimizer."""

@@ -1,0 +1,224 @@
+"""Filling tensors from a checkpoint, so that a damaged block leaves everything as it was.
+
+What is overwritten decides how often its bytes are read:
+
+| what | how |
+|---|---|
+| nothing: meta tensors, new state of an optimizer | once; its memory is the model's in the end |
+| up to `STAGED_BYTES` | once, beside; copied in the end |
+| more | compared first; in the end read in place, and compared again |
+| more, and it need not be kept | once, in place |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...dtensor.boxes import Box
+from ..errors import CheckpointError, some
+from ..format.tensors import DTYPES, local_of
+from ..saving.capture import ModelTensors, fsdp_modules
+from .reading import Target, read_into, read_verified, verify_boxes
+from .source import Source, Stored
+
+logger = logging.getLogger("fsdp2.checkpoint")
+STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
+
+
+@dataclass
+class Wanted:
+    """A tensor of this process that is to be filled from ``stored``.
+
+    Attributes:
+        new: nothing knows the tensor yet, so nothing is lost with what it holds.
+        is_part: ``tensor`` is for ``box`` only, of an inner tensor; it has been made to fit.
+    """
+
+    name: str
+    tensor: Tensor
+    stored: Stored
+    box: Box
+    new: bool = False
+    is_part: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """In the checkpoint."""
+        return self.box.numel * self.stored.info.itemsize
+
+    def target(self, tensor: Tensor | None = None) -> Target:
+        """To fill it, or ``tensor`` in its place."""
+        local = local_of(self.tensor if tensor is None else tensor)
+        return Target(self.name, self.stored, self.box, local)
+
+
+def fill(
+    source: Source,
+    wanted: Sequence[Wanted],
+    model: nn.Module | None,
+    found: ModelTensors | None,
+    *,
+    verify_checksums: bool,
+    keep_on_error: bool,
+    device: torch.device | str | None,
+) -> bool:
+    """Fill all that is wanted; tensors of the model on the meta device get memory first.
+
+    Args:
+        model, found: whose tensors are wanted, and what `tensors_of` says of it, if any.
+        verify_checksums, keep_on_error, device: as for `load_model`.
+
+    Returns:
+        Whether checksums were compared.
+
+    Raises:
+        CorruptCheckpoint: if a block is damaged. Unless it has a note that says otherwise,
+            nothing was changed.
+    """
+    verified = verify_checksums and source.verifiable
+    if verify_checksums and not verified:
+        logger.info("%s was written without checksums: it cannot be verified", source.path)
+    read = read_verified if verified else read_into
+    real = partial(_real, device=device, usual=usual_device(model))
+    made = _make_real(model, wanted, real)
+    new = [w.target(made.get(id(w.tensor))) for w in wanted if w.new or w.tensor.is_meta]
+    held = [w for w in wanted if not (w.new or w.tensor.is_meta)]
+    staged: list[Target] = []
+    if verified and keep_on_error:
+        if sum(w.nbytes for w in held) <= STAGED_BYTES:
+            staged = [w.target(_staging_for(w)) for w in held]
+        else:
+            verify_boxes(source, ((w.stored, w.box) for w in held))
+    read(source, [*new, *staged])
+    # From here on things are changed.
+    for module in fsdp_modules(model) if model is not None else ():
+        module.reshard()  # what is gathered is about to be out of date
+    if staged:
+        with torch.no_grad():
+            for w, target in zip(held, staged, strict=True):
+                if w.nbytes:  # empty shards may be empty in another shape
+                    local_of(w.tensor).copy_(target.local)
+    elif held:
+        _read_in_place(source, held, read)
+    if model is not None and found is not None and made:
+        _install(model, found, made, real)
+    return verified
+
+
+def _staging_for(wanted: Wanted) -> Tensor:
+    return torch.empty(wanted.box.shape, dtype=DTYPES[wanted.stored.info.dtype], device="cpu")
+
+
+def _read_in_place(source: Source, held: Sequence[Wanted], read: Any) -> None:
+    try:
+        read(source, [w.target() for w in held])
+    except BaseException as error:
+        error.add_note(
+            "What was loaded into holds part of the checkpoint now: do not use it before another "
+            "load succeeds"
+        )
+        raise
+
+
+# -- the meta device ----------------------------------------------------------------------------
+
+
+def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) -> bool:
+    """Whether there are tensors on the meta device, all of which will be filled.
+
+    Raises:
+        CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
+    """
+    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
+    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
+    # While a sharded model computes, other parameters are registered under the same names.
+    any_meta = any(t.is_meta for t in found.tensors.values())
+    if left:
+        raise CheckpointError(
+            f"Not in the checkpoint, and on the meta device without values: {some(left)}. Buffers "
+            "that are not saved have to be computed: fsdp2.materialize(model, parameters=False) "
+            "does it by model.init_weights(); give parameters values, or leave them out"
+        )
+    return any_meta
+
+
+def _make_real(
+    model: nn.Module | None, wanted: Sequence[Wanted], real: Callable[[Tensor], Tensor]
+) -> dict[int, Tensor]:
+    """For each tensor on the meta device, by its id, one with memory, which the model gets later.
+
+    Raises:
+        CheckpointError: for tensors that ``state_dict`` has and the model has not.
+    """
+    meta = [w for w in wanted if w.tensor.is_meta]
+    if not meta or model is None:
+        return {}
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    derived = [w.name for w in meta if id(w.tensor) not in registered]
+    if derived:
+        raise CheckpointError(
+            f"state_dict() makes tensors on the meta device that are no parameters or buffers of "
+            f"the model: {some(derived)}. Call model.to_empty(device=...) before loading"
+        )
+    with torch.no_grad():
+        return {id(w.tensor): real(w.tensor) for w in meta}
+
+
+def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.device) -> Tensor:
+    """One with memory: on ``device``, else on that of its mesh, else on ``usual``."""
+    own = device_for(tensor) if isinstance(tensor, DTensor) else usual
+    return torch.empty_like(tensor, device=device or own)
+
+
+def usual_device(model: nn.Module | None) -> torch.device:
+    """Where buffers belong, which are on no mesh: beside the parameters that compute with them."""
+    parameters = model.parameters() if model is not None else ()
+    return device_for(next((p for p in parameters if isinstance(p, DTensor)), None))
+
+
+def device_for(tensor: Tensor | None) -> torch.device:
+    """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+def _install(
+    model: nn.Module,
+    found: ModelTensors,
+    made: dict[int, Tensor],
+    real: Callable[[Tensor], Tensor],
+) -> None:
+    """Put tensors with memory in the place of those on the meta device."""
+
+    def install(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        value = made.get(id(tensor))
+        return real(tensor) if value is None else value  # gradients
+
+    model._apply(install)
+    for alias, first in found.aliases.items():  # which plain modules lose on the way
+        _set_tensor(model, alias, _get_tensor(model, first))
+
+
+def _get_tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(path), last)
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: dict[str, Any] = module._parameters if last in module._parameters else module._buffers
+    if table.get(last) is not tensor:
+        setattr(module, last, tensor)

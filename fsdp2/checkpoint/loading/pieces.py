@@ -1,0 +1,270 @@
+"""Loading tensor subclasses: from the shards in a checkpoint to the shard that is wanted.
+
+A shard with the same rows is taken as it is. Else inner tensors that have a part for each row are
+put together of the pieces that have these rows, where the blocks of the class allow; those that are
+for all rows (a table) have to be equal in all pieces.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...dtensor.boxes import Box
+from ...dtensor.from_local import dtensor_over
+from ..errors import CheckpointMismatch
+from ..format.inner import (
+    DESCRIPTION,
+    Description,
+    inner_of,
+    is_subclass,
+    kind_of,
+    local_part,
+    parse_description,
+    parse_name,
+    rows_of,
+)
+from ..format.tensors import DTYPES
+from ..format.values import decode
+from .fill import Wanted
+from .reading import Target, read_into, read_verified
+from .source import Source, Stored
+
+
+@dataclass
+class Piece:
+    """One shard in a checkpoint."""
+
+    source: Source
+    start: int
+    stop: int
+    parts: dict[str, Stored] = field(default_factory=dict)
+
+    @cached_property
+    def description(self) -> Description:
+        return parse_description(self.read(DESCRIPTION))
+
+    def read(self, part: str) -> Tensor:
+        """One of its tensors, now; for small ones."""
+        stored = self.parts[part]
+        data = torch.empty(stored.info.shape, dtype=DTYPES[stored.info.dtype], device="cpu")
+        read = read_verified if self.source.verifiable else read_into
+        read(self.source, [Target(part, stored, Box.whole(stored.info.shape), data)])
+        return data
+
+
+def pieces_in(source: Source, tensors: Mapping[str, Stored]) -> dict[str, list[Piece]]:
+    """The shards of tensor subclasses in a checkpoint, by the name of the tensor."""
+    found: dict[str, dict[tuple[int, int], Piece]] = {}
+    for full_name, stored in tensors.items():
+        parsed = parse_name(full_name)
+        if parsed is not None:
+            name, start, stop, part = parsed
+            pieces = found.setdefault(name, {})
+            piece = pieces.setdefault((start, stop), Piece(source, start, stop))
+            piece.parts[part] = stored
+    return {
+        name: [pieces[rows] for rows in sorted(pieces)]
+        for name, pieces in found.items()
+        if all(DESCRIPTION in piece.parts for piece in pieces.values())
+    }
+
+
+def names_of(pieces: Sequence[Piece]) -> set[str]:
+    """The names in the files."""
+    return {stored.info.name for piece in pieces for stored in piece.parts.values()}
+
+
+def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> list[Wanted]:
+    """What has to be read to fill the inner tensors of ``tensor``.
+
+    Args:
+        box: this rank's part of the whole tensor.
+
+    Raises:
+        CheckpointMismatch: if it is of another class or shape, or the rows cannot be had.
+    """
+    first = pieces[0].description
+    local = local_part(tensor)
+    if not is_subclass(tensor) or kind_of(local) != first.kind:
+        raise CheckpointMismatch(
+            f"'{name}' was saved as {first.kind} and is a {kind_of(local)} here: convert the model "
+            "in the same way before loading"
+        )
+    if first.shape != tuple(tensor.shape):
+        raise CheckpointMismatch(
+            f"'{name}': shapes differ: {first.shape} in the checkpoint, {tuple(tensor.shape)} here"
+        )
+    start, stop = rows_of(box, first.shape, name)
+    if start == stop:
+        return []
+    inner = inner_of(local)
+    wanted: list[Wanted] = []
+    for part, target in inner.items():
+        if any(part not in piece.parts for piece in pieces):
+            raise CheckpointMismatch(
+                f"The inner tensor '{part}' of '{name}' is not in the checkpoint, and would stay "
+                "what it is for other values: load into a model without it, as it is when made anew"
+            )
+        for stored, place, of_piece in _sources(name, part, pieces, start, stop, target.shape):
+            into = target if place is None else target.narrow(0, place.start, len(place))
+            wanted.append(Wanted(name, into, stored, of_piece, is_part=True))
+    return wanted
+
+
+def _sources(
+    name: str,
+    part: str,
+    pieces: Sequence[Piece],
+    start: int,
+    stop: int,
+    shape: Sequence[int],
+) -> list[tuple[Stored, range | None, Box]]:
+    """For one inner tensor of ``shape``: what to read, to which of its rows (None: all), and which
+    box of what is stored."""
+    same = [p for p in pieces if (p.start, p.stop) == (start, stop)]
+    if same:
+        stored = same[0].parts[part]
+        if stored.info.shape != tuple(shape):
+            raise _misfit(name, part, f"{stored.info.shape} was saved, {tuple(shape)} is here")
+        return [(stored, None, Box.whole(stored.info.shape))]
+    near = [p for p in pieces if p.start < stop and p.stop > start]
+    follows = _follows(part, pieces, start, stop, shape)
+    if follows is None:
+        raise _misfit(name, part, "the class does not show which of its rows it is for")
+    if not follows:
+        values = pieces[0].read(part)
+        if any(not torch.equal(values, p.read(part)) for p in pieces[1:]):
+            raise _misfit(name, part, "it is not the same in all shards that were saved")
+        stored = pieces[0].parts[part]
+        return [(stored, None, Box.whole(stored.info.shape))]
+    found: list[tuple[Stored, range | None, Box]] = []
+    for piece in near:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        stored = piece.parts[part]
+        theirs, num = stored.info.shape, piece.stop - piece.start
+        cuts = [
+            ((low - piece.start) * theirs[0], num),
+            ((high - piece.start) * theirs[0], num),
+            ((low - start) * shape[0], stop - start),
+            ((high - start) * shape[0], stop - start),
+        ]
+        exact = all(a % b == 0 for a, b in cuts)
+        if not exact or theirs[0] * (stop - start) != shape[0] * num or theirs[1:] != shape[1:]:
+            raise _misfit(
+                name, part, f"its blocks do not end at rows {low} and {high}, where shards begin"
+            )
+        a, b, c, d = (x // y for x, y in cuts)
+        box = Box((a, *(0 for _ in theirs[1:])), (b - a, *theirs[1:]))
+        found.append((stored, range(c, d), box))
+    return found
+
+
+def _follows(
+    part: str, pieces: Sequence[Piece], start: int, stop: int, shape: Sequence[int]
+) -> bool | None:
+    said = {p.description.follows.get(part) for p in pieces} - {None}
+    if len(said) == 1:
+        return said.pop()
+    piece = pieces[0]
+    theirs = piece.parts[part].info.shape
+    if theirs == tuple(shape):
+        return False
+    same_ratio = (
+        theirs and shape and theirs[0] * (stop - start) == shape[0] * (piece.stop - piece.start)
+    )
+    return True if same_ratio else None
+
+
+def _misfit(name: str, part: str, why: str) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"The inner tensor '{part}' of '{name}' cannot be put together for other shards than were "
+        f"saved: {why}. Load with as many ranks as saved it"
+    )
+
+
+def empty_like_saved(name: str, param: Tensor, pieces: Sequence[Piece], box: Box) -> Tensor:
+    """A tensor for state that an optimizer does not have yet, placed as its parameter is.
+
+    Raises:
+        CheckpointMismatch: if the class cannot be made from what was saved of it.
+    """
+    description = pieces[0].description
+    start, stop = rows_of(box, description.shape, name)
+    local_shape = (stop - start, *description.shape[1:])
+    device = local_part(param).device
+    if start == stop:
+        local = torch.empty(local_shape, dtype=_dtype(description), device=device)
+        return _placed(local, param)
+    near = [p for p in pieces if p.start < stop and p.stop > start]
+    made: dict[str, Tensor] = {}
+    for part in near[0].description.follows:
+        made[part] = _empty_part(name, part, near, start, stop, device)
+    local = _unflatten(name, near[0].description, made, local_shape)
+    return _placed(local, param)
+
+
+def _empty_part(
+    name: str, part: str, pieces: Sequence[Piece], start: int, stop: int, device: torch.device
+) -> Tensor:
+    piece = pieces[0]
+    info = piece.parts[part].info
+    num, shape = piece.stop - piece.start, info.shape
+    if num != stop - start or piece.start != start:
+        said = {p.description.follows.get(part) for p in pieces} - {None}
+        if not said:
+            raise _misfit(name, part, "the class does not show which of its rows it is for")
+        if said == {True}:
+            if shape[0] * (stop - start) % num:
+                raise _misfit(name, part, f"its blocks do not end after {stop - start} rows")
+            shape = (shape[0] * (stop - start) // num, *shape[1:])
+    return torch.empty(shape, dtype=DTYPES[info.dtype], device=device)
+
+
+def _unflatten(
+    name: str, description: Description, inner: dict[str, Tensor], shape: tuple[int, ...]
+) -> Tensor:
+    module, _, _ = description.kind.rpartition(".")
+    found: Any = None
+    # Classes are looked up among those that the program has imported: a file imports nothing.
+    for loaded in [m for m in sys.modules if module == m or module.startswith(m + ".")]:
+        found = sys.modules[loaded]
+        for attribute in description.kind[len(loaded) + 1 :].split("."):
+            found = getattr(found, attribute, None)
+        if found is not None:
+            break
+    if not (isinstance(found, type) and issubclass(found, Tensor)) or description.context is None:
+        raise CheckpointMismatch(
+            f"'{name}' was saved as {description.kind}, which cannot be made anew from the "
+            "checkpoint: import its module, or take a step first, so that the optimizer makes it"
+        )
+    context = _with_shape(decode(description.context["value"]), description.local_shape, shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return cast(Any, found).__tensor_unflatten__(inner, context, torch.Size(shape), strides)
+
+
+def _with_shape(context: Any, before: tuple[int, ...], now: tuple[int, ...]) -> Any:
+    """The context of a shard of another shape: classes that note their shape note it there."""
+    if isinstance(context, list | tuple):
+        if tuple(context) == before:
+            return type(context)(now)
+        return type(context)(_with_shape(value, before, now) for value in context)
+    return context
+
+
+def _dtype(description: Description) -> torch.dtype:
+    return getattr(torch, description.dtype.removeprefix("torch."))
+
+
+def _placed(local: Tensor, param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    return dtensor_over(local, mesh, placements, param.shape, param.stride())

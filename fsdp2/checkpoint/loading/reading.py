@@ -1,0 +1,473 @@
+"""Reading an open checkpoint: bytes into tensors, and the comparing of checksums on the way.
+
+Checksums are of blocks: of 1 MiB of what one rank wrote of one tensor. To compare, whole blocks
+have to be read, which a rank's shard is anyway, but for its ends. So `read_verified` goes block by
+block: straight into the tensor where the block lies there in one piece, through a small buffer
+where it does not. Nothing is read twice.
+
+Every thread reads a stretch of its own, in the order of the files and through a descriptor of its
+own, because the system's readahead follows a descriptor: two threads that took turns on one were a
+third slower than this (two processes, one file, nothing cached).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ...dtensor.boxes import Box, boxes_of_range, offset, run_numel, run_offsets, span, strides
+from ..errors import CorruptCheckpoint
+from ..format.checksum import crc32
+from ..format.manifest import BLOCK_BYTES, Chunk
+from ..format.tensors import DTYPES, memory_of
+from .source import Extent, Source, Stored
+
+PIECE_BLOCKS = 4  # read by one task: as many bytes as stay in a processor's cache
+STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # read at once where bytes cannot go straight into place
+DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
+MAX_PENDING = 1024  # tasks at a time, of up to `STAGE_BYTES` each
+NUM_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to fill: ``local`` is the ``box`` of the checkpoint's tensor ``stored``."""
+
+    name: str
+    stored: Stored
+    box: Box
+    local: Tensor
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether bytes of the file are bytes of the tensor."""
+        local = self.local
+        return (
+            local.device.type == "cpu"
+            and local.is_contiguous()
+            and not (local.is_conj() or local.is_neg())
+            and local.dtype == DTYPES[self.stored.info.dtype]
+        )
+
+
+class Stream:
+    """What one thread reads: through a descriptor with a readahead of its own, and a buffer.
+
+    Args:
+        shared: go on with the source's descriptor instead, as a piece after the other is read.
+    """
+
+    def __init__(self, source: Source, *, shared: bool = False) -> None:
+        self.source = source
+        self._shared = shared
+        self._file = ""
+        self._fd = -1
+        self._buffer: Tensor | None = None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def read(self, file: str, out: memoryview, offset: int) -> int:
+        """As `Source.read`."""
+        if file != self._file and not self._shared:
+            self.__exit__()
+            self._file, self._fd = file, self.source.reopen(file)
+        for first in range(0, len(out), BLOCK_BYTES):
+            part = out[first : first + BLOCK_BYTES]
+            self.source.read(file, part, offset + first, None if self._shared else self._fd)
+        return len(out)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Memory that stays in the processor's cache; the same at every call."""
+        if self._buffer is None:
+            self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu")
+        return self._buffer[:num_bytes]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to do with bytes of a file."""
+
+    num_bytes: int
+    run: Callable[[Stream], object]
+
+
+def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Iterator[int]:
+    """Run tasks, each thread a stretch of consecutive ones; yields the bytes of each when done.
+
+    Memory does not grow with the checkpoint. After an error no more are started.
+    """
+    tasks = iter(tasks)
+    batch = list(islice(tasks, MAX_PENDING))
+    if len(batch) == 1:
+        batch[0].run(Stream(source, shared=True))
+        yield batch[0].num_bytes
+        return
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:
+        while batch:
+            done: SimpleQueue[int | BaseException] = SimpleQueue()
+            stop = threading.Event()
+            try:
+                for stretch in _stretches(batch, num_threads):
+                    pool.submit(_run_stretch, source, stretch, done, stop)
+                for _ in batch:
+                    result = done.get()
+                    if isinstance(result, BaseException):
+                        raise result
+                    yield result
+            finally:
+                stop.set()
+            batch = list(islice(tasks, MAX_PENDING))
+
+
+def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
+    """Cut into ``num`` parts of about as many bytes each."""
+    total = max(1, sum(task.num_bytes for task in tasks))
+    parts: list[list[Task]] = [[] for _ in range(num)]
+    before = 0
+    for task in tasks:
+        parts[min(num - 1, before * num // total)].append(task)
+        before += task.num_bytes
+    return [part for part in parts if part]
+
+
+def _run_stretch(
+    source: Source,
+    stretch: Sequence[Task],
+    done: SimpleQueue[int | BaseException],
+    stop: threading.Event,
+) -> None:
+    try:
+        with Stream(source) as stream:
+            for task in stretch:
+                if stop.is_set():
+                    return
+                task.run(stream)
+                done.put(task.num_bytes)
+    except BaseException as error:
+        stop.set()
+        done.put(error)
+
+
+# -- blocks with checksums ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Consecutive blocks of a chunk.
+
+    Attributes:
+        offsets: of the chunk's runs in its file, each ``run`` bytes long.
+    """
+
+    chunk: Chunk
+    numbers: range
+    offsets: Sequence[int]
+    run: int
+
+    @property
+    def start(self) -> int:
+        """Of their bytes in the chunk's."""
+        return self.numbers.start * BLOCK_BYTES
+
+    @property
+    def stop(self) -> int:
+        return min(self.numbers.stop * BLOCK_BYTES, self.chunk.nbytes)
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """A chunk, and where it lies in its file, of which ``box`` of the tensor has a part."""
+
+    chunk: Chunk
+    extent: Extent
+    box: Box
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Files are read from front to back."""
+        within = self.chunk.box.relative_to(self.extent.box)
+        first = offset(within, self.extent.box.shape) * self.chunk.tensor.itemsize
+        return self.chunk.file, self.extent.offset + first
+
+    def blocks(self) -> Iterator[_Blocks]:
+        """Every block that has a byte of ``box``, a few at a time."""
+        chunk, container, size = self.chunk, self.extent.box.shape, self.chunk.tensor.itemsize
+        run = run_numel(chunk.box, container)
+        within = chunk.box.relative_to(self.extent.box)
+        offsets = [self.extent.offset + o * size for o in run_offsets(within, container, run)]
+        common = self.box.intersect(chunk.box)
+        assert common is not None
+        inside = common.relative_to(chunk.box)
+        own_run = run_numel(inside, chunk.box.shape)
+        numbers: set[int] = set()
+        for start in run_offsets(inside, chunk.box.shape, own_run):
+            first, stop = start * size // BLOCK_BYTES, -(-(start + own_run) * size // BLOCK_BYTES)
+            numbers.update(range(first, stop))
+        for part in _consecutive(numbers):
+            for first in range(part.start, part.stop, PIECE_BLOCKS):
+                piece = range(first, min(first + PIECE_BLOCKS, part.stop))
+                yield _Blocks(chunk, piece, offsets, run * size)
+
+
+def _needed(stored: Stored, box: Box) -> Iterator[_Needed]:
+    for chunk in stored.chunks:
+        if box.intersect(chunk.box) is not None:
+            extent = next(e for e in stored.extents if e.file == chunk.file and _holds(e, chunk))
+            yield _Needed(chunk, extent, box)
+
+
+def _holds(extent: Extent, chunk: Chunk) -> bool:
+    return extent.box.intersect(chunk.box) == chunk.box
+
+
+def _consecutive(numbers: set[int]) -> Iterator[range]:
+    """Consecutive numbers as ranges."""
+    start = previous = None
+    for number in sorted(numbers):
+        if previous is not None and number != previous + 1:
+            yield range(start, previous + 1)  # type: ignore[arg-type]
+            start = None
+        if start is None:
+            start = number
+        previous = number
+    if previous is not None:
+        yield range(start, previous + 1)  # type: ignore[arg-type]
+
+
+def _read_blocks(blocks: _Blocks, out: memoryview, stream: Stream) -> None:
+    """Fill ``out`` with blocks, and compare each while it is in the processor's cache."""
+    for number in blocks.numbers:
+        start = number * BLOCK_BYTES
+        _read_block(blocks, number, out[start - blocks.start :], stream)
+
+
+def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
+    """Compare blocks, reading all to the same place."""
+    memory = memory_of(stream.buffer(BLOCK_BYTES))
+    for number in blocks.numbers:
+        _read_block(blocks, number, memory, stream)
+
+
+def _read_block(blocks: _Blocks, number: int, out: memoryview, stream: Stream) -> None:
+    chunk, start = blocks.chunk, number * BLOCK_BYTES
+    data = out[: min(BLOCK_BYTES, chunk.nbytes - start)]
+    done = 0
+    while done < len(data):  # once, unless the chunk lies in the file in several runs
+        index, inside = divmod(start + done, blocks.run)
+        num = min(blocks.run - inside, len(data) - done)
+        stream.read(chunk.file, data[done : done + num], blocks.offsets[index] + inside)
+        done += num
+    _compare(stream.source, chunk, number, data)
+
+
+def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> None:
+    if crc32(data) != chunk.checksums[number]:
+        raise CorruptCheckpoint(
+            f"{source.path}/{chunk.file}: the checksum of tensor '{chunk.tensor.name}' is "
+            f"wrong in block {number} of {len(chunk.checksums)} (of 1 MiB, counted in the "
+            f"box at {list(chunk.box.start)} of shape {list(chunk.box.shape)})"
+        )
+
+
+def verify_boxes(
+    source: Source,
+    wanted: Iterable[tuple[Stored, Box]],
+    num_threads: int = NUM_THREADS,
+    on_bytes: Callable[[int], None] | None = None,
+) -> int:
+    """Compare checksums of every block that these boxes touch; returns the bytes read.
+
+    Args:
+        on_bytes: called in this thread with how many more bytes were found right.
+
+    Raises:
+        CorruptCheckpoint: naming the tensor and the block that differs.
+    """
+    needed = sorted((n for s, box in wanted for n in _needed(s, box)), key=lambda n: n.place)
+    tasks = (
+        Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
+        for each in needed
+        for blocks in each.blocks()
+    )
+    total = 0
+    for num in in_threads(source, tasks, num_threads):
+        total += num
+        if on_bytes is not None:
+            on_bytes(num)
+    return total
+
+
+def read_verified(
+    source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS
+) -> None:
+    """Fill all targets from a checkpoint with checksums, and compare them: one pass.
+
+    Raises:
+        CorruptCheckpoint: naming the tensor and the block that differs. Targets hold part of the
+            checkpoint then, the wrong block perhaps too.
+    """
+    for target in targets:
+        _check_covered(source, target)
+    needed = [(n, target) for target in targets for n in _needed(target.stored, target.box)]
+    needed.sort(key=lambda pair: pair[0].place)
+    tasks = (task for each, target in needed for task in _verified_tasks(each, target))
+    _fill(source, targets, tasks, num_threads)
+
+
+def _check_covered(source: Source, target: Target) -> None:
+    """What no chunk has would stay as it is."""
+    boxes = [target.box.intersect(chunk.box) for chunk in target.stored.chunks]
+    covered = sum(box.numel for box in boxes if box is not None)
+    if covered != target.box.numel:
+        raise CorruptCheckpoint(
+            f"{source.path}: the checksums of '{target.name}' are of {covered} elements, of the "
+            f"{target.box.numel} that are needed"
+        )
+
+
+def _verified_tasks(needed: _Needed, target: Target) -> Iterator[Task]:
+    places = _Places(target, needed.chunk) if target.takes_bytes else None
+    for blocks in needed.blocks():
+        out = places.of(blocks) if places is not None else None
+        if out is not None:
+            yield Task(len(out), partial(_read_blocks, blocks, out))
+        else:
+            yield Task(blocks.stop - blocks.start, partial(_read_and_copy, blocks, target))
+
+
+class _Places:
+    """Where in a target's memory blocks of a chunk lie, as far as they lie there in one piece."""
+
+    def __init__(self, target: Target, chunk: Chunk) -> None:
+        box, size = target.box, chunk.tensor.itemsize
+        common = box.intersect(chunk.box)
+        assert common is not None
+        inside, dest = common.relative_to(chunk.box), common.relative_to(box)
+        run = min(run_numel(inside, chunk.box.shape), run_numel(dest, box.shape))
+        self._memory = memory_of(target.local)
+        # Runs that both have, in bytes, from where to where.
+        self._run, self._froms, self._tos = run * size, [], []
+        if run * size >= BLOCK_BYTES or run == common.numel:  # others have no whole block
+            self._froms = [o * size for o in run_offsets(inside, chunk.box.shape, run)]
+            self._tos = [o * size for o in run_offsets(dest, box.shape, run)]
+
+    def of(self, blocks: _Blocks) -> memoryview | None:
+        """The memory of ``blocks``; None if it is not one piece, or not all theirs."""
+        index = bisect_right(self._froms, blocks.start) - 1
+        if index < 0 or blocks.stop > self._froms[index] + self._run:
+            return None
+        first = self._tos[index] + blocks.start - self._froms[index]
+        return self._memory[first : first + blocks.stop - blocks.start]
+
+
+def _read_and_copy(blocks: _Blocks, target: Target, stream: Stream) -> None:
+    """Through a buffer: of blocks that are not all the target's, or in another form."""
+    buffer = stream.buffer(blocks.stop - blocks.start)
+    _read_blocks(blocks, memory_of(buffer), stream)
+    chunk = blocks.chunk
+    size = chunk.tensor.itemsize
+    first = blocks.start // size
+    values = buffer.view(DTYPES[chunk.tensor.dtype])
+    for box in boxes_of_range(chunk.box.shape, first, blocks.stop // size):
+        start = offset(box, chunk.box.shape) - first
+        part = values[start : start + box.numel].view(box.shape)
+        there = Box(tuple(map(sum, zip(box.start, chunk.box.start, strict=True))), box.shape)
+        common = there.intersect(target.box)
+        if common is not None:
+            with torch.no_grad():
+                _narrow(target.local, common.relative_to(target.box)).copy_(
+                    _narrow(part, common.relative_to(there))
+                )
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (start, num) in enumerate(zip(box.start, box.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, num)
+    return tensor
+
+
+def _fill(
+    source: Source, targets: Sequence[Target], tasks: Iterable[Task], num_threads: int
+) -> None:
+    try:
+        for _ in in_threads(source, tasks, num_threads):
+            pass
+    finally:
+        _note_written(targets)
+
+
+def _note_written(targets: Iterable[Target]) -> None:
+    for target in targets:
+        if target.local.numel():
+            # Bytes that were written behind autograd's back: what was gathered is out of date.
+            torch.autograd.graph.increment_version(target.local)
+
+
+# -- without checksums --------------------------------------------------------------------------
+
+
+def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS) -> None:
+    """Fill all targets, comparing nothing. Dtypes may differ; shapes have been checked."""
+    pairs = [(extent, target) for target in targets for extent in target.stored.extents]
+    pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
+    tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent))
+    _fill(source, targets, tasks, num_threads)
+
+
+def _plain_tasks(target: Target, extent: Extent) -> Iterator[Task]:
+    """What to do to fill the part of ``target`` that lies in ``extent``."""
+    common = target.box.intersect(extent.box)
+    if common is None:
+        return
+    size = target.stored.info.itemsize
+    inside, dest = common.relative_to(extent.box), common.relative_to(target.box)
+    run = min(
+        run_numel(inside, extent.box.shape),
+        run_numel(dest, target.box.shape),
+    )
+    if target.takes_bytes and (run * size >= DIRECT_RUN_BYTES or run == common.numel):
+        froms = run_offsets(inside, extent.box.shape, run)
+        tos = run_offsets(dest, target.box.shape, run)
+        memory = memory_of(target.local)
+        for a, b in zip(froms, tos, strict=True):
+            for first in range(0, run * size, STAGE_BYTES):
+                num = min(STAGE_BYTES, run * size - first)
+                out = memory[b * size + first : b * size + first + num]
+                start = extent.offset + a * size + first
+                yield Task(num, partial(_read_straight, extent.file, out, start))
+        return
+    for piece in inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
+        yield Task(piece.numel * size, partial(_read_staged, target, extent, piece))
+
+
+def _read_straight(file: str, out: memoryview, start: int, stream: Stream) -> None:
+    stream.read(file, out, start)
+
+
+def _read_staged(target: Target, extent: Extent, piece: Box, stream: Stream) -> None:
+    """Read all from the first to the last element of ``piece``, and copy what belongs to it."""
+    container = extent.box.shape
+    size = target.stored.info.itemsize
+    buffer = stream.buffer(span(piece, container) * size)
+    stream.read(extent.file, memory_of(buffer), extent.offset + offset(piece, container) * size)
+    flat = buffer.view(DTYPES[target.stored.info.dtype])
+    values = flat.as_strided(piece.shape, strides(container))
+    start = tuple(a + b for a, b in zip(piece.start, extent.box.start, strict=True))
+    with torch.no_grad():
+        _narrow(target.local, Box(start, piece.shape).relative_to(target.box)).copy_(values)

@@ -1,0 +1,404 @@
+"""What of a checkpoint goes where: models and optimizers matched with it, by name.
+
+Nothing of the model is touched here; `fill` does that, when all names, shapes and dtypes fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointMismatch, some
+from ..format.inner import is_subclass
+from ..format.manifest import state_name
+from ..format.state_layout import empty_state, is_laid_out
+from ..format.tensors import NAMES
+from ..format.values import decode
+from ..saving.capture import ModelTensors, held_part, optimizer_names
+from .fill import Wanted
+from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
+from .source import Source, Stored
+
+# Options that schedulers add to param groups.
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+NameMap = Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass
+class LoadReport:
+    """What a load found.
+
+    Attributes:
+        missing: names of the model that the checkpoint does not have (only with strict=False).
+        unexpected: names of the checkpoint that the model does not have (only with strict=False).
+        verified: whether checksums were compared; no other library writes any.
+        bytes_read: from the disk or its cache, by this rank.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    verified: bool = False
+    bytes_read: int = 0
+
+
+def match_model(
+    source: Source,
+    found: ModelTensors,
+    rank: int,
+    *,
+    strict: bool,
+    cast: bool,
+    names: NameMap = None,
+    translatable: bool = True,
+) -> tuple[list[Wanted], LoadReport]:
+    """Find each tensor of the model in the checkpoint, and check that it fits.
+
+    Raises:
+        CheckpointMismatch: with all names that are missing, unexpected, or of another shape or
+            dtype.
+    """
+    translate = _translator(names)
+    wanted: list[Wanted] = []
+    missing = []
+    used: set[str] = set()
+    pieces = pieces_in(source, source.tensors)
+    for name, tensor in found.tensors.items():
+        aliases = [alias for alias, first in found.aliases.items() if first == name]
+        stored, shards = None, None
+        # Of tied tensors a checkpoint has one name, and it need not be our first.
+        for candidate in (translate(n) for n in (name, *aliases)):
+            other = source.aliases.get(candidate, candidate)
+            used.update((candidate, other))
+            stored = stored or source.tensors.get(candidate) or source.tensors.get(other)
+            shards = shards or pieces.get(candidate) or pieces.get(other)
+        if stored is None and shards is None:
+            missing.append(name)
+            continue
+        held = held_part(tensor, name, (rank,), rank)
+        if stored is None:
+            assert shards is not None
+            used |= names_of(shards)
+            wanted += wanted_of(name, tensor, shards, held.box)
+        elif is_subclass(tensor):
+            raise _not_plain(source, name, tensor)
+        else:
+            wanted.append(Wanted(name, tensor, stored, held.box))
+    unexpected = sorted(source.tensors.keys() - used)
+    if strict and (missing or unexpected):
+        problems = []
+        if missing:
+            problems.append(f"missing in the checkpoint: [{some(map(translate, missing))}]")
+        if unexpected:
+            problems.append(f"unexpected, not in the model: [{some(unexpected)}]")
+        raise CheckpointMismatch(
+            f"{source.given} does not fit the model: {'; '.join(problems)}. "
+            f"{_renamed(missing, unexpected)}Pass strict=False to load what is in both, or "
+            + ("names= to translate names" if translatable else "translate by load_model(names=)")
+        )
+    check_fit(source, wanted, cast=cast)
+    return wanted, LoadReport(missing, unexpected)
+
+
+def _renamed(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do if the names on one side are those on the other with a prefix."""
+    here, there = (missing or [""])[0], set(unexpected)
+    longer = next((name for name in unexpected if name.endswith(f".{here}")), None)
+    if here and longer is not None:
+        prefix = longer.removesuffix(here)
+        function = f"lambda name: '{prefix}' + name"
+        return f"Names in the checkpoint begin with '{prefix}': names={function}. "
+    parts = here.split(".")
+    for i in range(1, len(parts)):
+        if ".".join(parts[i:]) in there:
+            prefix = ".".join(parts[:i]) + "."
+            function = f"lambda name: name.removeprefix('{prefix}')"
+            return f"Names in the model begin with '{prefix}': names={function}. "
+    return ""
+
+
+def _not_plain(source: Source, name: str, tensor: Tensor) -> CheckpointMismatch:
+    kind = type(getattr(tensor, "_local_tensor", tensor)).__name__
+    return CheckpointMismatch(
+        f"{source.path}: '{name}' is a plain tensor in the checkpoint and a {kind} here: load it "
+        "into the plain model, and convert that"
+    )
+
+
+def _translator(names: NameMap) -> Callable[[str], str]:
+    if names is None:
+        return lambda name: name
+    if callable(names):
+        return names
+    table = dict(names)
+    return lambda name: table.get(name, name)
+
+
+def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
+    """Compare shapes and dtypes.
+
+    Raises:
+        CheckpointMismatch: listing what differs. Shapes are never coerced.
+    """
+    shapes, dtypes = [], []
+    for w in wanted:
+        info = w.stored.info
+        if info.shape != tuple(w.tensor.shape) and not w.is_part:
+            shapes.append(
+                f"'{w.name}': {info.shape} in the checkpoint, {tuple(w.tensor.shape)} here"
+            )
+        elif not cast and info.dtype != NAMES.get(w.tensor.dtype):
+            dtypes.append(f"'{w.name}': {info.dtype} in the checkpoint, {w.tensor.dtype} here")
+    if shapes:
+        raise CheckpointMismatch(f"{source.path}: shapes differ: {'; '.join(shapes[:8])}")
+    if dtypes:
+        raise CheckpointMismatch(
+            f"{source.path}: dtypes differ: {'; '.join(dtypes[:8])}. Pass cast=True to convert "
+            "while loading"
+        )
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+@dataclass
+class OptimizerLoad:
+    """What will be put into optimizers once everything has been checked."""
+
+    state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any] | None]]
+    wanted: list[Wanted]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    pieces: dict[str, list[Piece]]
+
+    def apply(self) -> None:
+        """Put state and options in."""
+        for optimizer, param, state in self.state:
+            if state is None:
+                optimizer.state.pop(param, None)
+            else:
+                optimizer.state[param] = state
+        for group, options in self.groups:
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    with torch.no_grad():
+                        group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def match_optimizers(
+    source: Source,
+    optimizers: Sequence[torch.optim.Optimizer],
+    found: ModelTensors,
+    values: dict[str, Any],
+    own: dict[str, Tensor],
+    rank: int,
+    *,
+    same_ranks: bool,
+) -> OptimizerLoad:
+    """Make the state tensors that the checkpoint has, to be filled, and find the options.
+
+    Args:
+        values: of the checkpoint's state file.
+        own: tensors that only this rank had.
+        same_ranks: whether this rank and its mesh are those that saved.
+
+    Raises:
+        CheckpointMismatch: if the checkpoint has no state for a parameter, or state that cannot
+            be resharded.
+    """
+    if "optimizers" not in values:
+        raise CheckpointMismatch(f"{source.path} was saved without an optimizer")
+    names = optimizer_names(optimizers, found)
+    saved = {
+        name: group
+        for groups in values["optimizers"]
+        for group in groups
+        for name in group["params"]
+    }
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    wanted = [names[id(p)] for _, group in groups for p in group["params"]]
+    missing = [name for name in wanted if name not in saved]
+    if missing:
+        raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
+    load = OptimizerLoad([], [], [], pieces_in(source, source.optimizer))
+    own = own if same_ranks else {}
+    for optimizer, group in groups:
+        in_group = [names[id(p)] for p in group["params"]]
+        options = _options_of(source, optimizer, group, in_group, saved)
+        if options is not None:
+            load.groups.append((group, options))
+        for param, name in zip(group["params"], in_group, strict=True):
+            entry = values["optimizer_state"].get(name)
+            if entry is None:  # it never had a gradient
+                load.state.append((optimizer, param, None))
+                continue
+            place = _Place(optimizer, group, param, name)
+            reader = _StateReader(source, load, entry, place, own, rank)
+            load.state.append((optimizer, param, reader.state()))
+    return load
+
+
+def _options_of(
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    names: Sequence[str],
+    saved: dict[str, dict[str, Any]],
+) -> dict[str, Any] | None:
+    """The options that the parameters of a group were saved with; None if it has none.
+
+    Args:
+        names: of the parameters.
+        saved: by name of a parameter, the group that it was in.
+
+    Raises:
+        CheckpointMismatch: if they differ, or are those of another kind of optimizer.
+    """
+    for name in names:
+        _check_kind(source, optimizer, group, saved[name].get("optimizer"), saved[name]["options"])
+    if any(saved[name]["options"] != saved[names[0]]["options"] for name in names):
+        raise CheckpointMismatch(
+            f"{source.path}: parameters of one group of {type(optimizer).__name__} were "
+            f"saved in groups with different options: {some(names)}"
+        )
+    if not names:
+        return None
+    return {key: decode(value) for key, value in saved[names[0]]["options"].items()}
+
+
+def _check_kind(
+    source: Source,
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    kind: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Refuse the state of another kind of optimizer; Adam's and AdamW's, say, are alike.
+
+    Raises:
+        CheckpointMismatch: if the names of the classes differ, and their options too.
+    """
+    other = (options.keys() - group.keys()) | (optimizer.defaults.keys() - options.keys())
+    if kind not in (None, type(optimizer).__name__) and other - OF_SCHEDULERS:
+        raise CheckpointMismatch(
+            f"{source.path} was saved with {kind}, and {type(optimizer).__name__} is to be "
+            f"loaded: only one of them has the options {some(sorted(other - OF_SCHEDULERS))}"
+        )
+
+
+@dataclass
+class _Place:
+    """Where state belongs: to the parameter of this name in a group of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    param: Tensor
+    name: str
+
+
+@dataclass
+class _StateReader:
+    """Makes the state of one parameter; tensors of the checkpoint are still to be filled.
+
+    Attributes:
+        entry: what was saved of that state beside tensors.
+        own: tensors that only this rank had, if it is the one that saved them.
+    """
+
+    source: Source
+    load: OptimizerLoad
+    entry: dict[str, Any]
+    place: _Place
+    own: dict[str, Tensor]
+    rank: int
+
+    def state(self) -> dict[Any, Any]:
+        """
+        Raises:
+            CheckpointMismatch: if a tensor is missing, or cannot be laid out.
+        """
+        old = self.place.optimizer.state.get(self.place.param, {})
+        values = self.entry["values"]
+        state: dict[Any, Any] = {}
+        for saved in self.entry["keys"]:
+            key = decode(saved)
+            if str(key) in values:
+                state[key] = self._decode(values[str(key)], key)
+            else:
+                state[key] = self._tensor(str(key), old.get(key))
+        return state
+
+    def _decode(self, value: Any, key: Any) -> Any:
+        try:
+            # What is in containers is made anew: those that are there stay until all is read.
+            return decode(value, lambda inside: self._tensor(inside, None))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointMismatch(
+                f"{self.source.path}: 'optim.{key}.{self.place.name}' cannot be read: {error}"
+            ) from error
+
+    def _tensor(self, key: str, old: Any) -> Tensor:
+        """
+        Args:
+            key: the key of the state; in containers with the places in them, ``key[0]['m']``.
+            old: what the optimizer has there.
+        """
+        param = self.place.param
+        full_name = f"optim.{key}.{self.place.name}"
+        stored = self.source.optimizer.get(full_name)
+        if stored is None:
+            return self._without_whole(full_name, old)
+        noted = self.entry.get("layouts", {}).get(key)
+        tensor = _like_before(old, stored)
+        is_new = tensor is None or not is_laid_out(tensor, param, noted)
+        if tensor is None or is_new:
+            tensor = empty_state(stored.info, noted, param, self.place.group)
+        held = held_part(tensor, full_name, (self.rank,), self.rank)
+        self.load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=is_new))
+        return tensor
+
+    def _without_whole(self, full_name: str, old: Any) -> Tensor:
+        """Of a tensor subclass, or of this rank only."""
+        param = self.place.param
+        shards = self.load.pieces.get(full_name)
+        if shards is not None:
+            held = held_part(param, full_name, (self.rank,), self.rank)
+            has_one = isinstance(old, Tensor) and is_subclass(old)
+            state = old if has_one else empty_like_saved(full_name, param, shards, held.box)
+            for part in wanted_of(full_name, state, shards, held.box) if is_subclass(state) else ():
+                self.load.wanted.append(replace(part, new=not has_one))
+            return state
+        if full_name in self.own:
+            return self.own[full_name].to(param.device)
+        raise CheckpointMismatch(
+            f"{self.source.path}: '{full_name}' does not follow the sharding of its parameter, so "
+            "it was saved per rank, and can be loaded only by the same ranks in the same places"
+        )
+
+
+def _like_before(old: Any, stored: Stored) -> Tensor | None:
+    """The tensor that the optimizer has already, if it fits: ``stored`` is of no subclass."""
+    if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape or is_subclass(old):
+        return None
+    return old if NAMES.get(old.dtype) == stored.info.dtype else None
+
+
+def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
+    """Give modules what their ``get_extra_state`` returned when they were saved."""
+    if not encoded:
+        return
+    modules = dict(model.named_modules())
+    for name, value in encoded.items():
+        module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
+        if module is not None:
+            module.set_extra_state(decode(value))
+
+
+def values_of_rank(source: Source, rank: int) -> dict[str, Any]:
+    """What a rank saved that is no tensor, still encoded."""
+    return json.loads(source.small_file(state_name(rank)))

@@ -1,0 +1,442 @@
+"""A checkpoint on disk, opened and checked: what is in it and where.
+
+Reads what this package wrote (with manifests, so that everything can be verified) and any other
+safetensors checkpoint: one file, or several with Hugging Face's index. Opening reads headers and
+manifests only, and checks all that can be checked without reading data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...dtensor.boxes import Box
+from ..errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
+from ..format.disk import read_exactly
+from ..format.header import (
+    PICKLED,
+    Header,
+    TensorInfo,
+    frame,
+    header_length,
+    parse_header,
+    parse_json,
+)
+from ..format.manifest import (
+    BLOCK_BYTES,
+    FOLDER,
+    INDEX,
+    Chunk,
+    Manifest,
+    index_of,
+    load,
+    marker_name,
+    parse_marker_name,
+)
+from ..saving.attempt import check_agreement
+
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A box of a tensor that lies row-major in one piece of a file, from byte ``offset`` on."""
+
+    file: str
+    box: Box
+    offset: int
+
+
+@dataclass
+class Stored:
+    """A tensor of a checkpoint. ``chunks`` have checksums; empty if nobody wrote any."""
+
+    info: TensorInfo
+    extents: list[Extent] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class Source:
+    """An open checkpoint. Use as a context manager: it holds file descriptors.
+
+    Attributes:
+        path: its folder.
+        given: what was opened: the folder, an index or a file.
+        tensors: of the model, by the names in the checkpoint.
+        optimizer: ``optim.<state>.<name>`` tensors.
+        aliases: other names of tied tensors.
+        manifests: by rank; empty for checkpoints that this package did not write.
+    """
+
+    path: Path
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    optimizer: dict[str, Stored] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    given: Path = Path()
+    bytes_read: int = 0
+    _folder: int = -1
+    _fds: dict[str, int] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def verifiable(self) -> bool:
+        """Whether checksums were written with it."""
+        return bool(self.manifests)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each data file."""
+        return dict(self._sizes)
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in (*self._fds.values(), self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._fds.clear()
+        self._folder = -1
+
+    # -- opening ----------------------------------------------------------------------------
+
+    def open_file(self, name: str) -> int:
+        """Open a data file by its name in the checkpoint's folder; remembers it."""
+        if name in self._fds:
+            return self._fds[name]
+        if name in ("", ".", "..") or os.path.basename(name) != name:
+            raise CorruptCheckpoint(
+                f"{self.path}: file name {name!r} leads out of the checkpoint's folder"
+            )
+        # Not blocking: whatever lies there under the name, a pipe too, is refused at once.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        if self.manifests:
+            flags |= os.O_NOFOLLOW
+        try:
+            fd = os.open(name, flags, dir_fd=self._folder)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{self.path}: file {name} is missing") from None
+        except OSError as error:
+            if os.path.islink(self.path / name):
+                raise CorruptCheckpoint(
+                    f"{self.path}: {name} is a symbolic link, which this checkpoint never had"
+                ) from error
+            raise
+        self._fds[name] = fd
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpoint(f"{self.path}: {name} is no file")
+        self._sizes[name] = status.st_size
+        return fd
+
+    def read_header(self, name: str) -> Header:
+        fd = self.open_file(name)
+        size, shown = self._sizes[name], f"{self.path}/{name}"
+        length = header_length(os.pread(fd, 8, 0), size, shown)
+        return parse_header(os.pread(fd, length, 8), size, shown)
+
+    def small_file(self, name: str) -> bytes:
+        """A file of the manifests' folder, checked against the checksum there."""
+        import hashlib
+
+        path = self.path / FOLDER / name
+        try:
+            data = _read_own(path)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path} is missing") from None
+        expected = {n: d for m in self.manifests.values() for n, d in m.small_files.items()}
+        if expected.get(name) != hashlib.sha256(data).hexdigest():
+            raise CorruptCheckpoint(f"{path}: the checksum is wrong")
+        return data
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def reopen(self, name: str) -> int:
+        """Another descriptor of an open data file, for the caller to close."""
+        fd = self._fds[name]
+        try:
+            # The file that was checked, whatever has its name by now.
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc here
+            return os.dup(fd)
+
+    def read(self, file: str, out: memoryview, offset: int, fd: int | None = None) -> None:
+        """Fill ``out`` from byte ``offset`` of ``file``, by another descriptor of it if given."""
+        num = read_exactly(self._fds[file] if fd is None else fd, out, offset)
+        self.bytes_read += num
+        if num < len(out):
+            raise CorruptCheckpoint(
+                f"{self.path}/{file}: ended at byte {offset + num}, expected {offset + len(out)}: "
+                "it was cut while it was read"
+            )
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a checkpoint: a folder, an index file, or one safetensors file.
+
+    Raises:
+        CheckpointNotFound: if there is none.
+        CorruptCheckpoint: if what is there is damaged or incomplete.
+    """
+    given = Path(path)
+    if not given.exists():
+        raise CheckpointNotFound(f"{given} does not exist")
+    folder = given if given.is_dir() else given.parent
+    source = Source(given, given=given)
+    source._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if given.is_dir() and (given / FOLDER).is_dir():
+            _open_own(source)
+        elif given.is_dir():
+            _open_hub(source, given)
+        elif given.name.endswith(".index.json"):
+            source.path = folder
+            if (folder / FOLDER).is_dir():
+                _open_own(source)
+            else:
+                _open_index(source, given)
+        else:
+            source.path = folder
+            if given.suffix in PICKLE_SUFFIXES:
+                raise CorruptCheckpoint(f"{given} is {PICKLED}")
+            _open_single(source, given.name)
+    except BaseException:
+        source.__exit__()
+        raise
+    return source
+
+
+# -- checkpoints of this package ----------------------------------------------------------------
+
+
+def _open_own(source: Source) -> None:
+    folder = source.path / FOLDER
+    markers = {rank: num for name in os.listdir(folder) if (rank_num := parse_marker_name(name))
+               for rank, num in [rank_num]}  # fmt: skip
+    if not markers:
+        raise CorruptCheckpoint(f"{folder} has no manifest")
+    num_ranks = max(markers.values())
+    for rank in sorted(markers):
+        name = marker_name(rank, num_ranks)
+        try:
+            data = _read_own(folder / name)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{folder}: manifests of different saves are mixed") from None
+        try:
+            source.manifests[rank] = load(data, f"{folder}/{name}")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpoint(f"{folder}/{name}: not a manifest: {error!r}") from error
+    manifests = list(source.manifests.values())
+    missing = sorted(set(manifests[0].ranks) - source.manifests.keys())
+    for manifest in manifests[1:]:
+        # Nonces count the attempts of one name.
+        if (manifest.nonce, manifest.name) != (manifests[0].nonce, manifests[0].name):
+            raise CorruptCheckpoint(
+                f"{source.path}: the manifests of ranks {manifests[0].rank} and {manifest.rank} "
+                "are of different saves"
+            )
+    _collect(source, missing)
+    if missing:
+        raise _incomplete(source, missing)
+    try:
+        check_agreement(manifests)
+    except CheckpointError as error:
+        raise CorruptCheckpoint(f"{source.path}: {error}") from error
+    _check_index(source)
+
+
+def _read_own(path: Path) -> bytes:
+    """A file of this package, which never makes symbolic links."""
+    if path.is_symlink():
+        raise CorruptCheckpoint(
+            f"{path.parent}: {path.name} is a symbolic link, which this checkpoint never had"
+        )
+    return path.read_bytes()
+
+
+def _check_index(source: Source) -> None:
+    """Compare Hugging Face's index, which this package does not need to read, with the headers."""
+    expected = index_of(source.manifests.values())
+    if expected is None:
+        return
+    path = source.path / INDEX
+    try:
+        found = parse_json(_read_own(path), str(path))
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path} is missing") from None
+    if found != expected:
+        raise CorruptCheckpoint(f"{path}: the index is not the one that was written")
+
+
+def _collect(source: Source, missing: list[int]) -> None:
+    """Fill in tensors from the headers of the files and the chunks of the manifests."""
+    headers: dict[str, Header] = {}
+    owner: dict[str, tuple[int, ...]] = {}
+    for manifest in source.manifests.values():
+        source.aliases.update(manifest.aliases)
+        for files in manifest.sets:
+            for file, size in files.sizes.items():
+                if file in headers:
+                    continue
+                source.open_file(file)
+                actual = source.files[file]
+                if actual != size:
+                    raise CorruptCheckpoint(
+                        f"{source.path}/{file}: expected {size} bytes, the file has {actual}"
+                    )
+                headers[file] = source.read_header(file)
+                if not missing and file in files.headers:
+                    _check_header(source, file, headers[file], files.headers[file])
+    for manifest in source.manifests.values():
+        for chunk in manifest.chunks:
+            table = source.optimizer if chunk.file.startswith("optim") else source.tensors
+            name = chunk.tensor.name
+            whole = chunk.offset is None
+            stored = table.setdefault(name, Stored(chunk.tensor))
+            if owner.setdefault(name, _set_of(manifest, chunk.file)) != _set_of(
+                manifest, chunk.file
+            ):
+                continue  # the same tensor once more, written by ranks that share nothing
+            _check_chunk(source, chunk, headers[chunk.file])
+            offset = headers[chunk.file].offsets[name]
+            extent = Extent(
+                chunk.file, Box.whole(chunk.tensor.shape) if whole else chunk.box, offset
+            )
+            if not whole or not stored.extents:
+                stored.extents.append(extent)
+            stored.chunks.append(chunk)
+    for file, header in headers.items():
+        table = source.optimizer if file.startswith("optim") else source.tensors
+        for name, info in header.tensors.items():
+            if info.nbytes == 0:  # nobody writes a chunk of no bytes
+                extent = Extent(file, Box.whole(info.shape), header.offsets[name])
+                table.setdefault(name, Stored(info, [extent]))
+            elif missing:  # a rank that is missing may have written all of it
+                table.setdefault(name, Stored(info))
+
+
+def _set_of(manifest: Manifest, file: str) -> tuple[int, ...]:
+    return next(s.ranks for s in manifest.sets if file in s.sizes)
+
+
+def _check_header(source: Source, file: str, header: Header, expected: str) -> None:
+    table = json.loads(expected)
+    table.pop("__metadata__", None)
+    found = {
+        name: {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [
+                header.offsets[name] - header.data_start,
+                header.offsets[name] - header.data_start + info.nbytes,
+            ],
+        }
+        for name, info in header.tensors.items()
+    }
+    if found != table:
+        names = [n for n in table.keys() | found.keys() if table.get(n) != found.get(n)]
+        raise CorruptCheckpoint(
+            f"{source.path}/{file}: the header is not the one that was written: {some(names)}"
+        )
+    # Metadata and padding too.
+    if os.pread(source.open_file(file), header.data_start, 0) != frame(expected):
+        raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
+
+
+def _check_chunk(source: Source, chunk: Chunk, header: Header) -> None:
+    info = header.tensors.get(chunk.tensor.name)
+    shape = chunk.tensor.shape if chunk.offset is None else chunk.box.shape
+    blocks = -(-chunk.nbytes // BLOCK_BYTES)
+    if (
+        info is None
+        or (info.dtype, info.shape) != (chunk.tensor.dtype, shape)
+        or not chunk.box.within(chunk.tensor.shape)
+        or len(chunk.checksums) != blocks
+    ):
+        raise CorruptCheckpoint(
+            f"{source.path}/{chunk.file}: tensor '{chunk.tensor.name}' is not what the manifest "
+            "says"
+        )
+
+
+def _incomplete(source: Source, missing: list[int]) -> CorruptCheckpoint:
+    have = total = 0
+    for stored in (*source.tensors.values(), *source.optimizer.values()):
+        have += sum(chunk.nbytes for chunk in stored.chunks)
+        total += stored.info.nbytes
+    ranks = ", ".join(map(str, missing))
+    return CorruptCheckpoint(
+        f"{source.path}: the manifest of rank {ranks} is missing: the shards that are there cover "
+        f"{have} of {total} bytes"
+    )
+
+
+# -- checkpoints of others ----------------------------------------------------------------------
+
+
+def _open_hub(source: Source, folder: Path) -> None:
+    if (folder / INDEX).is_file():
+        _open_index(source, folder / INDEX)
+        return
+    single = sorted(p.name for p in folder.glob("*.safetensors"))
+    if "model.safetensors" in single:
+        single = ["model.safetensors"]
+    if len(single) > 1:
+        raise CheckpointNotFound(
+            f"{folder} is no checkpoint: it has several files without {INDEX}: {some(single)}"
+        )
+    if not single:
+        raise CheckpointNotFound(
+            f"{folder} is no checkpoint: it has no safetensors file{_what_it_is(folder)}"
+        )
+    _open_single(source, single[0])
+
+
+def _what_it_is(folder: Path) -> str:
+    """Of a folder that is no checkpoint of ours, what it may be; the end of a message."""
+    names = sorted(path.name for path in folder.iterdir())
+    steps = [n for n in names if n.startswith("step-") and (folder / n / FOLDER).is_dir()]
+    if steps:
+        return (
+            f". It is the folder of a Checkpointer: give one of its steps ({folder / steps[-1]}), "
+            "or load it with Checkpointer(...).load"
+        )
+    if ".metadata" in names:
+        return (
+            ". It is one of torch.distributed.checkpoint: load it with that, or convert it with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
+    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    return f", but {some(pickled)}, which is {PICKLED}" if pickled else ""
+
+
+def _open_single(source: Source, name: str) -> None:
+    header = source.read_header(name)
+    source.metadata = header.metadata
+    for tensor, info in header.tensors.items():
+        extent = Extent(name, Box.whole(info.shape), header.offsets[tensor])
+        source.tensors[tensor] = Stored(info, [extent])
+
+
+def _open_index(source: Source, index: Path) -> None:
+    try:
+        items = list(parse_json(index.read_bytes(), str(index))["weight_map"].items())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{index}: not an index of safetensors files: {error!r}") from error
+    headers: dict[str, Header] = {}
+    for tensor, file in items:
+        if not isinstance(file, str):
+            raise CorruptCheckpoint(f"{index}: the file of {tensor!r} is {file!r}")
+        if file not in headers:
+            headers[file] = source.read_header(file)
+        info = headers[file].tensors.get(tensor)
+        if info is None:
+            raise CorruptCheckpoint(f"{index}: tensor {tensor!r} is not in {file}")
+        extent = Extent(file, Box.whole(info.shape), headers[file].offsets[tensor])
+        source.tensors[tensor] = Stored(info, [extent])

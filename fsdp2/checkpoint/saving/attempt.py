@@ -1,0 +1,352 @@
+"""One attempt to save a checkpoint: staged, marked by every rank, committed by one rename.
+
+::
+
+    begin()    .<name>.<nonce>.tmp/ is there          nothing is visible under <name>
+      ... every rank writes and fsyncs its ranges; the first bytes of each file stay zero ...
+    mark()     this rank's manifest is durable        what this rank wrote is durable
+    commit()   once all manifests are there: headers, index, rename to <name>
+    give_up()  this attempt will never be committed
+
+No rank waits for another. Whoever finds all manifests commits, and several may do so at the same
+time: they write the same bytes, and the rename happens once. Readers see nothing before the
+rename and everything after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..errors import CheckpointError, CheckpointExists
+from ..format.disk import Disk
+from ..format.header import frame
+from ..format.manifest import (
+    FOLDER,
+    INDEX,
+    Manifest,
+    dump,
+    failed_name,
+    index_of,
+    load,
+    marker_name,
+)
+
+STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
+CLOCK = ".fsdp2-clock"
+# What renaming a folder says if it is gone, or if something else has the new name.
+_TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+
+class Attempt:
+    """This rank's view of one attempt.
+
+    Args:
+        root: the folder that holds the checkpoints.
+        name: of the checkpoint in it.
+        nonce: the same on all ranks, and used for no other attempt.
+        rank, ranks: this rank and all that take part.
+    """
+
+    def __init__(
+        self, disk: Disk, root: Path, name: str, nonce: str, rank: int, ranks: tuple[int, ...]
+    ) -> None:
+        self.disk = disk
+        self.root = root
+        self.name = name
+        self.nonce = nonce
+        self.rank = rank
+        self.ranks = ranks
+        self.staging = f".{name}.{nonce}.tmp"
+        self.committed = False
+
+    def begin(self) -> None:
+        """Make the staging folder.
+
+        Raises:
+            CheckpointExists: if there is something under the final name.
+            CheckpointError: if the root is missing or cannot be written to.
+        """
+        with _explained(self.root), self.disk.directory(self.root) as root:
+            if self.disk.exists(self.name, root):
+                raise CheckpointExists(
+                    f"{self.root / self.name} exists already: choose another step or name, or "
+                    "remove it first"
+                )
+            self.disk.make_directory(self.staging, root)
+            with self.disk.directory(self.staging, root) as staging:
+                self.disk.make_directory(FOLDER, staging)
+
+    @contextmanager
+    def folder(self):
+        """A descriptor of the staging folder."""
+        with self.disk.directory(self.root / self.staging) as fd:
+            yield fd
+
+    def mark(self, manifest: Manifest) -> None:
+        """Say that all that ``manifest`` lists is durable."""
+        with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+            self.disk.write_file(
+                marker_name(self.rank, len(self.ranks)), dump(manifest), folder, unique="marker"
+            )
+            self.disk.sync(folder, FOLDER)
+
+    def give_up(self, reason: str) -> None:
+        """Say that this rank failed and why, so that what is left of the attempt can go."""
+        try:
+            with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+                self.disk.note(failed_name(self.rank), reason, folder)
+            self._remove_if_settled()
+        except OSError:
+            pass  # The disk is broken or full; a later save cleans up after a grace time.
+
+    # -- committing -------------------------------------------------------------------------
+
+    def commit(self) -> bool:
+        """Commit if every rank has marked; returns whether the checkpoint is committed now.
+
+        Raises:
+            CheckpointExists: if another checkpoint took the name meanwhile.
+            CheckpointError: if this attempt can never be committed: a rank gave up, or ranks
+                disagree on what they saved.
+            OSError: if the disk is full or broken; this attempt is given up then.
+        """
+        if self.committed or self._find_committed():
+            return True
+        try:
+            with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+                names = set(self.disk.names(folder))
+                failed = [r for r in self.ranks if failed_name(r) in names]
+                reason = self.disk.read_note(failed_name(failed[0]), folder) if failed else ""
+                if not failed and all(marker_name(r, len(self.ranks)) in names for r in self.ranks):
+                    self._commit_or_give_up(staging, folder)
+        except FileNotFoundError:
+            # Another rank renamed the folder while we looked, or it was removed.
+            if self._find_committed():
+                return True
+            raise CheckpointError(
+                f"{self.root / self.name}: this attempt to save was given up and removed"
+            ) from None
+        if failed:
+            self._remove_if_settled()
+            raise CheckpointError(
+                f"{self.root / self.name} will not be committed: rank {failed[0]} gave up: "
+                f"{reason or 'its error is raised there'}"
+            )
+        return self.committed
+
+    def unfinished(self) -> list[int]:
+        """Ranks whose parts are not durable yet; [] if the staging folder is gone."""
+        try:
+            with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
+                names = set(self.disk.names(folder))
+        except FileNotFoundError:
+            return []
+        return [r for r in self.ranks if marker_name(r, len(self.ranks)) not in names]
+
+    def _find_committed(self) -> bool:
+        """Whether the final name is there and is this attempt's.
+
+        Raises:
+            CheckpointExists: if it is another one's.
+        """
+        if not self._has_name():
+            if not os.path.lexists(self.root / self.name):
+                return False
+            # Another rank may have committed between the two looks, so look again.
+            if not self._has_name():
+                raise CheckpointExists(
+                    f"{self.root / self.name} was made by another job meanwhile; this attempt is "
+                    "not merged into it"
+                )
+        with self.disk.directory(self.root) as root:
+            # The rank that renamed it may have ended before it did this.
+            self.disk.sync(root, str(self.root))
+        self.committed = True
+        return True
+
+    def _has_name(self) -> bool:
+        """Whether what is under the final name is this attempt."""
+        path = self.root / self.name / FOLDER / marker_name(self.rank, len(self.ranks))
+        try:
+            return load(path.read_bytes(), str(path)).nonce == self.nonce
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _commit_or_give_up(self, staging: int, folder: int) -> None:
+        try:
+            self._commit(staging, folder)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            # The disk is full: whoever waits should know, and an error means not committed.
+            self.give_up(f"{type(error).__name__}: {error}")
+            if not self._find_committed():
+                raise
+
+    def _commit(self, staging: int, folder: int) -> None:
+        manifests = [self._read_manifest(folder, rank) for rank in self.ranks]
+        try:
+            check_agreement(manifests)
+        except CheckpointError as error:
+            self.disk.note(failed_name(self.rank), str(error), folder)
+            # A rank that finds the note of another cleans up. Ranks that found the disagreement
+            # at the same time have all left one: the last cleans up.
+            names = self.disk.names(folder)
+            if all(failed_name(rank) in names for rank in self.ranks):
+                self._remove_if_settled()
+            raise
+        for manifest in manifests:
+            for files in manifest.sets:
+                for file, header in files.headers.items():
+                    self._write_header(staging, file, frame(header))
+        index = index_of(manifests)
+        if index is not None:
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            self.disk.write_file(INDEX, text.encode(), staging, unique=str(self.rank))
+        self.disk.sync(folder, FOLDER)
+        self.disk.sync(staging, self.staging)
+        self._publish()
+
+    def _read_manifest(self, folder: int, rank: int) -> Manifest:
+        name = marker_name(rank, len(self.ranks))
+        fd = os.open(name, os.O_RDONLY, dir_fd=folder)
+        with open(fd, "rb") as file:
+            manifest = load(file.read(), name)
+        if manifest.nonce != self.nonce:
+            raise CheckpointError(f"{name} in {self.staging} belongs to another attempt")
+        return manifest
+
+    def _write_header(self, staging: int, file: str, header: bytes) -> None:
+        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=staging)
+        try:
+            self.disk.write_at(fd, header, 0, f"header of {file}")
+            self.disk.sync(fd, file)
+        finally:
+            self.disk.close(fd)
+
+    def _publish(self) -> None:
+        with self.disk.directory(self.root) as root:
+            # Renaming onto an empty folder would succeed, so look first.
+            if self.disk.exists(self.name, root):
+                self._find_committed()
+                return
+            try:
+                self.disk.rename(self.staging, self.name, root)
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+                self._find_committed()
+                return
+            self.disk.sync(root, str(self.root))
+        self.committed = True
+
+    # -- leftovers --------------------------------------------------------------------------
+
+    def _remove_if_settled(self) -> None:
+        """Remove the staging folder once every rank has marked or given up."""
+        with self.disk.directory(self.root) as root:
+            try:
+                with self.disk.directory(f"{self.staging}/{FOLDER}", root) as folder:
+                    names = set(self.disk.names(folder))
+            except FileNotFoundError:
+                return
+            settled = all(
+                failed_name(r) in names or marker_name(r, len(self.ranks)) in names
+                for r in self.ranks
+            )
+            if settled and any(failed_name(r) in names for r in self.ranks):
+                _remove(self.disk, self.staging, root)
+
+
+def check_agreement(manifests: list[Manifest]) -> None:
+    """Check that the parts fit together.
+
+    Raises:
+        CheckpointError: if ranks that share files laid them out differently, or the chunks are
+            not exactly the tensors.
+    """
+    digests: dict[tuple[int, ...], tuple[int, str]] = {}
+    written: dict[tuple[str, str], int] = {}
+    whole: dict[tuple[str, str], int] = {}
+    for manifest in manifests:
+        for files in manifest.sets:
+            first, digest = digests.setdefault(files.ranks, (manifest.rank, files.digest))
+            if digest != files.digest:
+                raise CheckpointError(
+                    f"Ranks {first} and {manifest.rank} disagree on the names, shapes or dtypes of "
+                    f"what ranks {list(files.ranks)} save together. If parts of the model exist "
+                    "on some ranks only, name them with rank_local="
+                )
+        for chunk in manifest.chunks:
+            # A set of its own for every name: ranks without knowledge of each other may hold
+            # the same tensor twice, in different files.
+            key = (chunk.file if chunk.offset is None else "", chunk.tensor.name)
+            written[key] = written.get(key, 0) + chunk.nbytes
+            whole[key] = chunk.tensor.nbytes
+    for (_, name), nbytes in written.items():
+        total = whole[_, name]
+        if nbytes != total:
+            raise CheckpointError(f"'{name}': the ranks wrote {nbytes} of {total} bytes")
+
+
+def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
+    """Remove staging folders in which nothing was written for ``grace_s`` seconds.
+
+    Ages are compared with a file just touched in the same place: other nodes' clocks and the file
+    system's may differ from this one's.
+    """
+    removed = []
+    with disk.directory(root) as folder:
+        leftovers = [
+            name
+            for name in disk.names(folder)
+            if STAGING.fullmatch(name) and disk.is_directory(name, folder)
+        ]
+        if not leftovers:
+            return []
+        now = disk.touch(CLOCK, folder)
+        disk.unlink(CLOCK, folder)
+        for name in leftovers:
+            if now - _newest(root / name) > grace_s:
+                _remove(disk, name, folder)
+                removed.append(name)
+    return removed
+
+
+def _remove(disk: Disk, staging: str, root: int) -> None:
+    """Remove a staging folder, under another name: a rank may be about to commit it.
+
+    Either this renames it or that rank does; what has its final name is never touched.
+    """
+    removed = f".removed{staging}"
+    disk.remove_tree(removed, root)  # of an earlier attempt to remove it, which ended early
+    with suppress(FileNotFoundError):
+        disk.rename(staging, removed, root)
+        disk.remove_tree(removed, root)
+
+
+def _newest(path: Path) -> float:
+    """The latest change of a folder or anything in it; infinity if it is going away."""
+    try:
+        return max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return float("inf")
+
+
+@contextmanager
+def _explained(root: Path):
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{root} is no folder: make it before saving") from error
+    except PermissionError as error:
+        raise CheckpointError(f"{root} cannot be written to: {error.strerror}") from error
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        raise CheckpointError(f"{root} is on a read-only file system") from error

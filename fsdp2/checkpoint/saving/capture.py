@@ -1,0 +1,354 @@
+"""What there is to save of a model and its optimizers, and where it goes when it is loaded.
+
+Works for anything whose tensors are DTensors or plain: sharded by this package or by torch's, or
+not at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...dtensor.boxes import Box
+from ...dtensor.placement import Balance, Holding, box_of, holding, ranks_of
+from ..errors import CheckpointError, some
+from ..format.inner import entries_of, is_subclass
+from ..format.manifest import Part
+from ..format.state_layout import layout_of
+from ..format.tensors import describe, local_of
+from ..format.values import encode
+
+RankLocal = Callable[[str], bool]
+
+
+@dataclass
+class Entry:
+    """A tensor with a name in the checkpoint.
+
+    Attributes:
+        whose: the model's parameter or buffer that it is, or that it belongs to.
+        per_rank: a buffer that ranks may have different values of.
+    """
+
+    kind: str
+    name: str
+    tensor: Tensor
+    holding: Holding
+    per_rank: bool = False
+
+
+@dataclass
+class Captured:
+    """Everything of this rank.
+
+    Attributes:
+        parts: to write into the checkpoint's files; ``locals`` are their local tensors.
+        own: tensors that only this rank has or that may differ between ranks, whole.
+        aliases: other names of tied tensors.
+        values: what is no tensor, as JSON.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    locals: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelTensors:
+    """The tensors of a model by name, each once.
+
+    Attributes:
+        tensors: parameters and persistent buffers, sharded ones as DTensors.
+        aliases: other names of the same tensors.
+        buffers: the names among them that are plain buffers.
+        extra: what ``get_extra_state`` of modules gave.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    buffers: set[str]
+    extra: dict[str, Any]
+
+
+def tensors_of(model: nn.Module) -> ModelTensors:
+    """Find the tensors of ``model``, in the order of its ``state_dict``."""
+    first_name: dict[int, str] = {}
+    found = ModelTensors({}, {}, set(), {})
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
+            found.extra[name] = value
+            continue
+        first = first_name.setdefault(id(value), name)
+        if first != name:
+            found.aliases[name] = first
+            continue
+        found.tensors[name] = value
+        if name in buffers and not isinstance(value, DTensor):
+            found.buffers.add(name)
+    return found
+
+
+def ranks_of_model(tensors: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold the same model as this one, as far as a rank can know.
+
+    All that share any DTensor with this rank; without DTensors all of ``ranks``.
+    """
+    members: set[int] = set()
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            members.update(ranks_of(tensor.device_mesh))
+    return tuple(sorted(members)) or ranks
+
+
+def model_entries(
+    found: ModelTensors,
+    ranks: tuple[int, ...],
+    rank: int,
+    rank_local: RankLocal | None = None,
+) -> list[Entry]:
+    """Describe the tensors of a model as seen from ``rank``."""
+    together = ranks_of_model(found.tensors.values(), ranks)
+    entries = []
+    for name, tensor in found.tensors.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"'{name}' is on the meta device: it has no values to save")
+        mine = rank_local is not None and rank_local(name)
+        if mine:
+            members = (rank,) if not isinstance(tensor, DTensor) else ranks_of(tensor.device_mesh)
+        else:
+            members = together
+        held = held_part(tensor, name, members, rank)
+        entries.append(Entry("model", name, tensor, held, name in found.buffers and not mine))
+    return entries
+
+
+def check_model(model: Any) -> None:
+    """It is a module.
+
+    Raises:
+        TypeError: if not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model must be an nn.Module, not of type {type(model).__name__}")
+
+
+def optimizer_names(
+    optimizers: Sequence[torch.optim.Optimizer], found: ModelTensors
+) -> dict[int, str]:
+    """The name of every parameter of the optimizers, by id.
+
+    Raises:
+        CheckpointError: if an optimizer has a parameter that is not of the model.
+        TypeError: for what is no optimizer.
+    """
+    names = {id(tensor): name for name, tensor in found.tensors.items()}
+    for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            what = "the class" if isinstance(optimizer, type) else "an object of"
+            raise TypeError(f"Optimizer {number} must be an optimizer, got {what} {kind.__name__}")
+        for index, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if id(param) not in names:
+                    raise CheckpointError(
+                        f"Parameter {position} of group {index} of optimizer {number} "
+                        f"({type(optimizer).__name__}), of shape {tuple(param.shape)}, is not a "
+                        "parameter of this model: make the optimizer after sharding, "
+                        "and pass the model that it trains"
+                    )
+    return names
+
+
+def optimizer_entries(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: dict[int, str],
+    holdings: dict[str, Holding],
+    captured: Captured,
+    rank: int,
+) -> list[Entry]:
+    """Describe the state of optimizers; what does not follow its parameter goes to ``captured``."""
+    entries: list[Entry] = []
+    groups, values = [], {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        groups.append([_group(group, names, kind) for group in optimizer.param_groups])
+        for param, state in optimizer.state.items():
+            if not isinstance(param, Tensor):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps state under {param!r}, not a parameter"
+                )
+            name = names[id(param)]
+            taking = _StateOf(param, name, holdings[name], rank, entries, captured)
+            values[name] = taking.take(state)
+    captured.values["optimizers"] = groups
+    captured.values["optimizer_state"] = values
+    return entries
+
+
+@dataclass
+class _StateOf:
+    """Takes the state of one parameter apart.
+
+    Attributes:
+        entries, captured: where its tensors go.
+        layouts: of its tensors, where they do not follow from the parameter.
+    """
+
+    param: Tensor
+    name: str
+    holding: Holding
+    rank: int
+    entries: list[Entry]
+    captured: Captured
+    layouts: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """What is left of a state without its tensors, as JSON."""
+        others: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                self._tensor(value, str(key))
+            else:
+                others[str(key)] = self._encode(value, str(key))
+        keys = [encode(key, f"a key of the state of {self.name}") for key in state]
+        return {"keys": keys, "values": others, "layouts": self.layouts}
+
+    def _encode(self, value: Any, key: str) -> Any:
+        where = f"optim.{key}.{self.name}"
+
+        def save(tensor: Tensor, place: str) -> str:
+            inside = key + place.removeprefix(where)  # key[0]['m']
+            self._tensor(tensor, inside)
+            return inside
+
+        return encode(value, where, save)
+
+    def _tensor(self, value: Tensor, key: str) -> None:
+        full_name = f"optim.{key}.{self.name}"
+        held = _holding_of_state(value, self.param, full_name, self.holding, self.rank)
+        if held is None:
+            self.captured.own[full_name] = _values_of(value)
+            return
+        self.entries.append(Entry("optim", full_name, value, held))
+        layout = layout_of(value, self.param)
+        if layout is not None:
+            self.layouts[key] = layout
+
+
+def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str, Any]:
+    content = {k: encode(v, f"param_groups[{k!r}]") for k, v in group.items() if k != "params"}
+    params = [names[id(p)] for p in group["params"]]
+    return {"params": params, "options": content, "optimizer": kind}
+
+
+def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
+    """`holding`, whose errors are those of a checkpoint here.
+
+    Raises:
+        CheckpointError: no rank has a box of ``tensor``.
+    """
+    try:
+        return holding(tensor, name, ranks, rank)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _holding_of_state(
+    value: Tensor, param: Tensor, name: str, of_param: Holding, rank: int
+) -> Holding | None:
+    """This rank's part of a tensor; None if other ranks do not know it."""
+    shared = value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape)
+    if isinstance(value, DTensor) or shared:
+        return held_part(value, name, of_param.ranks, rank)
+    return None
+
+
+def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
+    """Turn entries into parts: who writes what."""
+    balance = Balance()
+    for entry in entries:
+        held, info = entry.holding, describe(entry.name, entry.tensor)
+        if is_subclass(entry.tensor):
+            owner = balance.owner(held, held.box.numel * info.itemsize)
+            if held.replica == owner:
+                _add_inner(captured, entry, rank)
+            continue
+        local = _values_of(entry.tensor)
+        nbytes = held.box.numel * info.itemsize
+        # Of buffers that may differ, the first rank's is in the model's file.
+        owner = 0 if entry.per_rank else balance.owner(held, nbytes)
+        writes = held.replica == owner
+        if entry.per_rank and not writes:
+            captured.own[entry.name] = local
+        part = Part(entry.kind, info, held.box, _typical(entry.tensor, held), held.ranks, writes)
+        captured.parts.append(part)
+        if writes:
+            captured.locals[entry.kind, entry.name] = local
+
+
+def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
+    """The inner tensors of a tensor subclass, which no other rank writes."""
+    for name, inner in entries_of(entry.name, entry.tensor, entry.holding.box).items():
+        info, box = describe(name, inner), Box.whole(tuple(inner.shape))
+        captured.parts.append(Part(entry.kind, info, box, box, (rank,), True))
+        captured.locals[entry.kind, name] = inner
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """The local tensor, with conjugation and negation that torch has only noted carried out."""
+    return local_of(tensor).resolve_conj().resolve_neg()
+
+
+def _typical(tensor: Tensor, held: Holding) -> Box:
+    if not isinstance(tensor, DTensor):
+        return held.box
+    mesh = tensor.device_mesh
+    return box_of(held.shape, tuple(mesh.shape), tuple(tensor.placements), (0,) * mesh.ndim)
+
+
+def capture(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    ranks: tuple[int, ...],
+    rank: int,
+    rank_local: RankLocal | None = None,
+) -> Captured:
+    """Everything of ``model`` and ``optimizers`` that this rank has to do with."""
+    found = tensors_of(model)
+    captured = Captured(aliases=found.aliases)
+    entries = model_entries(found, ranks, rank, rank_local)
+    captured.values["extra_state"] = {
+        name: encode(value, name) for name, value in found.extra.items()
+    }
+    if optimizers:
+        names = optimizer_names(optimizers, found)
+        holdings = {entry.name: entry.holding for entry in entries}
+        entries += optimizer_entries(optimizers, names, holdings, captured, rank)
+    _refuse_double_names(entries)
+    add_parts(captured, entries, rank)
+    return captured
+
+
+def _refuse_double_names(entries: Sequence[Entry]) -> None:
+    count = Counter((entry.kind, entry.name) for entry in entries)
+    double = [name for (_, name), num in count.items() if num > 1]
+    if double:
+        raise CheckpointError(f"Two optimizers keep state of the same name: {some(double)}")
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    """Modules that gather their parameters, of this package or of torch's."""
+    for module in model.modules():
+        if callable(getattr(module, "unshard", None)) and callable(
+            getattr(module, "reshard", None)
+        ):
+            yield module

@@ -1,0 +1,292 @@
+"""One save of this rank, from captured tensors to a committed checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as safetensors_bytes
+
+from ...common.versions import __version__
+from ..errors import CheckpointError
+from ..format.disk import Disk
+from ..format.manifest import FOLDER, Manifest, own_name, state_name
+from ..format.tensors import LocalBytes
+from .attempt import Attempt, sweep
+from .capture import Captured
+from .roll_call import RollCall, left_open, settled
+from .writing import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
+
+LAYOUTS = ("auto", "shared", "per-rank")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How checkpoints are written.
+
+    Attributes:
+        layout: "shared", "per-rank" or "auto".
+        max_file_bytes: of one file of a checkpoint.
+        grace_s: after so many seconds without a write, what is left of an attempt is removed.
+        num_threads: that write, per rank.
+    """
+
+    layout: str = "auto"
+    max_file_bytes: int = MAX_FILE_BYTES
+    grace_s: float = 3600.0
+    num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {LAYOUTS}, got {self.layout!r}")
+
+
+class SaveJob:
+    """Writes one rank's part.
+
+    Args:
+        root, name: the checkpoint will be ``root/name``.
+        nonce: of this attempt.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        nonce: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        captured: Captured,
+        options: Options,
+        disk: Disk | None = None,
+    ) -> None:
+        self.captured = captured
+        self.options = options
+        self.rank = rank
+        self.ranks = ranks
+        self.disk = disk or Disk()
+        self.attempt = Attempt(self.disk, root, name, nonce, rank, ranks)
+        self.plan: SavePlan = plan_save(
+            captured.parts,
+            rank,
+            ranks,
+            layout=options.layout,
+            max_file_bytes=options.max_file_bytes,
+        )
+        self.progress = Progress(self.plan.nbytes)
+
+    def begin(self) -> None:
+        """Refuse early what cannot work; nothing is staged then."""
+        if self.rank == self.ranks[0]:
+            with _named(self.attempt.root):
+                sweep(self.disk, self.attempt.root, grace_s=self.options.grace_s)
+        self.attempt.begin()
+
+    def write(self, read=None) -> None:
+        """Write, make durable, mark, and commit if this rank is the last.
+
+        Args:
+            read: gives the bytes of a part; by default straight from the tensors.
+        """
+        try:
+            read = read or LocalBytes(self.captured.locals)
+            writer = Writer(
+                self.disk, self.plan, read, self.progress, num_threads=self.options.num_threads
+            )
+            with self.attempt.folder() as staging:
+                chunks = writer.write(staging)
+                with self.disk.directory(FOLDER, staging) as folder:
+                    small = self._write_small_files(folder)
+            self.attempt.mark(
+                Manifest(
+                    nonce=self.attempt.nonce,
+                    name=self.attempt.name,
+                    rank=self.rank,
+                    ranks=self.ranks,
+                    sets=self.plan.sets,
+                    chunks=chunks,
+                    aliases=self.captured.aliases,
+                    small_files=small,
+                    writer=describe_writer(),
+                )
+            )
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno and not error.filename:
+                error.filename = str(self.attempt.root / self.attempt.name)  # for its message
+            self.attempt.give_up(f"{type(error).__name__}: {error}")
+            raise
+        self.attempt.commit()
+
+    def _write_small_files(self, folder: int) -> dict[str, str]:
+        files = {state_name(self.rank): json.dumps(self.captured.values).encode()}
+        if self.captured.own:
+            own = {name: t.cpu().contiguous() for name, t in self.captured.own.items()}
+            files[own_name(self.rank)] = safetensors_bytes(own)
+        for name, data in files.items():
+            self.disk.write_file(name, data, folder, unique="small")
+        return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
+def describe_writer() -> dict[str, Any]:
+    """Who writes, for people who find the checkpoint later."""
+    return {
+        "fsdp2": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+class _named:  # noqa: N801
+    """Errors of a missing or read-only root, in words."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise CheckpointError(f"{self.root} is no folder: make it before saving") from error
+        if isinstance(error, PermissionError):
+            raise CheckpointError(f"{self.root} cannot be written to") from error
+
+
+class SaveHandle:
+    """A save that is under way, or done.
+
+    ``wait()`` returns when this rank's part is durable. Whether the checkpoint is *committed*
+    (every rank's part is, and it has its name) is a question of its own, since no rank waits for
+    another: `wait_committed`.
+
+    Attributes:
+        step: what is saved, if it is a step.
+        path: where the checkpoint will be.
+    """
+
+    def __init__(self, job: SaveJob, step: int | None, call: RollCall | None = None) -> None:
+        self._job = job
+        self._call = call
+        self.step = step
+        self.path = job.attempt.root / job.attempt.name
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._started = time.monotonic()
+        self._finished: float | None = None
+        self.blocked_s = 0.0
+
+    def _run(self, read: Any = None, after: Any = None) -> None:
+        try:
+            self._job.write(read)
+            if after is not None:
+                after(self)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._call is not None and not self._job.attempt.committed:
+                left_open(self._call, self._job.attempt, self._error)
+            self._finished = time.monotonic()
+            self._done.set()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return self._job.progress.total_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that this rank has written so far."""
+        return self._job.progress.written_bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of writing, up to now or to the end."""
+        seconds = (self._finished or time.monotonic()) - self._started
+        return self.written_bytes / max(seconds, 1e-9)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has finished, well or badly."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveHandle:
+        """Wait until this rank's part is durable.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds.
+            OSError, CheckpointError: what went wrong while writing; the save will never be
+                committed then.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self.path} is not written yet after {timeout} s")
+        if self._error is not None:
+            settled(self._job.attempt)
+            raise self._error
+        return self
+
+    def committed(self) -> bool:
+        """Whether the checkpoint has its name now; commits it if this rank finds that it can."""
+        return self.done and self._error is None and self._commit()
+
+    def _commit(self) -> bool:
+        attempt, call = self._job.attempt, self._call
+        try:
+            committed = attempt.commit()
+            if call is not None and not committed:
+                call.check_refused()
+        except (OSError, CheckpointError):
+            settled(attempt)
+            raise
+        if committed:
+            settled(attempt)
+            if call is not None:
+                call.forget()
+        return committed
+
+    def _check_all_called(self) -> None:
+        """Check that this written save is committed, or only waits for ranks that have called.
+
+        Raises:
+            CheckpointError: naming ranks that never called it.
+        """
+        if self._call is not None and self._finished is not None and not self.committed():
+            self._call.check_all_called(self._job.attempt, self._finished)
+
+    def wait_committed(self, timeout: float | None = 600.0) -> SaveHandle:
+        """Wait until every rank's part is durable and the checkpoint has its name.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds: a rank is slow, or died.
+            CheckpointError: if it will never be committed.
+
+        Warns:
+            UserWarning: after half a minute, if there are ranks that have not called save.
+        """
+        began = time.monotonic()
+        self.wait(timeout)
+        pause = 0.001
+        while not self._commit():
+            waited_s = time.monotonic() - began
+            why = "not all ranks have finished"
+            if timeout is not None and waited_s > timeout:
+                if self._call is not None:
+                    why = self._call.why(self._job.attempt)
+                settled(self._job.attempt)
+                raise TimeoutError(f"{self.path} is not committed after {timeout} s: {why}")
+            if self._call is not None:
+                self._call.warn_once(waited_s, self._job.attempt)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        return self

@@ -1,0 +1,174 @@
+"""Which ranks have called a save: what tells a slow rank from one that never calls.
+
+A save communicates nothing, so a program that calls it on one rank only would not notice: this
+rank's part is written, and the checkpoint is never committed. Every call leaves one key in the
+store by which the processes met. The keys are read only while a save waits for other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..agreement import next_nonce, the_store
+from ..errors import CheckpointError
+from .attempt import Attempt
+
+# How far ranks may be apart in calling save before a warning, and at the next save an error.
+PATIENCE_S = 30.0
+EXIT_WAIT_S = 5.0  # for ranks that are still writing when this process ends
+
+
+class RollCall:
+    """One save, as called by this rank.
+
+    Args:
+        target: where the checkpoint will be.
+        rank, ranks: this rank and all that take part.
+
+    Attributes:
+        nonce: of the attempt.
+    """
+
+    def __init__(self, target: Path, rank: int, ranks: tuple[int, ...]) -> None:
+        self.target, self.rank, self.ranks = target, rank, ranks
+        self.nonce = next_nonce(target)
+        self._key = f"fsdp2/called/{target}/{self.nonce}"
+        self.warned = False
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Around what a rank does before it stages anything: the others learn that it called,
+        and whether it fails here."""
+        self._answer(str(self.rank), "called")
+        try:
+            yield
+        except BaseException as error:
+            self._answer("refused", f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _answer(self, key: str, value: str) -> None:
+        store = self._store()
+        if store is not None:
+            with suppress(RuntimeError):  # the store may be gone when a program ends
+                store.set(f"{self._key}/{key}", value)
+
+    def _store(self) -> dist.Store | None:
+        return None if len(self.ranks) == 1 else the_store()
+
+    def absent(self) -> list[int] | None:
+        """Ranks that have not called this save; None if that cannot be known (any more)."""
+        store = self._store()
+        try:
+            if store is not None:
+                return [r for r in self.ranks if not store.check([f"{self._key}/{r}"])]
+        except RuntimeError:
+            pass
+        return None
+
+    def check_refused(self) -> None:
+        """Check that no rank failed before it staged anything.
+
+        Raises:
+            CheckpointError: with the reason; this save can never be committed.
+        """
+        store = self._store()
+        with suppress(RuntimeError):
+            if store is None or not store.check([f"{self._key}/refused"]):
+                return
+            reason = store.get(f"{self._key}/refused").decode()
+            error = CheckpointError(f"{self.target} will not be committed: {reason}")
+        raise error
+
+    def forget(self) -> None:
+        """Remove this rank's key, once the checkpoint is committed."""
+        store = self._store()
+        if store is not None:
+            with suppress(RuntimeError):
+                store.delete_key(f"{self._key}/{self.rank}")
+
+    # -- what is said -----------------------------------------------------------------------
+
+    def why(self, attempt: Attempt) -> str:
+        """Why the checkpoint is not committed yet, and what to do."""
+        absent, unfinished = self.absent(), attempt.unfinished()
+        if not absent and not unfinished:
+            return "not all ranks have finished"
+        if absent == []:
+            return f"{_listed(unfinished)} called save and did not finish writing: slow, or ended"
+        missing = (
+            f"{_listed(absent)} never called save for it"
+            if absent
+            else f"nothing of {_listed(unfinished)} is there"
+        )
+        return (
+            f"{missing}. All {len(self.ranks)} ranks must call save for the same steps, since each "
+            "writes the shards that it holds: do not put it under `if rank == 0`. (For a model "
+            "that one rank holds whole, pass ranks=[0] to save_model or Checkpointer)"
+        )
+
+    def warn_once(self, waited_s: float, attempt: Attempt) -> None:
+        """Say while waiting what is waited for."""
+        if not self.warned and waited_s > PATIENCE_S and self.absent():
+            self.warned = True
+            warnings.warn(
+                f"{self.target} is not committed after {waited_s:.0f} s: {self.why(attempt)}",
+                stacklevel=4,
+            )
+
+    def check_all_called(self, attempt: Attempt, since: float) -> None:
+        """Wait until all ranks have called, `PATIENCE_S` after ``since`` at most.
+
+        Raises:
+            CheckpointError: naming those who have not.
+        """
+        while not attempt.commit() and self.absent():
+            if time.monotonic() - since > PATIENCE_S:
+                raise CheckpointError(f"{self.target} was never committed: {self.why(attempt)}")
+            time.sleep(0.02)
+
+
+def _listed(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
+# -- when the process ends ----------------------------------------------------------------------
+
+_open_ends: dict[int, tuple[RollCall, Attempt, BaseException | None]] = {}
+
+
+def left_open(call: RollCall, attempt: Attempt, error: BaseException | None) -> None:
+    """Note that this rank is done with a save that is not committed, or that failed, before anyone
+    has been told."""
+    _open_ends[id(attempt)] = call, attempt, error
+
+
+def settled(attempt: Attempt) -> None:
+    """Note that an attempt was committed, or that its error was raised."""
+    _open_ends.pop(id(attempt), None)
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    deadline = time.monotonic() + EXIT_WAIT_S
+    for call, attempt, failure in list(_open_ends.values()):
+        why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            while not why and not attempt.commit():
+                if time.monotonic() > deadline:
+                    why = call.why(attempt)
+                time.sleep(0.02)
+        except (OSError, CheckpointError) as error:
+            why = str(error)
+        if why:
+            warnings.warn(
+                f"{call.target} is not committed as rank {call.rank} ends: {why}", stacklevel=1
+            )
+    _open_ends.clear()

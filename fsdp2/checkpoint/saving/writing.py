@@ -1,0 +1,295 @@
+"""What a rank writes, and the writing of it: pure planning first, then bytes.
+
+A plan is made from descriptions of tensors only, the same on every rank that shares them. The
+writer cuts a rank's bytes into pieces that stay in the processor's cache, takes their checksums,
+writes them in place, and has the disk at work while it goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ...dtensor.boxes import Box, run_numel, run_offsets
+from ..format.checksum import crc32
+from ..format.disk import Disk
+from ..format.header import FilePlan, TensorInfo, plan_file, plan_files
+from ..format.manifest import BLOCK_BYTES, Chunk, Part, SetOfFiles
+
+PIECE_BYTES = 4 * BLOCK_BYTES  # written at once: a checksum and a write each while in cache
+SYNC_BYTES = 64 << 20  # after so many bytes the disk is told to start
+SHARED_MIN_RUN_BYTES = 256 << 10
+SHARED_MAX_RUNS = 2048
+MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """Bytes to write: a box of a tensor, and where the tensor (or the box alone) is in a file."""
+
+    part: Part
+    file: str
+    offset: int
+    whole: bool  # the file holds the whole tensor; otherwise this box alone
+
+    def runs(self) -> tuple[int, list[int]]:
+        """Length of the runs and their places in the file, in bytes."""
+        tensor, box = self.part.tensor, self.part.box
+        container = tensor.shape
+        if not self.whole:
+            box, container = Box.whole(box.shape), box.shape
+        run = run_numel(box, container)
+        size = tensor.itemsize
+        return run * size, [self.offset + o * size for o in run_offsets(box, container, run)]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """All that one rank does in a save."""
+
+    sets: tuple[SetOfFiles, ...]
+    chunks: tuple[PlannedChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.part.box.numel * c.part.tensor.itemsize for c in self.chunks)
+
+
+def plan_save(
+    parts: Sequence[Part],
+    rank: int,
+    ranks: tuple[int, ...],
+    *,
+    layout: str = "auto",
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> SavePlan:
+    """Decide which bytes this rank writes where.
+
+    Args:
+        parts: what this rank holds, in an order that is the same on all ranks.
+        rank, ranks: this rank, and all that take part in the save.
+        layout: "shared": every rank writes its ranges of the final files; "per-rank": into files
+            of its own; "auto": shared, unless that would mean a great many small ranges.
+    """
+    sets, chunks = [], []
+    for members in dict.fromkeys(part.ranks for part in parts):
+        own = [part for part in parts if part.ranks == members]
+        shared = layout == "shared" or (layout == "auto" and _suits_shared_files(own))
+        if shared:
+            files = _shared_files(own, members, ranks, max_file_bytes)
+        else:
+            files = _files_of_rank(own, rank, ranks)
+        leads = rank == members[0] or not shared
+        sets.append(
+            SetOfFiles(
+                members,
+                {file: plan.size for file, plan in files.items()},
+                shared,
+                _digest(files) if shared else _digest_of_tensors(own),
+                {file: plan.header for file, plan in files.items()} if leads else {},
+            )
+        )
+        places = {(f[:5], t.name): f for f, plan in files.items() for t in plan.tensors}
+        for part in own:
+            if part.writes and part.box.numel:
+                file = places[part.kind, part.tensor.name]
+                offset = files[file].offsets[part.tensor.name]
+                chunks.append(PlannedChunk(part, file, offset, shared))
+    return SavePlan(tuple(sets), tuple(chunks))
+
+
+def _suits_shared_files(parts: Sequence[Part]) -> bool:
+    """Whether what a rank holds is few or large ranges of whole tensors."""
+    num_runs = num_bytes = 0
+    for part in parts:
+        if part.typical.numel:
+            run = run_numel(part.typical, part.tensor.shape)
+            num_runs += part.typical.numel // run
+            num_bytes += part.typical.numel * part.tensor.itemsize
+    return num_runs <= SHARED_MAX_RUNS or num_bytes >= num_runs * SHARED_MIN_RUN_BYTES
+
+
+def _shared_files(
+    parts: Sequence[Part], members: tuple[int, ...], ranks: tuple[int, ...], max_file_bytes: int
+) -> dict[str, FilePlan]:
+    """Files of whole tensors, named as Hugging Face names them."""
+    tag = ""
+    if members != ranks:
+        tag = f"-of-ranks-{hashlib.sha256(repr(members).encode()).hexdigest()[:8]}"
+    files = {}
+    for kind in ("model", "optim"):
+        tensors = [part.tensor for part in parts if part.kind == kind]
+        if not tensors:
+            continue
+        plans = plan_files(tensors, max_file_bytes)
+        for i, plan in enumerate(plans):
+            number = f"-{i + 1:05d}-of-{len(plans):05d}" if len(plans) > 1 else ""
+            files[f"{kind}{tag}{number}.safetensors"] = plan
+    return files
+
+
+def _files_of_rank(parts: Sequence[Part], rank: int, ranks: tuple[int, ...]) -> dict[str, FilePlan]:
+    """Files of this rank alone, of the boxes that it writes."""
+    files = {}
+    for kind in ("model", "optim"):
+        own = [part for part in parts if part.kind == kind and part.writes]
+        boxes = [
+            TensorInfo(part.tensor.name, part.tensor.dtype, part.box.shape)
+            for part in own
+            if part.box.numel
+        ]
+        # Tensors without elements are written by nobody, only named.
+        boxes += [part.tensor for part in own if not part.tensor.nbytes and rank == part.ranks[0]]
+        if boxes:
+            members = hashlib.sha256(repr(parts[0].ranks).encode()).hexdigest()[:8]
+            tag = "" if parts[0].ranks == ranks else f"-{members}"
+            files[f"{kind}-rank-{rank:05d}{tag}.safetensors"] = plan_file(boxes)
+    return files
+
+
+def _digest(files: dict[str, FilePlan]) -> str:
+    content = [[file, plan.header, plan.size] for file, plan in files.items()]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _digest_of_tensors(parts: Sequence[Part]) -> str:
+    content = [[p.kind, p.tensor.name, p.tensor.dtype, p.tensor.shape] for p in parts]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class Progress:
+    """How far a save is; read from any thread."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.written_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.written_bytes += nbytes
+
+
+def _submit(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run ``call`` in a thread of ``pool``; here, if the program has ended and is only waiting for
+    this save: pools take nothing then, and no thread can be started."""
+    try:
+        return pool.submit(call, *args)
+    except RuntimeError:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+class Writer:
+    """Writes the chunks of a plan into the staging folder.
+
+    Args:
+        read: gives bytes ``start`` to ``stop`` of a part's local data, row-major, as a view that
+            stays valid until the next call from the same thread.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        plan: SavePlan,
+        read: Callable[[Part, int, int], memoryview],
+        progress: Progress,
+        *,
+        num_threads: int = 2,
+    ) -> None:
+        self.disk = disk
+        self.plan = plan
+        self.read = read
+        self.progress = progress
+        self.num_threads = num_threads
+        self._fds: dict[str, int] = {}
+
+    def write(self, staging: int) -> tuple[Chunk, ...]:
+        """Write and fsync everything; returns the chunks with their checksums."""
+        sizes = {file: size for s in self.plan.sets for file, size in s.sizes.items()}
+        pool = ThreadPoolExecutor(max_workers=self.num_threads)
+        syncing = ThreadPoolExecutor(max_workers=1)
+        try:
+            for file in sizes:
+                self._fds[file] = self.disk.create(file, sizes[file], staging)
+            results, syncs, since_sync = [], [], 0
+            for chunk in self.plan.chunks:
+                pieces = []
+                for start, stop, ranges in _pieces(chunk):
+                    pieces.append(_submit(pool, self._write_piece, chunk, start, stop, ranges))
+                    since_sync += stop - start
+                results.append((chunk, pieces))
+                if since_sync >= SYNC_BYTES:
+                    since_sync = 0
+                    wait_for = pieces[-1]
+                    syncs.append(_submit(syncing, self._sync_after, wait_for, chunk.file))
+            done = [
+                (chunk, [crc for piece in pieces for crc in piece.result()])
+                for chunk, pieces in results
+            ]
+            for sync in syncs:
+                sync.result()
+            for file, fd in self._fds.items():
+                self.disk.sync(fd, file)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            syncing.shutdown(cancel_futures=True)
+            for fd in self._fds.values():
+                self.disk.close(fd)
+        return tuple(
+            Chunk(
+                chunk.part.tensor,
+                chunk.file,
+                chunk.part.box,
+                None if chunk.whole else chunk.offset,
+                tuple(checksums),
+            )
+            for chunk, checksums in done
+        )
+
+    def _write_piece(
+        self, chunk: PlannedChunk, start: int, stop: int, ranges: list[tuple[int, int]]
+    ) -> list[int]:
+        data = self.read(chunk.part, start, stop)
+        fd = self._fds[chunk.file]
+        checksums = [crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
+        done = 0
+        for offset, nbytes in ranges:
+            self.disk.write_at(fd, data[done : done + nbytes], offset, chunk.file)
+            done += nbytes
+        self.progress.add(len(data))
+        return checksums
+
+    def _sync_after(self, piece, file: str) -> None:
+        piece.result()
+        self.disk.start_sync(self._fds[file], file)
+
+
+def _pieces(chunk: PlannedChunk):
+    """Cut a chunk: (start, stop) in the bytes of its box, and ranges (offset, length) in the file.
+
+    Every piece starts at a multiple of `BLOCK_BYTES`.
+    """
+    run, offsets = chunk.runs()
+    start, ranges, filled = 0, [], 0
+    for offset in offsets:
+        done = 0
+        while done < run:
+            nbytes = min(run - done, PIECE_BYTES - filled)
+            ranges.append((offset + done, nbytes))
+            done += nbytes
+            filled += nbytes
+            if filled == PIECE_BYTES:
+                yield start, start + filled, ranges
+                start, ranges, filled = start + filled, [], 0
+    if filled:
+        yield start, start + filled, ranges

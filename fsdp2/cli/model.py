@@ -1,0 +1,205 @@
+"""Commands on models: where the model comes from, and how it is to be sharded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.suggestions import did_you_mean
+from .ckpt import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..policy import MixedPrecisionPolicy
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
+
+
+class ModelError(Exception):
+    """A model that a command was told to use cannot be made."""
+
+
+def add_model_name(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that `load_model` reads."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="what returns the model when called without arguments: package.module:function or "
+        "path/to/file.py:function (or a class); it is called on the meta device",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load_model` and `sharding_options` read."""
+    add_model_name(parser)
+    parser.add_argument(
+        "--world-size", type=parse_number, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument(
+        "--node-size",
+        type=parse_number,
+        metavar="G",
+        help="ranks per node, for the strategy hybrid",
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full")
+    parser.add_argument(
+        "--wrap",
+        default="auto",
+        metavar="POLICY",
+        help="auto (the default), root, class:Block,Embedding, size:32MiB, or names: "
+        "embedding,layers.*,norm+head",
+    )
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of computation and gathers")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradient reduction")
+    parser.add_argument(
+        "--replicate-below",
+        type=parse_bytes,
+        default=0,
+        metavar="SIZE",
+        help="parameters of fewer bytes stay whole on every rank: 64KiB, ...",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+
+
+def parse_number(text: str) -> int:
+    """A positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def load_model(target: str) -> nn.Module:
+    """Make the model that ``target`` names, on the meta device.
+
+    Raises:
+        ModelError: if there is no such thing, or it fails, or gives no model.
+    """
+    import torch
+    from torch import nn
+
+    build = find_object(target)
+    if isinstance(build, nn.Module):
+        return build
+    if not callable(build):
+        raise ModelError(f"{target} is a {type(build).__name__}, not a function")
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise ModelError(f"{target} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{target} returned a {type(model).__name__}, not a model")
+    return model
+
+
+def find_object(target: str) -> Any:
+    """What ``target`` names: ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ModelError: if there is no such thing.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
+    found: Any = _import(where)
+    for part in name.split("."):
+        inside, found = found, getattr(found, part, None)
+        if found is None:
+            raise ModelError(f"{where} has no '{name}'{did_you_mean(part, dir(inside))}")
+    return found
+
+
+def _import(where: str) -> Any:
+    try:
+        if not where.endswith(".py"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")  # as `python -m` does
+            return importlib.import_module(where)
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise ModelError(f"{where}: No such file")
+        sys.path.insert(0, str(path.parent))  # as `python file.py` does
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
+        spec.loader.exec_module(module)
+        return module
+    except ModelError:
+        raise
+    except Exception as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == where.partition(".")[0]:
+            files = [path.stem for path in Path().glob("*.py")]
+            hint = did_you_mean(where, files) or (
+                ": it is looked for in this folder and where packages are installed; "
+                "path/to/file.py:function may lie anywhere"
+            )
+        raise ModelError(f"cannot import {where}: {type(error).__name__}: {error}{hint}") from error
+
+
+def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `explain`, from those of the command line.
+
+    Raises:
+        ModelError: if they do not fit together.
+    """
+    shape: Any = args.world_size
+    if args.node_size is not None:
+        if args.world_size % args.node_size:
+            raise ModelError(
+                f"--world-size {args.world_size} is no multiple of --node-size {args.node_size}"
+            )
+        shape = (args.world_size // args.node_size, args.node_size)
+    if args.strategy == "hybrid" and args.node_size is None:
+        raise ModelError("--strategy hybrid needs --node-size")
+    return {
+        "mesh_shape": shape,
+        "strategy": args.strategy,
+        "wrap": parse_wrap(args.wrap),
+        "mp_policy": precision_of(args),
+        "replicate_below": args.replicate_below,
+        "device_type": args.device,
+    }
+
+
+def precision_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    """The policy of ``--param-dtype`` and ``--reduce-dtype``."""
+    import torch
+
+    from ..policy import MixedPrecisionPolicy
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, DTYPES[name])
+
+    return MixedPrecisionPolicy(dtype(args.param_dtype), dtype(args.reduce_dtype))
+
+
+def parse_wrap(text: str) -> Any:
+    """The ``wrap`` argument that ``--wrap`` stands for.
+
+    Raises:
+        ModelError: if it is none.
+    """
+    from ..wrap import as_policy, by_name
+
+    kind, _, rest = text.partition(":")
+    if text in ("auto", "root"):
+        return text
+    if kind in ("class", "size") and rest:
+        try:
+            return as_policy(text)
+        except ValueError as error:
+            raise ModelError(f"--wrap: {error}") from error
+    names = text.split(",")
+    if rest or not all(all(name.split("+")) for name in names):
+        hint = did_you_mean(kind, ("class", "size")) if rest else ""
+        raise ModelError(f"--wrap {text!r} is none of auto, root, class:..., size:..., names{hint}")
+    return by_name(*(tuple(n.split("+")) if "+" in n else n for n in names))

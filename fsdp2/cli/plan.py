@@ -1,0 +1,172 @@
+"""``fsdp2 estimate`` and ``fsdp2 plan``: before there are GPUs, without any process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ..render.text import fail, print_json, status
+from .ckpt import parse_bytes
+from .model import (
+    DTYPES,
+    ModelError,
+    add_model,
+    add_model_name,
+    find_object,
+    load_model,
+    parse_number,
+    precision_of,
+    sharding_options,
+)
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def add_estimate(groups: Any) -> None:
+    about = "tell the memory of each rank and the traffic of a step"
+    parser = groups.add_parser("estimate", help=about, description=f"{about[0].upper()}{about[1:]}")
+    add_model(parser)
+    _add_step(parser)
+    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="none")
+    parser.add_argument(
+        "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default 8"
+    )
+    _add_output(parser)
+    parser.set_defaults(run=run_estimate)
+
+
+def add_plan(groups: Any) -> None:
+    about = "choose how to shard a model on given hardware"
+    parser = groups.add_parser("plan", help=about, description=f"{about[0].upper()}{about[1:]}")
+    add_model_name(parser)
+    parser.add_argument(
+        "--world-size", type=parse_number, required=True, metavar="N", help="number of GPUs"
+    )
+    parser.add_argument("--hardware", required=True, metavar="NAME", help="h100, a100-80, ...")
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="SIZE", help="that a GPU may use (default: 9/10)"
+    )
+    parser.add_argument("--param-dtype", choices=DTYPES, help="of computation and gathers")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradient reduction")
+    parser.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        action="append",
+        help="what may be chosen (again for more; default: all)",
+    )
+    _add_step(parser)
+    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
+    _add_output(parser)
+    parser.set_defaults(run=run_plan)
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="FUNCTION",
+        help="returns the batch of one rank, named like MODEL: a tensor, a tuple of arguments or a "
+        "dict of keyword arguments; called on the meta device",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="FUNCTION",
+        help="of the model's output (default: its .loss, itself if one number, or its sum)",
+    )
+    parser.add_argument("--micro-batches", type=parse_number, default=1, metavar="N")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "momentum", "none"), default="adamw"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _step_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "sample_input": _call(args.input),
+        "loss_fn": None if args.loss is None else find_object(args.loss),
+        "micro_batches": args.micro_batches,
+        "optimizer": None if args.optimizer == "none" else args.optimizer,
+    }
+
+
+def _call(target: str) -> Any:
+    import torch
+
+    function = find_object(target)
+    if not callable(function):
+        raise ModelError(f"{target} is a {type(function).__name__}, not a function")
+    try:
+        with torch.device("meta"):
+            return function()
+    except Exception as error:
+        raise ModelError(f"{target} failed: {type(error).__name__}: {error}") from error
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """Estimate a model that is made on the meta device."""
+    from ..estimation import Estimate, estimate
+
+    def make() -> Estimate:
+        options = {**sharding_options(args), **_step_options(args)}
+        model = load_model(args.model)
+        with status(args) as show:
+            show("running a step on fake tensors", 0, 1)
+            return estimate(
+                model,
+                options.pop("mesh_shape"),
+                options.pop("sample_input"),
+                activation_checkpointing=args.checkpointing,
+                ranks_per_node=args.ranks_per_node,
+                **options,
+            )
+
+    return _answer(args, make)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plan for a model that is made on the meta device."""
+    from ..planner import Plan, plan
+
+    def make() -> Plan:
+        options = _step_options(args)
+        model = load_model(args.model)
+        with status(args) as show:
+            made = plan(
+                model,
+                options.pop("sample_input"),
+                args.hardware,
+                args.world_size,
+                args.memory,
+                mp_policy=precision_of(args),
+                activation_checkpointing=tuple(args.checkpointing or CHECKPOINTING),
+                progress=show,
+                **options,
+            )
+        if args.picture:
+            made.picture(args.picture)
+        return made
+
+    code = _answer(args, make)
+    if code == 0 and args.picture and not args.json:
+        print(f"\nWritten: {args.picture}")
+    return code
+
+
+def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
+    """Print what ``make`` makes, or why it cannot be made; the exit status."""
+    try:
+        made = make()
+    except (ModelError, ValueError, TypeError, ImportError) as error:
+        return fail(error)
+    except RuntimeError as error:  # torch's, of the model
+        return fail(f"{args.model} failed on this input: {error}")
+    if args.json:
+        print_json(made.to_dict())
+    else:
+        print(made)
+    return 0

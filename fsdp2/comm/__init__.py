@@ -1,0 +1,1 @@
+"""How bytes travel: streams, transports over process groups, messages between hosts."""

@@ -1,0 +1,277 @@
+"""Collectives and memory that users bring: `FSDPModule.set_custom_all_gather` and its like.
+
+A user's collective moves one flat tensor, so this is the classic way: parameters are copied out
+of one flat buffer after the gather, and gradients into one before the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..sharding.bucket import Bucket
+from ..sharding.reduce_plan import ReducePlan, stage
+from .means import as_real, mean_over
+from .transports import Finish, Transport
+
+
+class Comm(Protocol):
+    """What `AllGather` and `ReduceScatter` share."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer of shape ``size`` for the collective to work on; its content does not matter.
+
+        Called before every collective; may give the same memory again once nobody refers to it.
+        """
+        ...
+
+
+class AllGather(Comm, Protocol):
+    """An all-gather to use in place of the group's own. No base class is needed."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of every rank into ``output_tensor``.
+
+        Args:
+            output_tensor: 1-D, from `allocate`, of ``group.size()`` times the input's elements.
+            input_tensor: 1-D; the slice of ``output_tensor`` that belongs to this rank.
+            group: the ranks to gather from.
+            async_op: whether to return a Work at once.
+        """
+        ...
+
+
+class ReduceScatter(Comm, Protocol):
+    """A reduce-scatter to use in place of the group's own. No base class is needed."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the slice of this rank over all ranks' ``input_tensor``.
+
+        Args:
+            output_tensor: 1-D, from `allocate`.
+            input_tensor: 1-D, from `allocate`, of ``group.size()`` times the output's elements.
+            group: the ranks to reduce over.
+            op: ``ReduceOp.AVG``, or ``ReduceOp.SUM`` after
+                ``set_force_sum_reduction_for_comms(True)`` and of float16.
+            async_op: whether to return a Work at once.
+        """
+        ...
+
+
+class FlatTransport:
+    """A transport whose gathers or reduce-scatters are a user's; the others are ``base``'s."""
+
+    def __init__(
+        self,
+        base: Transport,
+        device: torch.device,
+        all_gather: AllGather | None,
+        reduce_scatter: ReduceScatter | None,
+        *,
+        sum_only: bool,
+    ) -> None:
+        self.base = base
+        self.device = device
+        self.group = base.group
+        self.stream_ordered = base.stream_ordered
+        self.coalesces = all_gather is None and base.coalesces
+        self._all_gather = all_gather
+        self._reduce_scatter = reduce_scatter
+        self._sum_only = sum_only
+
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+        comm = self._all_gather
+        if comm is None:
+            return self.base.all_gather(plan, tag)
+        num_ranks = self.group.size()
+        numels = [source.numel() for source in plan.source]
+        dtype = plan.outputs[0].dtype
+        flat = comm.allocate((num_ranks * sum(numels),), dtype=dtype, device=self.device)
+        rows = flat.view(num_ranks, sum(numels))
+        own = rows[self.group.rank()]
+        torch._foreach_copy_(own.split(numels), plan.source)
+        work = comm(
+            output_tensor=as_real(flat).view(-1),
+            input_tensor=as_real(own).view(-1),
+            group=self.group,
+            async_op=not self.stream_ordered,
+        )
+
+        def finish() -> None:
+            _wait_for(work)
+            outputs = [output.view(num_ranks, -1) for output in plan.outputs]
+            torch._foreach_copy_(outputs, rows.split(numels, dim=1))
+            plan.unpack()
+
+        return self._finished(finish)
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+        if self._reduce_scatter is None:
+            return self.base.stageable(bucket)
+        return bucket.layout.direct + bucket.layout.packed
+
+    def casts(self, bucket: Bucket) -> bool:
+        return self._reduce_scatter is None and self.base.casts(bucket)
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        if self._reduce_scatter is None:
+            return self.base.out_dtype(bucket)
+        return bucket.reduce_dtype
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: list[torch.Tensor],
+        tag: int,
+    ) -> Finish | None:
+        comm = self._reduce_scatter
+        if comm is None:
+            return self.base.reduce_scatter(bucket, plan, grads, outs, tag)
+        (out,) = outs  # everything is staged
+        num_ranks = self.group.size()
+        staged = stage(
+            bucket.layout, plan, grads, out.dtype, bucket.device, allocate=comm.allocate
+        ).view(-1)
+        mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)
+        mean.begin(staged)
+        reduced = comm.allocate((out.numel(),), dtype=out.dtype, device=bucket.device)
+        work = comm(
+            output_tensor=as_real(reduced).view(-1),
+            input_tensor=as_real(staged).view(-1),
+            group=self.group,
+            op=mean.operation,
+            async_op=not self.stream_ordered,
+        )
+        held = [staged]
+
+        def finish() -> None:
+            _wait_for(work)
+            held.clear()
+            out.copy_(reduced)
+            mean.finish(out)
+
+        return self._finished(finish)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+        return self.base.all_reduce(tensors, tag)
+
+    def _finished(self, finish: Finish) -> Finish | None:
+        if not self.stream_ordered:
+            return finish
+        finish()
+        return None
+
+
+def _wait_for(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+# -- memory of the group, symmetric memory --------------------------------------------------------
+
+
+def with_memory_of(
+    kind: str, group: dist.ProcessGroup, *, sum_only: bool
+) -> tuple[AllGather, ReduceScatter | None]:
+    """The group's own collectives on memory that they like best.
+
+    Args:
+        kind: "group" or "symmetric"; CUDA and NCCL only.
+        sum_only: whether reductions use SUM, which is all that symmetric memory can do.
+    """
+    if kind == "group":
+        allocate = _memory_of_group(group)
+        return _AllGatherOn(allocate), _ReduceScatterOn(allocate)
+    allocate = _symmetric_memory(group)
+    scatter = _ReduceScatterOn(allocate, rendezvous=True) if sum_only else None
+    return _AllGatherOn(allocate, rendezvous=True), scatter
+
+
+Allocate = Callable[..., torch.Tensor]
+
+
+def _memory_of_group(group: dist.ProcessGroup) -> Allocate:
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend: Any = group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return backend.allocate_tensor(prod(size), dtype=dtype, device=device).view(size)
+
+    return allocate
+
+
+def _symmetric_memory(group: dist.ProcessGroup) -> Allocate:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    symm_mem.set_backend("NCCL")
+    dist.barrier(group)  # rendezvous needs a communicator, and NCCL makes it at first use
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pool: Any = symm_mem.get_mem_pool(device)
+        with torch.cuda.use_mem_pool(pool):
+            return torch.empty(size, dtype=dtype, device=device)
+
+    return allocate
+
+
+class _OnMemory:
+    def __init__(self, allocate: Allocate, *, rendezvous: bool = False) -> None:
+        self.allocate = allocate
+        self._rendezvous = rendezvous
+
+    def _meet(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if self._rendezvous:
+            import torch.distributed._symmetric_memory as symm_mem
+
+            symm_mem.rendezvous(tensor, group=group.group_name)
+
+
+class _AllGatherOn(_OnMemory):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._meet(output_tensor, group)
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+
+
+class _ReduceScatterOn(_OnMemory):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._meet(input_tensor, group)
+        self._meet(output_tensor, group)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )

@@ -1,0 +1,311 @@
+"""Parameters that decide themselves what travels: tensor subclasses with two methods.
+
+``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` (or with ``mesh`` only)
+returns the tensors to gather in place of the shard, and any metadata.
+``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` makes the whole parameter:
+
+- of the first gather, without ``out``. It returns the parameter and the tensors that own its
+  memory, which is freed with the unit. This parameter computes from then on.
+- of every later one with that parameter as ``out``, whose memory is there again with undefined
+  contents. It writes into it, or replaces its attributes (a scale), and returns None. If it returns
+  another tensor all the same, that is written into ``out``: autograd has saved views of this one.
+
+torchao's float8, int8 and NF4 weights are such classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..sharding.bucket import Bucket, resize
+from ..sharding.param import EXTENSION_METHODS, is_extension
+from ..sharding.tensor_subclass import contiguous_strides, inner_tensors, own_shard, write_into
+from .transports import sum_together
+
+# A message needs a tag of its own, and tags are reserved before the first gather.
+MAX_TENSORS = 16
+_EXPECTED = "(tensors to gather, metadata)"
+
+
+class ExtensionPlan:
+    """A gather whose sizes the parameter decides; all bytes, so that dtypes may be mixed."""
+
+    cast = True  # the own slices are written first, then gathered in place
+
+    def __init__(self, bucket: ExtensionBucket, outputs: list[torch.Tensor]) -> None:
+        num_shards, rank = bucket.mesh.num_shards, bucket.rank
+        self.rank = rank
+        self.messages: Any = None
+        self.outputs = [output.view(-1).view(torch.uint8) for output in outputs]
+        numels = [output.numel() // num_shards for output in self.outputs]
+        self.own = [
+            output[rank * numel : (rank + 1) * numel]
+            for output, numel in zip(self.outputs, numels, strict=True)
+        ]
+        self.inputs = self.source = self.own
+        self.rows = [[own.numel()] * num_shards for own in self.own]
+        self.unpack = bucket.unpack
+
+
+class ExtensionBucket(Bucket):
+    """One such parameter: a bucket whose gathered storage is what the parameter makes of it.
+
+    Its sizes are known when the parameter was asked for the first time, in the first gather.
+    """
+
+    _storages: Sequence[torch.UntypedStorage] = ()
+    _sizes: Sequence[int] = ()
+
+    def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
+        (param,), (slot,), (source,) = self.params, self.layout.slots, sources
+        local = source
+        if whole:
+            local = own_shard(source, slot, self.rank, self.mesh.num_shards)
+        if local.device != self.shard_device and not local.is_meta:
+            local = local.to(self.shard_device)
+        param.attach(local)
+        self.shards = local
+        self.aliases_shards = False
+
+    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+        """Forget what earlier gathers made; the next one makes it anew."""
+        (param,) = self.params
+        self.staged = None
+        self.gathered = None
+        self.regrouped = None
+        self._references = {}
+        self.fills_own_slices = True
+        self.plan: Any = None
+        self._outputs: list[torch.Tensor] = []
+        self._replaced: list[torch.Tensor] = []
+        self._metadata: Any = None
+        self._storages, self._sizes = (), ()
+        param.unsharded = param.regrouped = None
+        self.unsharded = self.unsharded_direct = []
+        self._check_methods()
+
+    def _check_methods(self) -> None:
+        """The methods are there, maybe since after sharding; and how they are to be called."""
+        (param,) = self.params
+        local: Any = param.local
+        if not is_extension(local, param.fqn):
+            raise ValueError(
+                f"Parameter '{param.fqn}' is a {type(local).__name__}, a tensor subclass with "
+                "inner tensors: only its class knows how they are gathered. Define "
+                f"{' and '.join(EXTENSION_METHODS)} on it (see docs/compatibility.md), or use a "
+                "plain parameter, or pass it in ignored_params"
+            )
+        num = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        if num not in (1, 5):
+            raise ValueError(
+                f"fsdp_pre_all_gather of parameter '{param.fqn}' ({type(local).__name__}) takes "
+                f"{num} arguments; expected (mesh) or (mesh, outer_size, outer_stride, module, "
+                "mp_policy)"
+            )
+        self._takes_mesh_only = num == 1
+        release = getattr(
+            local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None
+        )
+        self._releases_outputs = release is not None and release()
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(storage.size() for storage in self._storages)
+
+    def allocate(self) -> None:
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            if storage.size() != size:
+                resize(storage, size)
+
+    def free(self) -> None:
+        if not self.keeps_storage:
+            for storage in self._storages:
+                resize(storage, 0)
+
+    # -- gathering --------------------------------------------------------------------------
+
+    def fill_own_slices(self) -> None:
+        inputs = self._inputs()
+        if self.plan is None:
+            self._plan_gather(inputs)
+        elif len(inputs) != len(self._outputs):
+            raise self._bad_inputs(f"{len(inputs)} tensors, and {len(self._outputs)} at first")
+        for own, given, size in zip(self.plan.own, inputs, self._chunks, strict=True):
+            data = _with_rows(given, size).contiguous().view(-1).view(torch.uint8)
+            if own.numel() != data.numel():
+                raise self._bad_inputs(f"{data.numel()} bytes, and {own.numel()} at first")
+            own.copy_(data)
+        if self.mesh.num_shards == 1:
+            self.unpack()
+
+    def _bad_inputs(self, found: str) -> ValueError:
+        return ValueError(
+            f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}' returned {found}: sizes must "
+            "not change"
+        )
+
+    def _inputs(self) -> list[torch.Tensor]:
+        """What this rank sends; 0-dim tensors as those of one element."""
+        (param,) = self.params
+        local: Any = param.local
+        if local.device != self.device:
+            local = local.to(self.device, non_blocking=True)
+        arguments: tuple[Any, ...] = (_shard_mesh(self.mesh.mesh),)
+        if not self._takes_mesh_only:
+            size, module = torch.Size(param.full_shape), param.owners[0][0]
+            arguments = (*arguments, size, contiguous_strides(size), module, self.mp_policy)
+        with torch.no_grad():
+            given = local.fsdp_pre_all_gather(*arguments)
+        if (
+            not isinstance(given, Sequence)
+            or len(given) != 2
+            or not isinstance(given[0], Sequence)
+            or not 0 < len(given[0]) <= MAX_TENSORS
+            or not all(isinstance(t, torch.Tensor) for t in given[0])
+        ):
+            raise ValueError(
+                f"fsdp_pre_all_gather of parameter '{param.fqn}' ({type(local).__name__}) has to "
+                f"return {_EXPECTED}, with 1 to {MAX_TENSORS} tensors in a tuple"
+            )
+        self._metadata = given[1]
+        return [t.reshape(1) if t.ndim == 0 else t for t in given[0]]
+
+    def _plan_gather(self, inputs: Sequence[torch.Tensor]) -> None:
+        """In the first gather: allocate for what every rank sends."""
+        (slot,) = self.layout.slots
+        num_shards = self.mesh.num_shards
+        uneven = slot.dim == 0 and slot.shape[0] != num_shards * slot.chunk
+        rows = [t.shape[0] for t in inputs]
+        self._chunks, self._whole_rows = rows, [num_shards * n for n in rows]
+        if uneven and num_shards > 1:
+            self._plan_rows(rows)
+        self._outputs = [
+            torch.empty((num_shards * size, *t.shape[1:]), dtype=t.dtype, device=self.device)
+            for t, size in zip(inputs, self._chunks, strict=True)
+        ]
+        self.plan = ExtensionPlan(self, self._outputs)
+
+    def _plan_rows(self, rows: Sequence[int]) -> None:
+        """The last ranks have fewer rows. What has one row per row of the shard is padded to be
+        sent and cut after; what the class has padded itself (as for torch) is left to it.
+
+        Both look alike on a rank with all its rows, so ranks tell each other once.
+        """
+        (slot,) = self.layout.slots
+        num_shards = self.mesh.num_shards
+        table = torch.zeros(num_shards, len(rows), dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor(rows, device="cpu")
+        assert self.mesh.shard_group is not None
+        sum_together(self.mesh.shard_group, [table])
+        of_shards = [slot.local_shape(rank)[0] for rank in range(num_shards)]
+        chunks, whole_rows = [], []
+        for sent in table.T.tolist():
+            if sent == of_shards:
+                chunks.append(slot.chunk)
+                whole_rows.append(slot.shape[0])
+            elif len(set(sent)) == 1:
+                chunks.append(sent[0])
+                whole_rows.append(num_shards * sent[0])
+            else:
+                raise ValueError(
+                    f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}' returned a tensor of "
+                    f"{sent} rows on the ranks, whose shards have {of_shards} rows: it has to have "
+                    "one row per row of the shard, or the same number on all ranks"
+                )
+        self._chunks, self._whole_rows = chunks, whole_rows
+
+    # -- after the gather -------------------------------------------------------------------
+
+    def unpack(self) -> None:
+        """Let the parameter make itself of what was gathered."""
+        computing = self.params[0].unsharded
+        with torch.no_grad():
+            if computing is None:
+                self._make_unsharded()
+            else:
+                self._make_again(computing)
+        self._metadata = None
+        if self._releases_outputs and not self.keeps_storage:
+            for output in self._outputs:
+                resize(output.untyped_storage(), 0)
+
+    def _make_unsharded(self) -> None:
+        (param,) = self.params
+        local: Any = param.local
+        # Tensors of their own: what `fill_own_slices` writes must not look like a change of what
+        # autograd has saved.
+        self._rows = tuple(
+            output.new_empty(0).set_(output.untyped_storage(), 0, shape, output.stride())
+            for output, rows in zip(self._outputs, self._whole_rows, strict=True)
+            for shape in [(rows, *output.shape[1:])]
+        )
+        made = local.fsdp_post_all_gather(self._rows, self._metadata, self.gather_dtype)
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.Tensor):
+            raise ValueError(
+                f"fsdp_post_all_gather of parameter '{param.fqn}' ({type(local).__name__}) has to "
+                "return (parameter, tensors that own its memory) when it is called without out"
+            )
+        whole, owned = made
+        whole = self._without_padding(whole)
+        of_shard = {_key(t) for t in inner_tensors(local)}
+        mine = {_key(t): t for given in (*self._outputs, *owned) for t in inner_tensors(given)}
+        self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._written = list(owned)
+        param.make_unsharded(whole)
+        self._note_unsharded()
+
+    def _without_padding(self, made: torch.Tensor) -> torch.Tensor:
+        shape = self.params[0].full_shape
+        strides = contiguous_strides(shape)
+        if made.shape == shape and made.stride() == strides:
+            return made
+        return made.as_strided(shape, strides, 0)
+
+    def _make_again(self, computing: torch.Tensor) -> None:
+        """Once more into the parameter that computes, with the same values as far as autograd is
+        concerned: not a change of what it saved."""
+        local: Any = self.params[0].local
+        before = inner_tensors(computing)
+        written = {id(t): t for t in (computing, *before, *self._written, *self._rows)}
+        with torch.autograd._unsafe_preserve_version_counter(tuple(written.values())):
+            made = local.fsdp_post_all_gather(
+                self._rows, self._metadata, self.gather_dtype, out=computing
+            )
+            new = made[0] if isinstance(made, tuple) and made else made
+            if isinstance(new, torch.Tensor):
+                target = getattr(computing, "_local_tensor", computing)
+                write_into(target, self._without_padding(new))
+        # Compute may still read what was replaced (a scale): held until the gather after its free.
+        after = {id(t) for t in inner_tensors(computing)}
+        self._replaced = [t for t in before if id(t) not in after]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1 or mesh.mesh_dim_names is None:
+        return mesh
+    return mesh[mesh.mesh_dim_names[-1]]
+
+
+def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor``, with zeros appended to have ``rows`` rows."""
+    if tensor.shape[0] >= rows:
+        return tensor
+    padded = tensor.new_zeros((rows, *tensor.shape[1:]))
+    padded[: tensor.shape[0]].copy_(tensor)
+    return padded

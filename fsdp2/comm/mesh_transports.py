@@ -1,0 +1,144 @@
+"""The transports of one data-parallel mesh: who gathers, reduces and regroups over which group.
+
+A unit has one `Links` per mesh of its parameters: usually one, two where `shard_placement_fn`
+puts some parameters (experts, say) on a mesh of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..sharding.mesh import DataParallelMesh, subgroup_mesh
+from ..sharding.process_groups import connect_group
+from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
+from .transports import Transport, check_backend, make_transport, separate_group
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a unit communicates, as far as users choose it.
+
+    Attributes:
+        all_gather, reduce_scatter: replace the collective and the memory it works on.
+        separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
+        sum_only: reduce with SUM only, and divide afterwards.
+        memory: whose memory flat buffers of collectives are: "group" (the process group's
+            allocator) or "symmetric" (symmetric memory); None: no flat buffers.
+    """
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    separate_reduce_group: bool | None = None
+    sum_only: bool = False
+    memory: str | None = None
+
+
+class Links:
+    """Transports over the groups of ``mesh``; None where there is nobody to talk to.
+
+    Attributes:
+        gather, scatter: over the ranks that share each parameter.
+        replicate: over the ranks that hold the same shard.
+        regather: within the groups of ``reshard_after_forward=int``; see `regroup`.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: LinkOptions) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.options = options
+        self.gather: Transport | None = None
+        self.scatter: Transport | None = None
+        self.replicate: Transport | None = None
+        self.regather: Transport | None = None
+        self.regroup_mesh: DeviceMesh | None = None
+        sum_only = options.sum_only
+        if mesh.shard_group is not None and mesh.num_shards > 1:
+            group = mesh.shard_group
+            self.gather = self._customized(make_transport(group, device))
+            group = separate_group(group, device, options.separate_reduce_group)
+            self.scatter = self._customized(make_transport(group, device, sum_only=sum_only))
+        if mesh.replicate_group is not None and mesh.num_replicas > 1:
+            self.replicate = make_transport(mesh.replicate_group, device, sum_only=sum_only)
+
+    def _customized(self, transport: Transport) -> Transport:
+        options = self.options
+        all_gather, reduce_scatter = options.all_gather, options.reduce_scatter
+        if options.memory is not None:
+            all_gather, reduce_scatter = with_memory_of(
+                options.memory, transport.group, sum_only=options.sum_only
+            )
+        if all_gather is None and reduce_scatter is None:
+            return transport
+        return FlatTransport(
+            transport, self.device, all_gather, reduce_scatter, sum_only=options.sum_only
+        )
+
+    def regroup(self, size: bool | int) -> int | None:
+        """Make the transport within groups of ``size`` ranks, where that divides the ranks.
+
+        Returns:
+            ``size``, or None if parameters on this mesh are not kept in larger shards.
+        """
+        chosen = _regroup_size(self.mesh, size)
+        if chosen is None:
+            return None
+        if self.regather is None or self.regather.group.size() != chosen:
+            self.regroup_mesh = subgroup_mesh(self.mesh, chosen)
+            transport = make_transport(self.regroup_mesh.get_group(1), self.device)
+            self.regather = self._customized(transport)
+        return chosen
+
+
+def _regroup_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
+    """``size`` if that is a number of ranks, which divides those of ``mesh``."""
+    if type(size) is int and size < mesh.num_shards and mesh.num_shards % size == 0:
+        return size
+    return None
+
+
+def make_groups(
+    meshes: Iterable[DataParallelMesh],
+    device: torch.device,
+    options: LinkOptions,
+    regroup_to: bool | int | None,
+) -> None:
+    """Make the process groups that `Links` over ``meshes`` will use, and all communicators.
+
+    When a unit is made, and not when it first computes: then memory is scarce, and ranks are in the
+    middle of other collectives. Collective over the ranks of each mesh; once for each.
+
+    Args:
+        regroup_to: as of `Links.regroup`.
+
+    Raises:
+        ValueError: a group of a mesh does not serve ``device``.
+    """
+    for mesh in dict.fromkeys(meshes):
+        for of_mesh in (mesh.shard_group, mesh.replicate_group):
+            if of_mesh is not None:
+                check_backend(of_mesh, device)
+        for _, group in groups_of(mesh, device, options, regroup_to):
+            connect_group(group, device)
+
+
+def groups_of(
+    mesh: DataParallelMesh,
+    device: torch.device,
+    options: LinkOptions,
+    regroup_to: bool | int | None,
+) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """What `Links` over ``mesh`` communicate, and over which groups; see `make_groups`."""
+    if mesh.shard_group is not None and mesh.num_shards > 1:
+        yield "all-gather", mesh.shard_group
+        group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
+        yield "reduce-scatter", group
+    if mesh.replicate_group is not None and mesh.num_replicas > 1:
+        yield "all-reduce", mesh.replicate_group
+    size = _regroup_size(mesh, regroup_to)
+    if size is not None:
+        yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)

@@ -1,0 +1,503 @@
+"""Batched collectives over the plans of a bucket. The one place that knows about backends.
+
+A transport moves the data of one bucket between the ranks of one group. Two ways to run:
+
+- *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, and the
+  result of a call is ordered by that stream. The calls return ``None``. A backend may still use a
+  stream of its own: then it returns a ``Work``, and the current stream waits for that.
+- *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
+  and does the rest; it must be called exactly once, and before it nothing may be read.
+
+`GroupTransport` uses the group's own collectives, coalesced: one launch per batch. `Exchange`
+sends and receives straight into place, which on gloo is 1.8 times faster than its all-gather
+and 3 times faster than its reduce-scatter (inside, that is an all-reduce of the whole input),
+adds in rank order, and needs no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+from torch.profiler import record_function
+
+from ..common.failures import explained
+from ..sharding.bucket import Bucket
+from ..sharding.gather_plan import GatherBatch, GatherPlan
+from ..sharding.process_groups import native_backend, own_group
+from ..sharding.reduce_plan import ReducePlan, stage
+from .means import Mean, as_real, mean_over
+from .streams import device_module
+
+Finish = Callable[[], None]
+
+# Above this many ranks the number of messages of an exchange costs more than its directness saves.
+EXCHANGE_MAX_RANKS = 4
+
+
+class Transport(Protocol):
+    """Moves buckets between the ranks of ``group``. Reductions give means over its ranks.
+
+    Attributes:
+        coalesces: whether several buckets are better gathered by one call, as a `GatherBatch`.
+    """
+
+    group: dist.ProcessGroup
+    stream_ordered: bool
+    coalesces: bool
+
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None: ...
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]: ...
+
+    def casts(self, bucket: Bucket) -> bool: ...
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype: ...
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: list[torch.Tensor],
+        tag: int,
+    ) -> Finish | None: ...
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None: ...
+
+
+def make_transport(
+    group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+) -> Transport:
+    """The transport for ``group``: direct exchange on small gloo groups, else its collectives.
+
+    Args:
+        sum_only: reduce with SUM and divide afterwards.
+    """
+    if backend_name(group, device) == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
+        return Exchange(group)
+    return GroupTransport(group, device, sum_only=sum_only)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves ``device`` in ``group``: "nccl", "gloo", "fake", ..."""
+    backend = native_backend(group, device)
+    return (group if backend is None else backend).name().lower()
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """``group`` can communicate what is on ``device``, in the order of its streams.
+
+    Raises:
+        ValueError: nothing serves that device, or gloo does, whose collectives are ordered by the
+            host and which cannot send from the memory of a device.
+    """
+    try:
+        backend = backend_name(group, device)
+    except RuntimeError:
+        backend = "no backend"
+    if device.type != "cpu" and backend in ("gloo", "no backend"):
+        usual = dist.Backend.default_device_backend_map.get(device.type, "nccl")
+        raise ValueError(
+            f"The mesh is of device type '{device.type}', but '{backend}' serves it in the mesh's "
+            f"process group. Call init_process_group('cpu:gloo,{device.type}:{usual}') (or without "
+            "a backend, which means the same) before the mesh is made, or make a mesh of 'cpu'"
+        )
+
+
+def separate_group(
+    group: dist.ProcessGroup, device: torch.device, wanted: bool | None = None
+) -> dist.ProcessGroup:
+    """A group of the same ranks with a communicator of its own: if ``wanted``, or where it helps.
+
+    Collectives of one communicator of an accelerator (NCCL's, say) run one after the other even on
+    two streams, so reduce-scatters would wait for prefetched all-gathers. Collective over the ranks
+    of ``group`` at the first call; later calls return the same group.
+
+    Returns:
+        ``group`` itself if none is wanted, and on MPI, where only all ranks of the world together
+        can make groups.
+    """
+    if wanted is None:
+        wanted = _takes_turns(group, device)
+    if not wanted or backend_name(group, device) == "mpi":
+        return group
+    if group not in _separate_groups:
+        _separate_groups[group] = own_group(group, device, "fsdp2_reduce_scatter")
+    return _separate_groups[group]
+
+
+def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the collectives of ``group`` run one after the other, on whatever stream."""
+    backend = None if device.type == "cpu" else native_backend(group, device)
+    return backend is not None and backend.name().lower() not in ("gloo", "fake")
+
+
+def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:
+    """Reserve ``count`` message tags in all of ``groups``.
+
+    The same on every rank of a group, since units are made in the same order everywhere.
+    """
+    start = max(_next_tag.get(group, 0) for group in groups)
+    _next_tag.update(dict.fromkeys(groups, start + count))
+    return start
+
+
+def give_back_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
+    """Undo `take_tags` that gave ``start``, and all later ones: nothing was sent with them.
+
+    Ranks that disagreed about a model took different numbers of tags for it.
+    """
+    for group in groups:
+        _next_tag[group] = min(_next_tag.get(group, 0), start)
+
+
+_next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Replace small tensors by their sums over ``group``, in one collective per dtype.
+
+    On the current stream, or until it is done.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
+        options = AllreduceOptions()
+        options.asyncOp = False
+        with explained("the sum of gradients over tensor-parallel ranks", group):
+            work = group.allreduce([as_real(flat)], options)
+            if work is not None:
+                work.wait()
+        parts = flat.split([tensor.numel() for tensor in chosen])
+        torch._foreach_copy_(chosen, [p.view(t.shape) for p, t in zip(parts, chosen, strict=True)])
+
+
+# Dtypes that all backends know. Others (float8, complex, bool) are gathered as bytes.
+_SENT = {
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+
+
+class GroupTransport:
+    """The collectives of the process group itself, coalesced: one call per gather of a unit, and
+    per bucket that is reduced."""
+
+    coalesces = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+    ) -> None:
+        self.group = group
+        self.stream_ordered = device_module(device) is not None
+        self._size, self._sum_only = group.size(), sum_only
+        host = not self.stream_ordered
+        self._gather_options = AllgatherOptions()
+        self._reduce_options = ReduceScatterOptions()
+        self._all_reduce_options = AllreduceOptions()
+        for options in (self._gather_options, self._reduce_options, self._all_reduce_options):
+            # False puts a collective on the current stream; True on a stream of the group.
+            options.asyncOp = host
+        # torch 2.13 renames these; 2.11 has the former names only.
+        self._gather = _either(
+            group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+        )
+        self._reduce = _either(
+            group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+        )
+
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
+        if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:
+            plan.messages = plan.messages or GatherBatch([plan])  # of bytes
+            plan = plan.messages
+        work = self._gather(plan.outputs, plan.inputs, self._gather_options)
+        if self.stream_ordered:
+            _wait([work])
+            plan.unpack()
+            return None
+
+        def finish() -> None:
+            work.wait()
+            plan.unpack()
+
+        return finish
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.layout.tail
+
+    def casts(self, bucket: Bucket) -> bool:
+        """Whether gradients in the dtype of computation are copied anyway: into a wider one, or
+        because they are divided before they are added."""
+        return bucket.widens or self._mean(bucket.reduce_dtype).before != 1
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        return bucket.reduce_dtype
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: list[torch.Tensor],
+        tag: int,
+    ) -> Finish | None:
+        dtype = outs[0].dtype
+        mean = self._mean(dtype)
+        inputs = _all_as([grads[i] for i in plan.direct], dtype)
+        if mean.before != 1 and inputs:  # not in place: hooks of users may have kept them
+            inputs = list(torch._foreach_div(inputs, mean.before))
+        if plan.staged:
+            staged = stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
+            mean.begin(staged)
+            inputs.append(staged)
+        if dtype.is_complex:
+            inputs = [as_real(tensor) for tensor in inputs]
+        sums = [as_real(out) for out in outs] if dtype.is_complex else outs
+        self._reduce_options.reduceOp = mean.operation
+        work = self._reduce(sums, inputs, self._reduce_options)
+        if self.stream_ordered:
+            _wait([work])
+            mean.finish(outs)
+            return None
+
+        def finish() -> None:
+            work.wait()
+            inputs.clear()
+            mean.finish(outs)
+
+        return finish
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+        if not tensors:
+            return None
+        mean = self._mean(tensors[0].dtype)
+        mean.begin(tensors)
+        self._all_reduce_options.reduceOp = mean.operation
+        works = [self.group.allreduce([as_real(t)], self._all_reduce_options) for t in tensors]
+        if self.stream_ordered:
+            _wait(works)
+            mean.finish(tensors)
+            return None
+
+        def finish() -> None:
+            _wait(works)
+            mean.finish(tensors)
+
+        return finish
+
+    def _mean(self, dtype: torch.dtype) -> Mean:
+        return mean_over(self._size, dtype, sum_only=self._sum_only)
+
+
+class Exchange:
+    """Point-to-point messages straight into place, for small gloo groups.
+
+    A reduce-scatter is an all-to-all and a local sum in rank order, so that all replicas of a
+    result are bitwise equal, and a sum over two dtypes costs no cast: low-precision gradients
+    travel as they are and are added in the dtype of the output.
+    """
+
+    stream_ordered = False
+    coalesces = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.peers = [r for r in range(self.size) if r != self.rank]
+
+    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+        if plan.messages is None:
+            plan.messages = self._gather_messages(plan, tag)
+        with record_function("fsdp2::exchange"):
+            works = self._start(*plan.messages)
+            if not plan.cast:
+                torch._foreach_copy_(plan.own, plan.source)
+
+        def finish() -> None:
+            _wait(works)
+            plan.unpack()
+
+        return finish
+
+    def _gather_messages(self, plan: GatherPlan, tag: int):
+        sends, receives = [], []
+        for i, (mine, output, rows) in enumerate(
+            zip(plan.inputs, plan.outputs, plan.rows, strict=True)
+        ):
+            numel = output.numel() // self.size
+            for peer in self.peers:
+                if rows[peer]:
+                    theirs = output[peer * numel : peer * numel + rows[peer]]
+                    receives.append(([theirs], peer, tag + i))
+                if rows[self.rank]:
+                    sends.append(([mine[: rows[self.rank]]], peer, tag + i))
+        return sends, receives
+
+    def _start(self, sends, receives) -> list[dist.Work]:
+        group = self.group
+        works = [group.recv(*message) for message in receives]
+        works += [group.send(*message) for message in sends]
+        return works
+
+    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.layout.packed
+
+    def casts(self, bucket: Bucket) -> bool:
+        """What is narrow travels so."""
+        return False
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Sums of low-precision terms are kept in float32; wider gradients are written at once."""
+        reduce_dtype = bucket.reduce_dtype if bucket.reduce_dtype.itemsize >= 4 else torch.float32
+        wider = bucket.grad_dtype.itemsize > reduce_dtype.itemsize
+        return bucket.grad_dtype if wider else reduce_dtype
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: list[torch.Tensor],
+        tag: int,
+    ) -> Finish | None:
+        layout = bucket.layout
+        wire = bucket.wire_dtype
+        parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
+        for i in plan.direct:
+            grad = _as_dtype(grads[i], wire).view(-1)
+            parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
+        if plan.staged:
+            # Small ones are widened: some of them may have been made so.
+            staged = stage(layout, plan, grads, bucket.reduce_dtype, bucket.device)
+            parts.append(staged.unbind(0))
+        numels = [part[self.rank].numel() for part in parts]
+        received = {peer: self._buffers(parts, numels, wire) for peer in self.peers}
+        with record_function("fsdp2::exchange"):
+            works = self._start(
+                [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
+                 if part[p].numel()],
+                [([received[p][i]], p, tag + i) for i in range(len(parts)) for p in self.peers
+                 if numels[i]],
+            )  # fmt: skip
+
+        def finish() -> None:
+            _wait(works)
+            with record_function("fsdp2::exchange"):
+                for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
+                    ordered = [
+                        part[r] if r == self.rank else received[r][i] for r in range(self.size)
+                    ]
+                    mean_in_order(ordered, out.view(-1)[: numels[i]])
+            parts.clear()
+            received.clear()
+
+        return finish
+
+    @staticmethod
+    def _buffers(
+        parts: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], wire: torch.dtype
+    ) -> list[torch.Tensor]:
+        """What comes from one peer: all that is of dtype ``wire`` in one piece of memory."""
+        is_wire = [part[0].dtype == wire for part in parts]
+        chosen = [n for n, yes in zip(numels, is_wire, strict=True) if yes]
+        pieces = iter(torch.empty(sum(chosen), dtype=wire, device="cpu").split(chosen))
+        return [
+            next(pieces) if yes else torch.empty(n, dtype=part[0].dtype, device="cpu")
+            for part, n, yes in zip(parts, numels, is_wire, strict=True)
+        ]
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+        received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}
+        works = self._start(
+            [([t], p, tag + i) for i, t in enumerate(tensors) for p in self.peers],
+            [([received[p][i]], p, tag + i) for i in range(len(tensors)) for p in self.peers],
+        )
+
+        def finish() -> None:
+            _wait(works)
+            with record_function("fsdp2::exchange"):
+                for i, mine in enumerate(tensors):
+                    terms = [mine if r == self.rank else received[r][i] for r in range(self.size)]
+                    if self.rank < 2:  # then `mine` is read by the addition that overwrites it
+                        mean_in_order(terms, mine)
+                    else:
+                        mean_in_order(terms, terms[0])
+                        mine.copy_(terms[0])
+
+        return finish
+
+
+# Elements added up at a time: few enough to stay in a core's cache until they are divided.
+BLOCK_NUMEL = 64 * 1024
+
+
+def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """``out`` = mean of ``terms``, added one after the other in the dtype of ``out``.
+
+    Args:
+        terms: 1-D tensors of the same length.
+        out: 1-D tensor of that length; may be one of the first two terms, no later one.
+    """
+    blocks = [term.split(BLOCK_NUMEL) for term in terms]
+    for i, block in enumerate(out.split(BLOCK_NUMEL)):
+        if len(terms) > 1 and terms[0].dtype == terms[1].dtype == out.dtype:
+            torch.add(blocks[0][i], blocks[1][i], out=block)
+            rest = blocks[2:]
+        else:
+            block.copy_(blocks[0][i])
+            rest = blocks[1:]
+        for term in rest:
+            block.add_(term[i])
+        block.div_(len(terms))
+
+
+def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    assert tensor is not None
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous tensors in ``dtype``: those in another one cast into one piece of memory, by one
+    kernel for all."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    others = [tensor for tensor in given if tensor.dtype != dtype]
+    if not others:
+        return given
+    numels = [tensor.numel() for tensor in others]
+    flat = torch.empty(sum(numels), dtype=dtype, device=others[0].device)
+    cast = [part.view_as(t) for part, t in zip(flat.split(numels), others, strict=True)]
+    torch._foreach_copy_(cast, others)
+    made = iter(cast)
+    return [tensor if tensor.dtype == dtype else next(made) for tensor in given]
+
+
+def _wait(works: list[Any]) -> None:
+    """Streams wait where they order the work, else the host; None is ordered by the stream."""
+    for work in works:
+        if work is not None:
+            work.wait()
+    works.clear()
+
+
+def _either(group: dist.ProcessGroup, *names: str) -> Callable:
+    for name in names:
+        if hasattr(group, name):
+            return getattr(group, name)
+    raise NotImplementedError(f"{type(group).__name__} has none of {', '.join(names)}")

@@ -1,0 +1,137 @@
+"""Messages between the ranks that share a model, outside of training steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..common.failures import explained
+from ..dtensor.placement import this_rank
+from .transports import backend_name, take_tags
+
+_CALL = "a message of full_state_dict or load_full_state_dict, a call of all ranks,"
+
+
+class Wire:
+    """Messages between pairs of ranks: posted one by one, then sent and waited for together.
+
+    Both ends post the messages between them in the same order. Tensors travel as bytes, so that
+    any dtype does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank = this_rank()
+        self.ranks: tuple[int, ...] = (self.rank,)
+        self.group: Any = None
+        self._first_tag = 0
+        if dist.is_initialized():
+            self.group = group if group is not None else dist.group.WORLD
+            self.ranks = tuple(dist.get_process_group_ranks(self.group))
+            self._first_tag = take_tags([self.group], 0)  # above those that units use
+            self._open()
+        self._posted: list[dist.P2POp] = []
+        self._numbers: Counter[tuple[int, int]] = Counter()
+        self._unpack: list[tuple[Tensor, Tensor]] = []
+        self._broadcasts: list[tuple[Tensor, int]] = []
+
+    def _open(self) -> None:
+        """NCCL wants a call of all ranks of a group before messages between some of them."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return
+        device = current_device(accelerator.type)
+        if len(self.ranks) > 1 and backend_name(self.group, device) == "nccl":
+            with explained(_CALL, self.group):
+                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+
+    def send(self, tensor: Tensor, rank: int, device: torch.device | None = None) -> None:
+        """Send ``tensor``, from ``device`` if that is another one."""
+        where = self._device(tensor.device if device is None else device)
+        self._post(dist.isend, tensor.to(where).contiguous(), rank, (self.rank, rank))
+
+    def receive(self, into: Tensor, rank: int, device: torch.device) -> None:
+        """Receive on ``device``, straight into ``into`` if that is possible."""
+        buffer = self._buffer(into, device)
+        self._post(dist.irecv, buffer, rank, (rank, self.rank))
+
+    def broadcast(self, into: Tensor, value: Tensor | None, source: int) -> None:
+        """From ``source``, which has the ``value``, into all ranks' tensors."""
+        if value is not None:
+            into.copy_(value)
+        if len(self.ranks) > 1:
+            buffer = self._buffer(into, into.device)
+            if value is not None and buffer is not into:
+                buffer.copy_(into)
+            self._broadcasts.append((as_bytes(buffer), source))
+
+    def finish(self) -> None:
+        """Send and receive all that was posted."""
+        with explained(_CALL, self.group):
+            if self._posted:
+                for work in dist.batch_isend_irecv(self._posted):
+                    work.wait()
+            for data, source in self._broadcasts:
+                dist.broadcast(data, source, group=self.group)
+        for into, buffer in self._unpack:
+            if into is not buffer:
+                into.copy_(buffer)
+            else:
+                torch.autograd.graph.increment_version(into)
+        for posted in (self._posted, self._broadcasts, self._unpack):
+            posted.clear()
+        self._numbers.clear()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The small values of all ranks, in the order of ``ranks``."""
+        if len(self.ranks) == 1:
+            return [value]
+        values: list[Any] = [None] * len(self.ranks)
+        with explained(_CALL, self.group):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def share(self, value: Any, source: int) -> Any:
+        """What ``source`` has, on all ranks."""
+        if len(self.ranks) == 1:
+            return value
+        values, device = [value], self._device(torch.device("cpu"))
+        with explained(_CALL, self.group):
+            dist.broadcast_object_list(values, source, group=self.group, device=device)
+        return values[0]
+
+    def _post(self, op: Any, data: Tensor, peer: int, pair: tuple[int, int]) -> None:
+        tag = self._first_tag + self._numbers[pair]
+        self._numbers[pair] += 1
+        self._posted.append(dist.P2POp(op, as_bytes(data), peer, self.group, tag))
+
+    def _buffer(self, into: Tensor, device: torch.device) -> Tensor:
+        where = self._device(device)
+        direct = into.is_contiguous() and into.device == where
+        buffer = into if direct else torch.empty(into.shape, dtype=into.dtype, device=where)
+        self._unpack.append((into, buffer))
+        return buffer
+
+    def _device(self, device: torch.device) -> torch.device:
+        """Where a tensor of ``device`` has to be for this group."""
+        try:
+            self.group._get_backend(torch.device(device.type))
+        except RuntimeError:  # NCCL knows no tensors of the CPU
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            if accelerator is not None:
+                return current_device(accelerator.type)
+        return device
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def current_device(kind: str) -> torch.device:
+    """The device of this rank, of type ``kind``."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

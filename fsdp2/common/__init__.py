@@ -1,0 +1,1 @@
+"""What any room may use, and which uses none of them."""

@@ -1,0 +1,43 @@
+"""The version of this package, and the versions of torch that it supports.
+
+Knows nothing of the rest, so that a warning about torch comes before anything that fails on it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+__version__ = "0.1.0"
+
+# (major, minor). CI runs the tests on the newest, and a part of them on 2.13.
+OLDEST_TORCH = (2, 11)
+NEWEST_TORCH = (2, 15)
+
+
+def tested_torch() -> tuple[str, ...]:
+    """The releases of torch that are supported: ``("2.11", "2.12", ...)``."""
+    major, oldest = OLDEST_TORCH
+    return tuple(f"{major}.{minor}" for minor in range(oldest, NEWEST_TORCH[1] + 1))
+
+
+def warn_if_untested(torch_version: str) -> bool:
+    """Warn if ``torch_version`` (``"2.15.0+cpu"``) is not one of `tested_torch`; returns whether.
+
+    The package goes on: torch's public API changes rarely, and where a private name that we need
+    is gone, `fsdp2.common.torch_private` says so.
+    """
+    major, minor = torch_version.split(".")[:2]
+    if f"{major}.{minor}" in tested_torch():
+        return False
+    warnings.warn(
+        f"fsdp2 {__version__} supports torch {tested_torch()[0]} to {tested_torch()[-1]}, "
+        f"and this is torch {torch_version}: compare some steps with one process before you rely "
+        "on it",
+        stacklevel=2,
+    )
+    return True
+
+
+warn_if_untested(torch.__version__)

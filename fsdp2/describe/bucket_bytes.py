@@ -1,0 +1,204 @@
+"""What a bucket holds and sends, in bytes: arithmetic on its layout.
+
+Nothing here needs tensors or processes, so the numbers are known before a model is sharded, and
+for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from ..policy import compute_dtype, sum_dtype
+from ..sharding.layout import BucketLayout, plan_bucket, regroup
+from ..sharding.reduce_plan import ReducePlan
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """One bucket, as far as bytes go.
+
+    Attributes:
+        names: of its parameters, in the order of ``layout.slots``.
+        trained: which of them get gradients.
+        num_shards, num_replicas: ranks that share each parameter; that hold the same shard.
+        aliased: computation uses the shards themselves, nothing is gathered.
+        kept: frozen, and left gathered from step to step.
+        exchanged: messages between pairs of ranks instead of collectives: gradients of low
+            precision travel as they are, and are added in float32.
+    """
+
+    names: tuple[str, ...]
+    trained: tuple[bool, ...]
+    layout: BucketLayout
+    orig_dtype: torch.dtype
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    num_shards: int
+    num_replicas: int
+    aliased: bool
+    exchanged: bool
+    kept: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameters."""
+        return sum(prod(slot.shape) for slot in self.layout.slots)
+
+    @property
+    def trained_numel(self) -> int:
+        """Of those that get gradients."""
+        slots = zip(self.layout.slots, self.trained, strict=True)
+        return sum(prod(slot.shape) for slot, trained in slots if trained)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Sharded storage of each rank; that of the sharded gradients is as large."""
+        return self.layout.shard_numel * self.orig_dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the sharded storages of all ranks together that hold no parameter."""
+        held = sum(
+            slot.local_numel(rank) for slot in self.layout.slots for rank in range(self.num_shards)
+        )
+        padding = self.num_shards * self.layout.shard_numel - held
+        return padding * self.num_replicas * self.orig_dtype.itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Gathered storage, with the packed parameters in both of their places."""
+        return 0 if self.aliased else self.layout.gathered_numel * self.gather_dtype.itemsize
+
+    @property
+    def sent_by_gather(self) -> int:
+        """Bytes that a rank sends (and receives) in one all-gather, padding included."""
+        return _sent_by_gather(self.layout, self.gather_dtype)
+
+    def sent_by_regather(self, num_ranks: int) -> int:
+        """The same for the gather in backward after ``reshard_after_forward=num_ranks``."""
+        if self.num_shards % num_ranks or num_ranks >= self.num_shards:
+            return self.sent_by_gather
+        itemsizes = [d.itemsize for d in (self.gather_dtype, self.orig_dtype, self.reduce_dtype)]
+        layout = regroup(self.layout, num_ranks, itemsizes=itemsizes)
+        return _sent_by_gather(layout, self.gather_dtype)
+
+    @property
+    def sent_by_reduce(self) -> int:
+        """Bytes that a rank sends in one reduce-scatter of all its gradients."""
+        return self.sent_in_reduce(self._reduced)
+
+    def sent_in_reduce(self, plan: ReducePlan) -> int:
+        """The same for the gradients of one reduction."""
+        wire = self.reduce_dtype
+        if self.exchanged and self.gather_dtype.itemsize < wire.itemsize:
+            wire = self.gather_dtype
+        direct = sum(numel for _, numel in plan.spans[: len(plan.direct)])
+        staged = sum(numel for _, numel in plan.spans[len(plan.direct) :])
+        nbytes = direct * wire.itemsize + staged * self.reduce_dtype.itemsize
+        return (self.num_shards - 1) * nbytes
+
+    @property
+    def sent_by_all_reduce(self) -> int:
+        """Bytes that a rank sends in one all-reduce over the replicas (ring)."""
+        return self.sent_in_all_reduce(self._reduced)
+
+    def sent_in_all_reduce(self, plan: ReducePlan) -> int:
+        """The same for the gradients of one reduction."""
+        if self.num_replicas == 1:
+            return 0
+        dtype = self.reduce_dtype
+        if self.exchanged and dtype.itemsize < 4:
+            dtype = torch.float32
+        if self.exchanged and self.orig_dtype.itemsize > dtype.itemsize:
+            dtype = self.orig_dtype
+        numel = sum(numel for _, numel in plan.ranges)
+        return 2 * numel * dtype.itemsize * (self.num_replicas - 1) // self.num_replicas
+
+    @cached_property
+    def _reduced(self) -> ReducePlan:
+        present = [i for i, trained in enumerate(self.trained) if trained]
+        stageable = self.layout.packed if self.exchanged else self.layout.tail
+        return ReducePlan(self.layout, present, stageable if self.num_shards > 1 else ())
+
+
+def _sent_by_gather(layout: BucketLayout, dtype: torch.dtype) -> int:
+    numel = sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
+    return (layout.num_shards - 1) * numel * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """A parameter that is to be sharded on dim 0.
+
+    Attributes:
+        shape: as this rank sees it.
+        replicated: every rank is to hold it whole.
+        param_dtype: what the mixed-precision policy says for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool = True
+    replicated: bool = False
+    param_dtype: torch.dtype | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def buckets_of(
+    params: list[ParameterFacts],
+    num_shards: int,
+    num_replicas: int,
+    *,
+    reduce_dtype: torch.dtype | None,
+    direct_min_bytes: int,
+    exchanged: bool = False,
+    offloaded: bool = False,
+) -> list[BucketFacts]:
+    """The buckets that a unit of these parameters has, as `Unit` makes them.
+
+    Args:
+        params: of one unit, in its order.
+        num_shards, num_replicas: of the mesh.
+        reduce_dtype: of the mixed-precision policy.
+        direct_min_bytes: as of `fully_shard`, a number.
+        exchanged: see `BucketFacts`.
+        offloaded: shards live in host memory.
+    """
+    groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
+    for param in params:
+        gather = compute_dtype(param.dtype, param.param_dtype)
+        groups.setdefault((param.replicated, gather, param.dtype, param.trained), []).append(param)
+    buckets = []
+    for (replicated, gather, orig, _), members in groups.items():
+        shards = 1 if replicated else num_shards
+        reduce = sum_dtype(orig, reduce_dtype)
+        layout = plan_bucket(
+            [param.shape for param in members],
+            [0 if param.shape else None for param in members],
+            shards,
+            itemsizes=(gather.itemsize, orig.itemsize, reduce.itemsize),
+            direct_min_bytes=direct_min_bytes,
+        )
+        buckets.append(
+            BucketFacts(
+                names=tuple(param.name for param in members),
+                trained=tuple(param.trained for param in members),
+                layout=layout,
+                orig_dtype=orig,
+                gather_dtype=gather,
+                reduce_dtype=reduce,
+                num_shards=shards,
+                num_replicas=num_shards * num_replicas if replicated else num_replicas,
+                aliased=shards == 1 and gather == orig and not offloaded,
+                exchanged=exchanged,
+            )
+        )
+    return buckets

@@ -1,0 +1,375 @@
+"""`explain`: what was set on a model, what its units hold, and what a step communicates.
+
+Of a sharded model the numbers are read from its units; of one that is not, they come from the same
+arithmetic on the layouts that its units would have. Nothing is communicated and no memory is
+allocated, so both work on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
+from ..comm.mesh_transports import groups_of
+from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, param_dtype_of
+from ..runtime.unit import Unit, units_in
+from ..runtime.unit_config import direct_min_bytes_for
+from ..wrap import UnitDescription, units_of
+from .bucket_bytes import BucketFacts, ParameterFacts, buckets_of
+from .explanation import Explanation, ParameterReport, Totals, UnitReport
+
+
+def explain(
+    model: nn.Module,
+    mesh_shape: int | tuple[int, int] | None = None,
+    *,
+    strategy: str = "full",
+    wrap: Any = "auto",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    replicate_below: int = 0,
+    reshard_after_forward: ReshardChoice = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    direct_min_bytes: int | None = None,
+    device_type: str = "cuda",
+) -> Explanation:
+    """Tell what the units of a model are, what they hold, and what a step communicates.
+
+    Args:
+        model: sharded by `fully_shard` or `shard_model`, before or after its first forward; or not
+            sharded, and then with ``mesh_shape``. May be on the meta device.
+        mesh_shape: what to shard over: a number of ranks, or (replicas, shards). No processes are
+            needed.
+        strategy, wrap, mp_policy, offload_policy, replicate_below, reshard_after_forward,
+            ignored_params, direct_min_bytes: with ``mesh_shape``, as of `shard_model`.
+        device_type: with ``mesh_shape``, on which the transport depends;
+            ``"cpu"`` means gloo.
+
+    Returns:
+        The numbers; print it for a table.
+
+    Raises:
+        ValueError: if the model is not sharded and there is no ``mesh_shape``, or both; or for
+            arguments that `shard_model` would refuse.
+
+    Example:
+        >>> print(explain(model))
+        >>> with torch.device("meta"):
+        ...     print(explain(Llama(), (8, 8), strategy="hybrid"))
+    """
+    units = units_in(model)
+    if (mesh_shape is None) == (not units):
+        raise ValueError(
+            "The model is sharded already: explain(model) tells how; mesh_shape is for models that "
+            "are not"
+            if units
+            else "The model is not sharded: call shard_model(model) or fully_shard(model) first, "
+            "or say for how many ranks with mesh_shape=..."
+        )
+    if mesh_shape is None:
+        return _explain_sharded(model, units)
+    settings = _Settings(
+        strategy=find_strategy(strategy),
+        num_dims=1 if isinstance(mesh_shape, int) else 2,
+        mp_policy=mp_policy,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        replicate_below=replicate_below,
+        reshard_after_forward=reshard_after_forward,
+        direct_min_bytes=direct_min_bytes,
+        device_type=device_type,
+    )
+    num_replicas, num_shards = _checked_shape(mesh_shape, settings.strategy.hybrid)
+    if not settings.strategy.sharded:
+        num_replicas, num_shards = num_replicas * num_shards, 1
+    described = _in_model_order(model, units_of(model, wrap, ignored_params=ignored_params))
+    drafts = [_draft(model, unit, settings, num_shards, num_replicas) for unit in described]
+    return _finish(strategy, drafts, ())
+
+
+# -- models that are not sharded ------------------------------------------------------------------
+
+
+def _checked_shape(shape: Any, hybrid: bool) -> tuple[int, int]:
+    parts = (1, shape) if isinstance(shape, int) else tuple(shape)
+    if len(parts) != 2 or not all(isinstance(n, int) and n > 0 for n in parts):
+        raise ValueError(f"mesh_shape must be a number of ranks or (replicas, shards), got {shape}")
+    if hybrid and isinstance(shape, int):
+        raise ValueError("Strategy 'hybrid' needs a mesh_shape of (replicas, shards)")
+    return parts[0], parts[1]
+
+
+def _in_model_order(model: nn.Module, units: list[UnitDescription]) -> list[UnitDescription]:
+    """The root first, then as their first modules are found in the model."""
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(units, key=lambda unit: min(order[name] for name in unit.modules))
+
+
+def _parameter_facts(
+    name: str,
+    param: nn.Parameter,
+    replicate_below: int,
+    policy: MixedPrecisionPolicy,
+    *,
+    sharded: bool,
+) -> ParameterFacts:
+    local = getattr(param, "_local_tensor", param)
+    whole = not sharded or local.nbytes < replicate_below
+    param_dtype = param_dtype_of(policy, param)
+    return ParameterFacts(
+        name, tuple(local.shape), local.dtype, param.requires_grad, whole, param_dtype
+    )
+
+
+def _placements(param: ParameterFacts, num_dims: int) -> tuple[str, ...]:
+    whole = param.replicated or not param.shape
+    return ("Replicate()",) * (num_dims - 1) + ("Replicate()" if whole else "Shard(0)",)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of `shard_model`."""
+
+    strategy: Strategy
+    num_dims: int  # of the mesh
+    mp_policy: MixedPrecisionPolicy
+    offload: bool
+    replicate_below: int
+    reshard_after_forward: ReshardChoice
+    direct_min_bytes: int | None
+    device_type: str
+
+
+def _draft(
+    model: nn.Module, unit: UnitDescription, to: _Settings, num_shards: int, num_replicas: int
+) -> _Draft:
+    """The unit as `shard_model` would make it."""
+    modules = [model.get_submodule(name) for name in unit.modules]
+    params = [
+        _parameter_facts(
+            name,
+            model.get_parameter(name),
+            to.replicate_below,
+            to.mp_policy,
+            sharded=to.strategy.sharded,
+        )
+        for name in unit.params
+    ]
+    least = direct_min_bytes_for(to.direct_min_bytes)
+    few = max(num_shards, num_replicas) <= EXCHANGE_MAX_RANKS
+    buckets = buckets_of(
+        params,
+        num_shards,
+        num_replicas,
+        reduce_dtype=to.mp_policy.reduce_dtype,
+        direct_min_bytes=least,
+        exchanged=to.device_type == "cpu" and few,
+        offloaded=to.offload and to.device_type != "cpu",
+    )
+    reshard = None
+    if to.strategy.sharded:
+        reshard = reshard_of(unit, to.strategy, to.reshard_after_forward)
+    return _Draft(
+        unit.name,
+        unit.modules,
+        unit.is_root,
+        buckets,
+        placements={p.name: _placements(p, to.num_dims) for p in params},
+        num_shards=num_shards,
+        num_replicas=num_replicas,
+        reshard=(not unit.is_root) if reshard is None else reshard,
+        unshard_in_backward=any(type(m) is not nn.Embedding for m in modules),
+        offload=to.offload,
+    )
+
+
+# -- sharded models -------------------------------------------------------------------------------
+
+
+def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
+    names = {module: name for name, module in model.named_modules()}
+    members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
+
+    drafts = []
+    for unit in units:
+        inside = any(unit.modules[0] in members[other] for other in units if other is not unit)
+        settings = unit.settings
+        policy = settings.reshard_after_forward
+        fqns = [_qualified(names, p.owners[0]) for p in unit.params]
+        placements = [tuple(map(_show_placement, p.sharded.placements)) for p in unit.params]  # type: ignore[attr-defined]
+        drafts.append(
+            _Draft(
+                unit_name(unit, names),
+                tuple(names.get(m, "?") for m in unit.modules),
+                not inside,
+                [facts_of(unit, bucket, names) for bucket in unit.buckets],
+                placements=dict(zip(fqns, placements, strict=True)),
+                num_shards=unit.mesh.num_shards,
+                num_replicas=unit.mesh.num_replicas,
+                reshard=inside if policy is None else policy,
+                unshard_in_backward=settings.unshard_in_backward,
+                offload=settings.offload,
+                reshard_after_backward=settings.reshard_after_backward,
+                forward_prefetch=_unit_names(settings.forward_prefetch, names) or None,
+                backward_prefetch=_unit_names(settings.backward_prefetch, names) or None,
+            )
+        )
+    runtime = units[0].runtime
+    order = () if runtime is None else runtime.last_order(units[0])
+    found = _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
+    return replace(found, communicators=_communicators(units))
+
+
+def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
+    """What each process group is for, on accelerators: elsewhere sharing one costs nothing."""
+    purposes: dict[Any, dict[str, None]] = {}
+    for unit in units if units[0].device.type != "cpu" else ():
+        options, regroup_to = unit.settings.link_options, unit.settings.reshard_after_forward
+        for mesh in dict.fromkeys(bucket.mesh for bucket in unit.buckets):
+            for purpose, group in groups_of(mesh, unit.device, options, regroup_to):
+                purposes.setdefault(group, {})[purpose] = None
+    return tuple(" + ".join(of_one) for of_one in purposes.values())
+
+
+def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:
+    """Of a unit of the model whose modules have these qualified names."""
+    return ", ".join(names.get(m, "?") or "(root)" for m in unit.modules)
+
+
+def _unit_names(units: Sequence[Unit], names: dict[nn.Module, str]) -> tuple[str, ...]:
+    return tuple(unit_name(unit, names) for unit in units)
+
+
+def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFacts:
+    """What a bucket of a sharded model holds and sends; ``names`` are the model's modules."""
+    mesh = bucket.mesh
+    group = mesh.shard_group or mesh.replicate_group
+    sizes = (mesh.num_shards, mesh.num_replicas)
+    gloo = group is not None and backend_name(group, unit.device) == "gloo"
+    return BucketFacts(
+        names=tuple(_qualified(names, p.owners[0]) for p in bucket.params),
+        trained=tuple(p.sharded.requires_grad for p in bucket.params),
+        layout=bucket.layout,
+        orig_dtype=bucket.orig_dtype,
+        gather_dtype=bucket.gather_dtype,
+        reduce_dtype=bucket.reduce_dtype,
+        num_shards=mesh.num_shards,
+        num_replicas=mesh.num_replicas,
+        aliased=bucket.aliases_shards,
+        kept=bucket.kept,
+        exchanged=gloo and max(sizes) <= EXCHANGE_MAX_RANKS,
+    )
+
+
+def _qualified(names: dict[nn.Module, str], owner: tuple[nn.Module, str]) -> str:
+    prefix = names.get(owner[0], "?")
+    return f"{prefix}.{owner[1]}" if prefix else owner[1]
+
+
+def _show_placement(placement: Any) -> str:
+    return repr(placement).replace("dim=", "")
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Draft:
+    """A unit before it is known which of them is the last one of forward."""
+
+    name: str
+    modules: tuple[str, ...]
+    is_root: bool
+    buckets: list[BucketFacts]
+    placements: dict[str, tuple[str, ...]]
+    num_shards: int
+    num_replicas: int
+    reshard: bool | int
+    unshard_in_backward: bool
+    offload: bool
+    reshard_after_backward: bool = True
+    forward_prefetch: tuple[str, ...] | None = None
+    backward_prefetch: tuple[str, ...] | None = None
+
+    def report(self, *, gathered_in_backward: bool) -> UnitReport:
+        gathering = [b for b in self.buckets if b.num_shards > 1 and not b.kept]
+        sent = sum(b.sent_by_gather for b in gathering)
+        if gathered_in_backward:
+            again = self.reshard if type(self.reshard) is int else self.num_shards
+            sent += sum(b.sent_by_regather(again) for b in gathering)
+        return UnitReport(
+            name=self.name,
+            modules=self.modules,
+            is_root=self.is_root,
+            params=self._params(),
+            numel=sum(b.numel for b in self.buckets),
+            trained_numel=sum(b.trained_numel for b in self.buckets),
+            stored_dtypes=_dtypes(b.orig_dtype for b in self.buckets),
+            compute_dtypes=_dtypes(b.gather_dtype for b in self.buckets),
+            reduce_dtypes=_dtypes(b.reduce_dtype for b in self.buckets),
+            num_shards=self.num_shards,
+            num_replicas=self.num_replicas,
+            sharded_bytes=sum(b.shard_bytes for b in self.buckets),
+            padding_bytes=sum(b.padding_bytes for b in self.buckets),
+            gathered_bytes=sum(b.gathered_bytes for b in self.buckets),
+            reshard_after_forward=self.reshard,
+            reshard_after_backward=self.reshard_after_backward,
+            offload=self.offload,
+            forward_prefetch=self.forward_prefetch,
+            backward_prefetch=self.backward_prefetch,
+            num_gathers=(1 + gathered_in_backward) if gathering else 0,
+            sent_by_gathers=sent,
+            sent_by_reduction=sum(b.sent_by_reduce for b in self.buckets),
+            sent_by_all_reduction=sum(b.sent_by_all_reduce for b in self.buckets),
+        )
+
+    def _params(self) -> tuple[ParameterReport, ...]:
+        found = {}
+        for bucket in self.buckets:
+            for name, slot, trained in zip(
+                bucket.names, bucket.layout.slots, bucket.trained, strict=True
+            ):
+                found[name] = ParameterReport(
+                    name=name,
+                    shape=slot.shape,
+                    dtype=_dtype(bucket.orig_dtype),
+                    placements=self.placements[name],
+                    trained=trained,
+                    direct=slot.direct if bucket.num_shards > 1 else None,
+                )
+        return tuple(found[name] for name in self.placements)
+
+
+def _finish(strategy: str | None, drafts: list[_Draft], order: Sequence[str]) -> Explanation:
+    by_name = {draft.name: draft for draft in drafts}
+    inner = [by_name[name] for name in order if name in by_name] or drafts
+    # The last unit of forward is the first of backward, and is not freed in between.
+    kept = inner[-1] if inner[-1].reshard is True and not inner[-1].is_root else None
+    reports = []
+    gradients_flow = False
+    for draft in drafts:
+        # What runs before the first trained parameter has no backward.
+        gradients_flow |= any(any(b.trained) for b in draft.buckets)
+        again = draft.reshard is not False and draft.unshard_in_backward and gradients_flow
+        reports.append(draft.report(gathered_in_backward=again and draft is not kept))
+
+    def total(field: str) -> int:
+        return sum(getattr(report, field) for report in reports)
+
+    fields = [f for f in Totals.__dataclass_fields__ if f != "num_ranks"]
+    first = drafts[0]
+    totals = Totals(first.num_shards * first.num_replicas, **{f: total(f) for f in fields})
+    return Explanation(strategy, tuple(reports), tuple(order), totals)
+
+
+def _dtypes(dtypes: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(_dtype, dtypes)))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,224 @@
+"""What `explain` answers: dataclasses with the numbers of each unit, and the table of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from ..render.text import plain_table, plural, show_bytes
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter.
+
+    Attributes:
+        shape: of the whole parameter, as this rank sees it.
+        placements: of its DTensor, one per mesh dim.
+        direct: gathered straight into its place; False: packed with others and copied out. None:
+            not gathered at all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[str, ...]
+    trained: bool
+    direct: bool | None
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit; bytes are of each rank, except where it says otherwise.
+
+    Attributes:
+        modules: its modules; ``("",)`` is the model itself.
+        numel, trained_numel: elements of whole parameters.
+        stored_dtypes, compute_dtypes, reduce_dtypes: of parameters, of computation and gathers, of
+            gradient reduction.
+        num_shards, num_replicas: of its mesh.
+        sharded_bytes: of the parameters; the sharded gradients have as many, once there are any.
+        padding_bytes: in the sharded parameters of all ranks together.
+        gathered_bytes: of the unsharded parameters, between gather and free.
+        reshard_after_forward: True, False, or the number of ranks to reshard to.
+        reshard_after_backward: whether it is freed after backward.
+        offload: shards live in host memory.
+        forward_prefetch, backward_prefetch: units gathered ahead, set by hand; None: the one that
+            ran next in the last forward, or before it.
+        num_gathers: all-gathers in a step of one micro-batch, 0 where nothing is gathered.
+        sent_by_gathers, sent_by_reduction, sent_by_all_reduction: bytes that a rank sends in such a
+            step: all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    is_root: bool
+    params: tuple[ParameterReport, ...]
+    numel: int
+    trained_numel: int
+    stored_dtypes: tuple[str, ...]
+    compute_dtypes: tuple[str, ...]
+    reduce_dtypes: tuple[str, ...]
+    num_shards: int
+    num_replicas: int
+    sharded_bytes: int
+    padding_bytes: int
+    gathered_bytes: int
+    reshard_after_forward: bool | int
+    reshard_after_backward: bool
+    offload: bool
+    forward_prefetch: tuple[str, ...] | None
+    backward_prefetch: tuple[str, ...] | None
+    num_gathers: int
+    sent_by_gathers: int
+    sent_by_reduction: int
+    sent_by_all_reduction: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that a rank sends for this unit in a step of one micro-batch."""
+        return self.sent_by_gathers + self.sent_by_reduction + self.sent_by_all_reduction
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the units, named as in `UnitReport`.
+
+    Attributes:
+        num_ranks: that share the model or hold replicas of it.
+    """
+
+    num_ranks: int
+    numel: int
+    trained_numel: int
+    sharded_bytes: int
+    padding_bytes: int
+    gathered_bytes: int
+    sent_by_gathers: int
+    sent_by_reduction: int
+    sent_by_all_reduction: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``str()`` of it is a table.
+
+    Attributes:
+        strategy: the name, if the model was sharded by one.
+        units: the root first, then in the order of the model.
+        order: names of the units as the last forward ran them; empty before the first.
+        communicators: of a model sharded on an accelerator, what each process group of this rank
+            is for; one that is shared has several uses: "all-gather + reduce-scatter".
+    """
+
+    strategy: str | None
+    units: tuple[UnitReport, ...]
+    order: tuple[str, ...]
+    totals: Totals
+    communicators: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def to_json(self) -> str:
+        """All of it as one JSON object."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        header, rows, right = self.rows()
+        head, *notes = self.notes()
+        return "\n".join([head, "", plain_table(header, rows, right), "", *notes])
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+        """The table: its header, its rows (units that are alike in one), and the numbers of the
+        columns to align to the right."""
+        rows: list[tuple[str, ...]] = []
+        for facts, alike in groupby(self.units, key=_row):
+            names = [unit.name for unit in alike]
+            rows.append((_joined(names), *facts))
+        t = self.totals
+        numbers = (t.sharded_bytes, t.padding_bytes, t.gathered_bytes)
+        sent = (t.sent_by_gathers, t.sent_by_reduction + t.sent_by_all_reduction)
+        total = ["total", f"{t.numel:,}", "", "", "", *map(show_bytes, numbers)]
+        rows.append((*total, *map(show_bytes, sent)))
+        return _HEADER, rows, _RIGHT
+
+    def notes(self) -> list[str]:
+        """Sentences: what it is, then what is not in the table."""
+        t = self.totals
+        what = f"strategy '{self.strategy}'" if self.strategy else "no named strategy"
+        lines = [
+            f"{plural(len(self.units), 'unit')}, {t.numel:,} parameters ({t.trained_numel:,} "
+            f"trained) on {plural(t.num_ranks, 'rank')}, {what}",
+            "Bytes are of each rank (padding: of all together); gathers and reduces are what it "
+            "sends",
+            "in a step of one micro-batch. A row of several units has the numbers of each.",
+        ]
+        if any(unit.num_replicas > 1 for unit in self.units) and t.sent_by_reduction:
+            lines.append(
+                f"Of the reduces {show_bytes(t.sent_by_all_reduction)} are all-reduced over "
+                "replicas."
+            )
+        dtypes = Counter(
+            (*unit.stored_dtypes, ">", *unit.compute_dtypes, ">", *unit.reduce_dtypes)
+            for unit in self.units
+            if unit.params
+        )
+        lines += [f"Dtypes, stored > computed > reduced: {' '.join(d)}" for d in dtypes]
+        if any(unit.offload for unit in self.units):
+            lines.append("Shards, gradients and optimizer state live in host memory.")
+        if self.communicators:
+            number = plural(len(self.communicators), "communicator")
+            lines.append(f"{number} of each rank: {'; '.join(self.communicators)}")
+        by_hand = [u.name for u in self.units if u.forward_prefetch or u.backward_prefetch]
+        lines.append(
+            f"Prefetch: set by hand for {_joined(by_hand)}"
+            if by_hand
+            else "Prefetch: the unit that ran next in the last forward, and back in backward"
+        )
+        lines.append(
+            f"Order of the last forward: {_joined(list(self.order))}"
+            if self.order
+            else "No forward has run: the order of the model is taken for its order"
+        )
+        return lines
+
+
+_HEADER = (
+    "unit", "parameters", "mesh", "reshard", "direct", "sharded", "padding", "gathered", "gathers",
+    "reduces",
+)  # fmt: skip
+_RIGHT = "156789"
+
+
+def _row(unit: UnitReport) -> tuple[str, ...]:
+    """All columns but the name."""
+    direct = sum(1 for p in unit.params if p.direct)
+    gathered = sum(1 for p in unit.params if p.direct is not None)
+    mesh = f"{unit.num_shards} shards" if unit.num_shards > 1 else ""
+    if unit.num_replicas > 1 or not mesh:
+        mesh = " x ".join(filter(None, (plural(unit.num_replicas, "replica"), mesh)))
+    to = unit.reshard_after_forward
+    reshard = ("yes" if to else "no") if isinstance(to, bool) else f"to {to}"
+    return (
+        f"{unit.numel:,}",
+        mesh,
+        reshard if unit.reshard_after_backward else f"{reshard}, kept",
+        f"{direct} of {gathered}",
+        show_bytes(unit.sharded_bytes),
+        show_bytes(unit.padding_bytes),
+        show_bytes(unit.gathered_bytes),
+        f"{unit.num_gathers}x {show_bytes(unit.sent_by_gathers)}" if unit.num_gathers else "-",
+        show_bytes(unit.sent_by_reduction + unit.sent_by_all_reduction),
+    )
+
+
+def _joined(names: list[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(names)
+    return f"{names[0]} .. {names[-1]} ({len(names)})"

@@ -1,0 +1,125 @@
+"""Checks that ranks do the same, for when a training hangs or replicas drift apart.
+
+All ranks of a mesh have to build the same units, run them in the same order and reduce the same
+gradients; one that does not leaves the others waiting in a collective, for ever. What is here is
+called by hand; a part of it is done before the first forward, without being asked for
+(`first_forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..comm.store_exchange import MAX_LINES, TITLE, Meeting, RanksDisagreeError
+from ..runtime.comparison import all_values, by_ranks, describe, last_order, name_of
+from ..runtime.unit import Unit, units_in
+
+
+def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float = 60.0) -> None:
+    """Check that all ranks that share a model have made the same of it.
+
+    Compared are the units, their parameters (names, shapes, dtypes, placements, whether they are
+    trained), what was chosen for them (mixed precision, resharding, offload, gradient sync), the
+    order in which the last forward ran them, and, where several ranks hold the same rows, their
+    bits. To be called by every rank of the model's mesh, between steps; through the store of the
+    default process group, without collectives. All but the bits is compared by itself before the
+    first forward, unless ``FSDP2_CHECK_RANKS=0`` is in the environment.
+
+    Args:
+        model: sharded, or with sharded modules inside.
+        values: whether to compare parameters that several ranks hold (replicas of a 2-D mesh,
+            replicated units, 0-dim parameters) by checksums, for which they are read once.
+        timeout_s: how long to wait for the slowest rank, in seconds.
+
+    Raises:
+        RanksDisagreeError: (a RuntimeError) on every rank, with what differs between which ranks,
+            or which ranks did not come.
+
+    Example:
+        >>> check_ranks_agree(model)
+        RanksDisagreeError: Ranks disagree about the model:
+        requires_grad of 'layers.3.bias': True (ranks 0, 1, 3), False (rank 2)
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for ranks, units in by_ranks(units_in(model)).items():
+        topics = {"": describe(units, names) | last_order(units, names)}
+        if values:
+            for part, held in all_values(units, names).items():
+                topics[f"values {part}"] = held
+        found = Meeting("agree", ranks, timeout_s).compare(topics, "check that ranks agree")
+        lines = found.get("") or [line for of_part in found.values() for line in of_part]
+        if lines:
+            raise RanksDisagreeError("\n".join([TITLE, *lines[:MAX_LINES]]))
+
+
+@contextmanager
+def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
+    """Inside, ranks meet before each gather and reduction, and compare what comes next.
+
+    A rank that runs another module, reduces other gradients or stops early is then an error that
+    names it, where it was a hang. Each step costs a message to the store of the default process
+    group per unit and rank: to find a fault, not to train with.
+
+    Args:
+        model: sharded, or with sharded modules inside.
+        timeout_s: how long to wait for the slowest rank, in seconds.
+
+    Raises:
+        RanksDisagreeError: (a RuntimeError) in forward or backward, on every rank that came.
+
+    Example:
+        >>> with watch_ranks(model):
+        ...     model(batch).sum().backward()
+        RanksDisagreeError: Ranks do different things next: gather 'layers.1' in forward
+        (ranks 0, 1), gather 'layers.2' in forward (rank 2)
+    """
+    names = {module: name for name, module in model.named_modules()}
+    all_units = units_in(model)
+    try:
+        for ranks, units in by_ranks(all_units).items():
+            for unit in units:
+                _watch(unit, name_of(unit, names), Meeting("watch", ranks, timeout_s))
+        yield
+    finally:
+        for unit in all_units:
+            vars(unit).pop("launch_gather", None)
+            vars(unit.gradients).pop("make_reductions", None)
+
+
+def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
+    """Put methods of its own before those of the class; not there, they cost nothing."""
+    launch_gather, make_reductions = unit.launch_gather, unit.gradients.make_reductions
+
+    def gather(streams: Any) -> None:
+        phase = "backward" if unit.runtime.in_backward else "forward"
+        what = f"gather '{name}' in {phase}"
+        if any(bucket.held for bucket in unit.buckets):  # kept: each rank knows what it has
+            rest = [p.fqn.rsplit(".", 1)[-1] for b in unit.buckets if not b.held for p in b.params]
+            what += f" (only {', '.join(rest) or 'what it has already'})"
+        _meet(meeting, what)
+        launch_gather(streams)
+
+    def reduce(taken: Any, **options: Any) -> Any:
+        reductions = make_reductions(taken, **options)
+        if reductions:
+            grads = [
+                param.fqn.rsplit(".", 1)[-1]
+                for reduction in reductions
+                for param, grad in zip(reduction.bucket.params, reduction.grads, strict=True)
+                if grad is not None
+            ]
+            _meet(meeting, f"reduce '{name}' ({', '.join(grads)})")
+        return reductions
+
+    vars(unit)["launch_gather"] = gather
+    vars(unit.gradients)["make_reductions"] = reduce
+
+
+def _meet(meeting: Meeting, what: str) -> None:
+    found = meeting.compare({"": {"next": what}}, what)
+    if found:
+        raise RanksDisagreeError(f"Ranks do different things {found[''][0]}")

@@ -1,0 +1,199 @@
+"""Which box of a tensor this rank holds, and which of several holders writes it.
+
+All of it is arithmetic on what a DTensor says of itself, so every rank knows the answer for every
+other rank, and nobody has to ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .boxes import Box, split_evenly
+from .from_local import dtensor_over
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: this rank's part of it, which is the whole where nothing is sharded.
+        ranks: all ranks that hold a part, global and sorted.
+        replica, num_replicas: which of the holders of this same box this rank is.
+        replicated_over: names the arrangement of replicas; equal where their work is shared.
+        is_dtensor: whether the tensor says all this itself.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    ranks: tuple[int, ...]
+    replica: int
+    num_replicas: int
+    replicated_over: tuple[object, ...]
+    is_dtensor: bool
+
+
+def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
+    """Find out what ``tensor`` is a part of.
+
+    Args:
+        tensor: a DTensor, or a plain tensor, which all of ``ranks`` hold whole.
+        name: for messages.
+        ranks: global ranks that share this model; ``rank`` is this one. A DTensor on a mesh that
+            is a slice of theirs (the data-parallel dim beside a tensor-parallel one) is held
+            by the other slices too.
+
+    Raises:
+        ValueError: for DTensors that are partial sums or not laid out as a box.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        index, num = ranks.index(rank), len(ranks)
+        return Holding(shape, Box.whole(shape), ranks, index, num, ("plain", ranks), False)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"'{name}' is a DTensor on a mesh without this rank: {mesh}")
+    placements = tuple(tensor.placements)
+    box = box_of(shape, tuple(mesh.shape), placements, tuple(coordinate), name)
+    replica, num_replicas = 0, 1
+    dims = tuple(d for d, p in enumerate(placements) if isinstance(p, Replicate))
+    for d in dims:
+        replica = replica * mesh.size(d) + coordinate[d]
+        num_replicas *= mesh.size(d)
+    members = ranks_of(mesh)
+    index, num = slices_like(mesh, ranks)
+    if num > 1:
+        replica, num_replicas, members = replica * num + index, num_replicas * num, ranks
+    return Holding(shape, box, members, replica, num_replicas, (members, dims, num), True)
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Its global ranks, sorted."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, int]:
+    """Which of the slices of a larger mesh that together are ``ranks`` this ``mesh`` is.
+
+    Returns:
+        Index and number of slices; (0, 1) if ``mesh`` is all of ``ranks``, or no slice.
+    """
+    members, names = set(ranks_of(mesh)), mesh.mesh_dim_names
+    whole = mesh._get_root_mesh()
+    if len(members) >= len(ranks) or not members < set(ranks) or names is None:
+        return 0, 1
+    coordinate = whole.get_coordinate()
+    if whole.mesh_dim_names is None or coordinate is None:
+        return 0, 1
+    index, num = 0, 1
+    for dim, name in enumerate(whole.mesh_dim_names):
+        index_of_line: list[Any] = list(coordinate)
+        index_of_line[dim] = slice(None)
+        line = whole.mesh[tuple(index_of_line)].tolist()
+        if name not in names and set(line) <= set(ranks) and not set(line) <= members:
+            index, num = index * len(line) + coordinate[dim], num * len(line)
+    return (index, num) if num * len(members) == len(ranks) else (0, 1)
+
+
+def box_of(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+    name: str = "",
+) -> Box:
+    """The box that the rank at ``coordinate`` holds.
+
+    Each tensor dim is cut once per mesh dim that shards it, in the order in which the shardings
+    were applied: from left to right, except that a `_StridedShard` tells by its split factor that
+    so many pieces were made by mesh dims to its right before (tensor parallelism is applied
+    before data parallelism, whose mesh dim comes first). Each cut is one of `torch.chunk`.
+    """
+    start, size = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        for mesh_dim in _order(dim, mesh_shape, placements, name):
+            first, size[dim] = split_evenly(size[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+            start[dim] += first
+    for placement in placements:
+        if not isinstance(placement, Replicate | Shard | _StridedShard):
+            raise ValueError(
+                f"'{name}' has placement {placement}: only sharded and replicated tensors have a "
+                "part on each rank; redistribute it first"
+            )
+    return Box(tuple(start), tuple(size))
+
+
+def own_part(whole: Tensor, like: DTensor) -> DTensor:
+    """A DTensor laid out as ``like`` over a view of this rank's part of ``whole``."""
+    mesh, placements = like.device_mesh, tuple(like.placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    box = box_of(tuple(whole.shape), tuple(mesh.shape), placements, tuple(coordinate))
+    part = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+    shape, stride = like.shape, like.stride()
+    return dtensor_over(part.detach(), mesh, placements, shape, stride)
+
+
+def _order(
+    dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], name: str
+) -> list[int]:
+    """Mesh dims that shard tensor dim ``dim``, first cut first."""
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if not isinstance(placement, Shard | _StridedShard) or placement.dim != dim:
+            continue
+        before = getattr(placement, "split_factor", 1) if _is_strided(placement) else 1
+        position = 0
+        while prod(mesh_shape[d] for d in order[:position]) < before and position < len(order):
+            position += 1
+        if prod(mesh_shape[d] for d in order[:position]) != before:
+            raise ValueError(
+                f"'{name}' has placements {placements} on a mesh of shape {mesh_shape}: no order "
+                f"of shardings gives split factor {before}"
+            )
+        order.insert(position, mesh_dim)
+    return order
+
+
+def _is_strided(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard)
+
+
+def all_ranks() -> tuple[int, ...]:
+    """The ranks of the default process group; (0,) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return tuple(range(dist.get_world_size()))
+    return (0,)
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Balance:
+    """Shares the writing of replicated tensors out among those who hold them.
+
+    The next tensor goes to the replica with the fewest bytes so far. Every rank counts the same
+    tensors in the same order, so all of them know whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[object, ...], list[int]] = {}
+
+    def owner(self, holding: Holding, nbytes: int) -> int:
+        """Which replica writes a tensor of ``nbytes`` bytes."""
+        loads = self._loads.setdefault(holding.replicated_over, [0] * holding.num_replicas)
+        owner = loads.index(min(loads))
+        loads[owner] += nbytes
+        return owner

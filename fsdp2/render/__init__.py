@@ -1,0 +1,1 @@
+"""Text for terminals and pictures: of numbers that others have made."""

@@ -1,0 +1,137 @@
+"""Before the first forward of a root, ranks compare what they have made, once.
+
+Ranks with another model, other settings or other weights hang later, or train something that is no
+model, without a word. So all of them meet once (a few requests to the process group's key-value
+store), before anything is gathered; nothing is done in later steps.
+
+``FSDP2_CHECK_RANKS=0`` in the environment, of all ranks, switches it off.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.store_exchange import MAX_LINES, TITLE, Meeting, RanksDisagreeError, can_meet
+from ..comm.transports import backend_name
+from ..sharding.process_groups import timeout_of
+from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
+from .unit import State, Unit
+
+SWITCH = "FSDP2_CHECK_RANKS"
+# A rank may be late (it downloads, or compiles); after so long one of the others says who it is.
+WARN_AFTER_S = 30.0
+
+_REPLICAS = (
+    "They are replicas: nothing makes them equal later, as their gradients are averaged and their "
+    "values are not. Call fsdp2.broadcast_replicas(model) before the first forward (what "
+    "DistributedDataParallel does by itself), or give all ranks the same seed or checkpoint"
+)
+_MIXTURE = (
+    "Ranks called fully_shard on models with different values, and each keeps its own rows: the "
+    "sharded model is a mixture of them. Call torch.manual_seed(...) with the same seed on all "
+    "ranks before the model is made (and with others for data after it), or initialize the sharded "
+    "model within fsdp2.init_on_whole_tensors(seed), or load a checkpoint. This concerns "
+)
+
+
+class FirstForward:
+    """The comparison that is due before the first forward of a root.
+
+    Args:
+        root_module: the root.
+        units: of its tree.
+    """
+
+    def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
+        self._root, self._units = root_module, units
+        self._gathers = any(unit.mesh.num_shards > 1 for unit in units)
+
+    @staticmethod
+    def of(root_module: nn.Module, units: Sequence[Unit]) -> FirstForward | None:
+        """None where there is nothing to compare, or no way to."""
+        alone = all(unit.mesh.size == 1 for unit in units)
+        if alone or os.environ.get(SWITCH, "1") == "0":
+            return None
+        if not all(can_meet(_backend(unit)) for unit in units):
+            return None
+        return FirstForward(root_module, units)
+
+    def is_due(self) -> bool:
+        """Whether the forward that begins is one that all ranks have to take part in.
+
+        Replicas gather nothing: one of them may evaluate alone, until gradients are wanted.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._gathers or torch.is_grad_enabled()
+
+    def compare(self) -> None:
+        """Meet the other ranks.
+
+        Raises:
+            RanksDisagreeError: on all ranks, with the first differences, or on those that came,
+                with the ranks that did not.
+
+        Warns:
+            UserWarning: on the first rank, of weights that were different before they were sharded.
+        """
+        names = {module: name for name, module in self._root.named_modules()}
+        about = f"run the first forward of '{name_of(self._units[0], names)}'"
+        meetings = []
+        with torch.no_grad():
+            for ranks, units in by_ranks(self._units).items():
+                timeout_s = min(map(_timeout_s, units))
+                meetings.append(Meeting("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
+                # Said to all before any is heard: ranks may come to them in another order.
+                meetings[-1].say(_topics(units, names), about)
+        try:
+            for meeting in meetings:
+                _tell(meeting.hear(), is_first=dist.get_rank() == meeting.ranks[0])
+        except RanksDisagreeError:
+            # These units took other numbers of message tags on other ranks. A corrected model
+            # in the same processes begins with equal ones.
+            for unit in self._units:
+                if unit.state is State.SHARDED:
+                    unit.contents.give_back_tags()
+            raise
+        for unit in self._units:
+            unit.contents.initial = None
+
+
+def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, dict[str, str]]:
+    topics = {"": describe(units, names)}
+    for part, values in sampled_values(units, names).items():
+        topics[f"values {part}"] = values
+    for part, values in initial_values(units, names).items():
+        topics[f"initial {part}"] = values
+    return topics
+
+
+def _tell(found: Mapping[str, list[str]], *, is_first: bool) -> None:
+    """Raise or warn of what the ranks of a meeting found."""
+    if "" in found:
+        raise RanksDisagreeError("\n".join([TITLE, *found[""]]))
+    replicas = [line for topic, lines in found.items() if topic[0] == "v" for line in lines]
+    if replicas:
+        raise RanksDisagreeError("\n".join([TITLE, *replicas[:MAX_LINES], _REPLICAS]))
+    initial = [line for lines in found.values() for line in lines]
+    if initial and is_first:
+        warnings.warn(_MIXTURE + "; ".join(initial[:MAX_LINES]), stacklevel=2)
+
+
+def _backend(unit: Unit) -> str:
+    group = unit.mesh.shard_group or unit.mesh.replicate_group
+    return "" if group is None else backend_name(group, unit.device)
+
+
+def _timeout_s(unit: Unit) -> float:
+    """How long a collective of the unit waits for the slowest rank, in seconds."""
+    group = unit.mesh.shard_group or unit.mesh.replicate_group
+    assert group is not None
+    return timeout_of(group, unit.device).total_seconds()

@@ -1,0 +1,74 @@
+"""`torch.func.functional_call`: one forward with other parameters than the module's own.
+
+What a user gives in place of a sharded parameter is made whole by DTensor's own redistribution,
+which autograd sees: the gradient of what was given is averaged over the data-parallel ranks and
+sharded like it. Nothing of this runs in an ordinary forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch._C import _functorch as functorch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import stateless
+
+from ..common.failures import explained
+from ..sharding.param import ShardedParam
+
+_CODE = stateless._functional_call.__code__
+
+
+def in_functional_call() -> bool:
+    """Whether this runs inside of `torch.func.functional_call`.
+
+    That puts tensors into modules as anybody could, and leaves no other sign; a parameter that
+    was assigned for good is a mistake.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CODE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def fits(given: Any, param: ShardedParam) -> bool:
+    """Whether ``given`` may compute in place of ``param``.
+
+    That is, it is laid out like the sharded parameter, or is what the parameter was before
+    sharding: the whole tensor (of tensor-parallel ones this rank's DTensor).
+    """
+    own = param.unsharded
+    if not isinstance(given, torch.Tensor) or own is None or param.extension:
+        return False
+    inner = given
+    while functorch.is_functorch_wrapped_tensor(inner):
+        inner = functorch.get_unwrapped(inner)
+    if inner is not given and isinstance(inner, DTensor):
+        return False  # DTensors do not work inside of torch.vmap and the like
+    return _like(given, own) or (param.tensor_parallel is None and _like(given, param.sharded))
+
+
+def whole_of(given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """What computes in place of ``param.unsharded``; a collective, if ``given`` is sharded."""
+    own = param.unsharded
+    assert own is not None
+    whole = given.to(own.device, own.dtype if given.is_floating_point() else given.dtype)
+    if _like(whole, own):
+        return whole
+    assert isinstance(whole, DTensor)
+    dims = whole.device_mesh.ndim
+    with explained(f"the all-gather of what functional_call got for '{param.fqn}'", None):
+        whole = whole.redistribute(placements=[Replicate()] * dims)
+    return whole.to_local(grad_placements=[Partial("avg")] * dims)
+
+
+def _like(given: torch.Tensor, param: torch.Tensor) -> bool:
+    if given.shape != param.shape or isinstance(given, DTensor) != isinstance(param, DTensor):
+        return False
+    if not isinstance(given, DTensor) or not isinstance(param, DTensor):
+        return True
+    return given.placements == param.placements and given.device_mesh == param.device_mesh

@@ -1,0 +1,421 @@
+"""The hooks of a unit: on its modules' forward, and on the borders of its part of the graph.
+
+Forward hooks call the runtime before and after forward. For backward, a hook on each output
+tensor says that backward is about to enter the unit, and a node put on the input says that it
+has left it. When no input needs a gradient (integer ids), there is no such node; then hooks on
+the accumulation of the parameters' gradients tell when the last one is done, and start the
+reduction. They do not free anything: a frozen weight may still be needed for what comes later.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..common.pytree import cast_floating, map_tensors, tensors_in
+from ..dtensor.placement import own_part
+from .building import build_runtime
+from .forwards import Forward
+from .torch_modes import apart, between_graphs, is_transformed, type_checker
+from .unit import Unit
+
+
+class UnitHooks:
+    """Hooks of one unit, registered on its modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        policy = unit.settings.mp_policy
+        self._cast_input = (
+            cast_floating(policy.param_dtype)
+            if policy.param_dtype is not None and policy.cast_forward_inputs
+            else None
+        )
+        self._cast_output = (
+            cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
+        )
+        self._inside_method = False  # of one registered by `wrap_method`
+        # For units whose inputs need no gradient.
+        self._watching = False
+        self._watched: list[Any] = []
+        self._watched_generation = -1
+        self._num_accumulated = 0
+        self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
+        self._pre_forward = between_graphs(self.pre_forward)
+        self._post_forward = between_graphs(self.post_forward)
+
+    def install(self) -> None:
+        """Register the hooks of forward."""
+        for module in self.unit.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+
+    def take_over(self, other: UnitHooks, module: nn.Module) -> None:
+        """Put these hooks of forward in the places of ``other``'s, which a copy of it holds."""
+        for hooks, old, new in (
+            (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
+            (module._forward_hooks, other._post_forward, self._post_forward),
+        ):
+            hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def wrap_method(
+        self, owner: nn.Module, name: str, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """``method`` as a forward of the unit: gathered for before it, freed after it.
+
+        Calls of forward inside of it compute with what is gathered already.
+        """
+        self.methods.append((owner, name, method))
+
+        @functools.wraps(method)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside_method:
+                return method(*args, **kwargs)
+            args, kwargs = self._pre_forward(module, args, kwargs)
+            self._inside_method = True
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                self._inside_method = False
+            return self._post_forward(module, args, output)
+
+        return call
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self._inside_method:
+            return self._cast_inputs(args, kwargs)
+        apart(self._gather, module)
+        if self.unit.registration.substitutes:
+            self.unit.registration.show_substitutes()  # where transforms see it
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if torch.is_grad_enabled():
+            checker = type_checker()
+            if checker is not None:
+                return self._mark_typed_inputs(checker, args, kwargs)
+            args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    def _gather(self, module: nn.Module) -> None:
+        unit = self.unit
+        runtime = unit.runtime
+        if runtime is None:
+            runtime = build_runtime(module)
+        runtime.pre_forward(unit)
+
+    def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        unit = self.unit
+        if unit is unit.runtime.root and unit.device.type != "cpu":
+            args, kwargs = map_tensors(self._to_device, (args, kwargs))
+        if self._cast_input is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self._inside_method:
+            return output if self._cast_output is None else map_tensors(self._cast_output, output)
+        unit = self.unit
+        runtime = unit.runtime
+        differentiable = False
+        forward = Forward(unit)
+        enter = functools.partial(self.enter_backward, forward)
+        if is_transformed():
+            differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
+            output = map_tensors(functools.partial(_Entrance.apply, enter), output)
+        elif torch.is_grad_enabled():
+            for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(enter)
+                    differentiable = True
+                    if tensor._base is not None:
+                        self._watch_base(tensor._base, args, enter)
+        apart(runtime.post_forward, unit, differentiable=differentiable, forward=forward)
+        if self._cast_output is not None:
+            return map_tensors(self._cast_output, output)
+        return output
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.unit.device, non_blocking=True)
+
+    # -- the borders of backward ------------------------------------------------------------
+
+    def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Put a node on the inputs whose backward runs after the whole unit's."""
+        transformed = is_transformed()
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
+            if args[0].requires_grad:
+                # The usual case, by the cheapest node there is.
+                self._watching = False
+                marked = args[0].view_as(args[0])
+                marked.grad_fn.register_prehook(self._leave_by_view)  # type: ignore[union-attr]
+                return (marked,), kwargs
+            self._watch_accumulation()
+            return args, kwargs
+        found = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        if not found:
+            self._watch_accumulation()
+            return args, kwargs
+        self._watching = False
+        border = _TransformedBorder if transformed else _Border
+        marked_all = border.apply(self.leave_backward, *found.values())
+        replaced = dict(zip(found, marked_all, strict=True))
+        return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+    def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same where `spmd_types` checks types: what is marked has those of the inputs."""
+        with checker.no_typecheck():
+            marked = self._mark_inputs(args, kwargs)
+        pairs = zip(tensors_in((args, kwargs)), tensors_in(marked), strict=True)
+        for given, its_mark in pairs:
+            if its_mark is not given:
+                checker.assert_type_like(its_mark, given)
+        return marked
+
+    def enter_backward(self, forward: Forward, grad: Any) -> None:
+        """Backward reached an output of the unit, of that ``forward``."""
+        apart(self._enter_backward, forward)
+
+    def _enter_backward(self, forward: Forward) -> None:
+        unit = self.unit
+        if unit.backward_began:
+            unit.runtime.pre_backward(unit, forward)
+            return
+        self._num_accumulated = 0
+        accumulates = unit.gradients.are_accumulated()
+        unit.runtime.pre_backward(unit, forward, accumulates=accumulates)
+
+    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Any) -> None:
+        """An output is a view of ``base``. Should it be changed in place, its history is
+        rewritten and the hook on it lost, so there is one on the node that made the base too."""
+        inputs = [t for t in tensors_in(args) if t is base or t._base is base]
+        if base.grad_fn is not None and not inputs:
+            base.grad_fn.register_prehook(enter)
+
+    def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
+        """Backward left the unit by its inputs, whose gradients are ``grads``."""
+        apart(self.unit.runtime.post_backward, self.unit)
+        if torch.is_grad_enabled():
+            # With create_graph=True. A second backward, through the first one, comes in here.
+            enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(enter)
+
+    def _enter_again(self, forward: Forward, grad: Any) -> None:
+        """A second backward reached the unit, through the graph of the first."""
+        unit = self.unit
+        parallel = next((param.fqn for param in unit.params if param.is_tensor_parallel), None)
+        if parallel is not None:
+            raise RuntimeError(
+                f"A second backward (create_graph=True) came to unit '{unit.name}', which has "
+                f"tensor-parallel parameters ('{parallel}'). The operations that take DTensors "
+                "apart and put them together are not differentiated twice by torch, so its "
+                "gradients would lack terms. Compute penalties on gradients with a model that is "
+                "sharded only: fully_shard over all ranks, without tensor parallelism"
+            )
+        self.enter_backward(forward, grad)
+
+    def _leave_by_view(self, grads: tuple[torch.Tensor | None, ...]) -> None:
+        self.leave_backward(grads)
+
+    def _watch_accumulation(self) -> None:
+        """No input needs a gradient: count accumulated gradients instead."""
+        self._watching = True
+        self.notice_accumulation()
+
+    def notice_accumulation(self) -> None:
+        """Call `_accumulated` whenever autograd has accumulated a gradient."""
+        unit = self.unit
+        if self._watched_generation == unit.contents.generation:
+            return
+        self._watched_generation = unit.contents.generation
+        for handle in self._watched:
+            handle.remove()
+        myself = weakref.ref(self)
+
+        def accumulated(param: torch.Tensor) -> None:
+            # The collector does not see what hooks of tensors hold: held strongly, a sharded model
+            # would never be freed.
+            hooks = myself()
+            if hooks is not None:
+                hooks._accumulated()
+
+        self._watched = [
+            p.unsharded.register_post_accumulate_grad_hook(accumulated)
+            for p in unit.params
+            if p.unsharded is not None and p.unsharded.requires_grad
+        ]
+
+    def _accumulated(self) -> None:
+        unit = self.unit
+        unit.runtime.begin_backward()
+        if not self._watching or unit.settings.reduce_unused:
+            return  # (ranks that use different parameters reduce at the end of backward)
+        self._num_accumulated += 1
+        if self._num_accumulated >= len(self._watched):
+            unit.runtime.reduce(unit)
+
+
+class _Border(torch.autograd.Function):
+    """Identity on several tensors, with one node; its backward reports and passes gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.leave = leave
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leave(grads)
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(t if t is None else t.view_as(t) for t in tangents)
+
+
+class _TransformedBorder(_Border):
+    """The same in the form that ``torch.func`` transforms want, which takes longer to call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.leave = inputs[0]
+
+
+class _Entrance(torch.autograd.Function):
+    """Identity on an output of a transformed forward, where hooks on tensors would be lost."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(enter: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.enter = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.enter(grad)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
+
+
+def about_to_write(unit: Unit) -> None:
+    """Reshard ``unit``, whose sharded parameters are about to be loaded."""
+    if unit.runtime is not None:
+        unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        unit.runtime.optimizer_event = None  # loading writes after the optimizer
+    else:
+        unit.contents.adopt_replaced(keep_objects=False)
+    unit.registration.show("sharded")
+
+
+def _is_whole(value: Any, param: DTensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == param.shape
+    )
+
+
+def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units that parameters of ``modules`` belong to, each once."""
+    found: dict[Unit, None] = {}
+    for module in modules:
+        for hook in module._state_dict_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, StateDictHooks):
+                found[owner.unit] = None
+    return list(found)
+
+
+def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
+    """The unit whose ``param`` it is that ``module`` holds, if any."""
+    for unit in units_holding([module]):
+        kinds = ((p.sharded, p.unsharded, p.regrouped) for p in unit.params)
+        if any(held is param for held_kinds in kinds for held in held_kinds):
+            return unit
+    return None
+
+
+_WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))
+
+
+def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
+    """What to do about keys that a wrapper around the saved model has put a prefix to, if any.
+
+    Args:
+        states: the keys there are.
+        wanted: keys that should be there.
+    """
+    first = next((key for key in wanted if key not in states), None)
+    for prefix, wrapper in _WRAPPER_PREFIXES:
+        if first is not None and prefix + first in states:
+            return [
+                f"The keys begin with '{prefix}', as those of a model inside of {wrapper} do: call "
+                "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
+                f"'{prefix}') before loading. "
+            ]
+    return []
+
+
+class StateDictHooks:
+    """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
+    the sharded ones, at any time and whatever is computed with.
+
+    Bound methods, since `copy.deepcopy` copies what they are bound to.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._entered: list[Any] = []
+
+    def install(self, module: nn.Module) -> None:
+        module.register_state_dict_pre_hook(self.before_save)
+        # (an object that takes the attribute that this puts on it)
+        module.register_state_dict_post_hook(functools.partial(self.after_save))
+        module.register_load_state_dict_pre_hook(self.before_load)
+        module.register_load_state_dict_post_hook(self.after_load)
+
+    def before_save(self, *_: Any) -> None:
+        if self.unit.runtime is None:
+            self.unit.contents.adopt_replaced(keep_objects=False)
+        self.unit.registration.check_writes()
+        self._entered.append(self.unit.registration.showing_sharded())
+        self._entered[-1].__enter__()
+
+    def after_save(self, *_: Any) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+    def before_load(
+        self, module: nn.Module, states: dict[str, Any], prefix: str, metadata: dict, *_: Any
+    ) -> None:
+        about_to_write(self.unit)
+        if not metadata.get("assign_to_params_buffers"):
+            for name, param in module._parameters.items():
+                value = states.get(prefix + name)
+                if isinstance(param, DTensor) and _is_whole(value, param):
+                    states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
+
+    def after_load(self, *_: Any) -> None:
+        self.unit.contents.adopt_replaced()

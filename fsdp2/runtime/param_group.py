@@ -1,0 +1,409 @@
+"""What a unit is made of: parameters, the buckets that store them, and their transports.
+
+Planned when parameters are taken over, and anew whenever somebody replaced them. Nothing here
+knows whether the unit is gathered: that is `unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.extension import MAX_TENSORS, ExtensionBucket
+from ..comm.mesh_transports import Links, make_groups
+from ..comm.transports import give_back_tags, take_tags
+from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
+from ..sharding.bucket import Bucket
+from ..sharding.gather_plan import GatherBatch
+from ..sharding.initial_values import InitialValues, whole_of
+from ..sharding.mesh import DataParallelMesh
+from ..sharding.param import ShardedParam
+from ..sharding.reduce_plan import ReducePlan
+from ..sharding.tensor_subclass import inner_tensors
+from .frozen_cache import mixes_frozen
+from .registration import Registration
+from .unit_config import Settings, direct_min_bytes_for
+from .unwritten import Mark
+
+_requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+
+
+class UnitContents:
+    """Parameters and storages of one unit.
+
+    Attributes:
+        params: all parameters.
+        buckets: their storages: of those that share dtypes and a mesh.
+        links: for each bucket its transports; buckets on the same mesh share one.
+        gather_tags, reduce_tags: for each bucket the first of its message tags.
+        unsharded: of each parameter, what computes; None before the first gather.
+        is_trained: of each parameter, whether it is.
+        dirty: somebody replaced sharded parameters: plan anew before the next use.
+        materialized: whether all is there that a gather needs.
+        incomplete: whether the next gather makes unsharded parameters, of tensor subclasses.
+        generation: grows whenever the unsharded parameters or what is trained change.
+    """
+
+    bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory
+
+    def __init__(
+        self,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        settings: Settings,
+        registration: Registration,
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self._settings = settings
+        self._registration = registration
+        self.params: list[ShardedParam] = []
+        self.buckets: list[Bucket] = []
+        self.links: list[Links] = []
+        self.gather_tags: list[int] = []
+        self.reduce_tags: list[int] = []
+        self.unsharded: list[nn.Parameter | None] = []
+        self.is_trained: tuple[bool, ...] = ()
+        self.dirty = False
+        self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
+        self.initial: InitialValues | None = None  # what was sharded, until the first forward
+        self.materialized = False
+        self.incomplete = False
+        self.generation = 0
+        self._reduce_plans: dict[tuple[int, bool, tuple[int, ...]], ReducePlan] = {}
+        self._gather_batches: dict[tuple[Any, ...], Any] = {}
+        self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
+        self._sharded: list[nn.Parameter] = []
+        self._versioned: list[torch.Tensor] = []
+        self._regrouped_for: Any = None  # what the parameters to show were made for
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def shard(self, params: list[ShardedParam]) -> None:
+        """Take over whole parameters: plan the buckets and keep this rank's shards."""
+        self.params = params
+        policy = self._settings.mp_policy
+        cast_frozen = getattr(policy, "cast_frozen_params", False)
+        for param in params:
+            param.param_dtype = param_dtype_of(policy, param.sharded)
+            if cast_frozen and not param.sharded.requires_grad and not param.extension:
+                param.dtype = param.compute_dtype
+        self.make_buckets()
+        initial = InitialValues(params)
+        for bucket in self.buckets:
+            bucket.shard_from([whole_of(p) for p in bucket.params], whole=True)
+        self.initial = initial.of_shards()
+        self.register_sharded()
+
+    def reshard_storage(self) -> None:
+        """Plan anew from the sharded parameters as they are now.
+
+        For when somebody replaced their local tensors: a move to another device or dtype, or
+        ``load_state_dict(assign=True)``. The Parameter objects stay.
+        """
+        self.dirty = False
+        for param in self.params:
+            param.dtype = param.local.dtype
+        locals_ = {id(p): p.local for p in self.params}
+        self.make_buckets()
+        for bucket in self.buckets:
+            bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
+        self.register_sharded()
+
+    def give_up(self, param: ShardedParam) -> None:
+        """Leave a tied parameter to the unit of a module that contains both its owners."""
+        self.params.remove(param)
+        self.reshard_storage()
+
+    def adopt_replaced(self, *, keep_objects: bool = True) -> None:
+        """Take the parameters that somebody put into the modules in place of the sharded ones.
+
+        Args:
+            keep_objects: after ``load_state_dict(assign=True)``: where shape, dtype and device are
+                as before, copy the data and put the old Parameter object back, which an
+                optimizer may hold. Without, before the first use, when what a user assigned is
+                what optimizers were given.
+        """
+        for bucket in self.buckets:
+            rank = bucket.rank
+            for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
+                module, name = param.owners[0]
+                new = module._parameters.get(name)
+                if new is param.sharded:
+                    continue
+                if not isinstance(new, nn.Parameter):
+                    self._registration.check()  # (raises)
+                    continue
+                before = param.sharded
+                param.replace_sharded(new, slot, rank, keep_object=keep_objects)
+                self.dirty = self.dirty or param.sharded is not before
+        self.register_sharded()
+
+    def make_buckets(self) -> None:
+        """Plan where every parameter lies; the buckets have no storage yet."""
+        settings, policy = self._settings, self._settings.mp_policy
+        groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
+        for param in self.params:
+            alone = param if param.extension else None
+            # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
+            trained = param.sharded.requires_grad
+            grad = (param.grad_dtype_is_set, param.grad_dtype)
+            key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
+            groups.setdefault(key, []).append(param)
+        self.buckets = [
+            (ExtensionBucket if alone else self.bucket_type)(
+                params,
+                mesh,
+                mp_policy=_policy_for(params[0], policy),
+                gather_dtype=gather_dtype,
+                reduce_dtype=self._reduce_dtype_of(params[0]),
+                grad_dtype=self._grad_dtype_of(params[0]),
+                device=self.device,
+                shard_device=torch.device("cpu") if settings.offload else self.device,
+                pin_memory=settings.pins_memory(self.device),
+                direct_min_bytes=direct_min_bytes_for(settings.direct_min_bytes),
+            )
+            for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
+        ]
+        self.keep_storage(settings.keep_unsharded_storage)
+        self._forget_plans()
+
+    def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
+        """What the policy says, or what loses nothing of all gradients of the unit."""
+        chosen_dtype = self._settings.mp_policy.reduce_dtype
+        if chosen_dtype is not None:
+            return sum_dtype(param.dtype, chosen_dtype)
+        dtype = _own_grad_dtype(param)
+        for other in self.params:
+            chosen = other.grad_dtype_is_set or param.grad_dtype_is_set
+            if chosen and other.dtype == param.dtype and other.sharded.requires_grad:
+                dtype = torch.promote_types(dtype, _own_grad_dtype(other))
+        return dtype
+
+    def _grad_dtype_of(self, param: ShardedParam) -> torch.dtype:
+        if param.grad_dtype_is_set and param.grad_dtype is None:
+            return self._reduce_dtype_of(param)
+        return _own_grad_dtype(param)
+
+    def note_grad_dtypes(self) -> None:
+        """Users set ``grad_dtype`` of sharded parameters until the first use."""
+        before = [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
+        for param in self.params:
+            param.note_grad_dtype(param.sharded)
+        if before != [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]:
+            self.dirty = True
+
+    def detach_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Take off the gradients whose dtype a user set: a cast of parameters is none of theirs."""
+        found = []
+        for param in self.params:
+            grad = param.sharded.grad
+            if grad is not None and param.grad_dtype_is_set:
+                found.append((param, grad))
+                param.sharded.grad = None
+        return found
+
+    def attach_gradients(self, found: list[tuple[ShardedParam, torch.Tensor]]) -> None:
+        """After a cast or move, by which the parameters lost what users set: put both back."""
+        for param in self.params:
+            param.set_grad_dtype(param.sharded)
+        for param, grad in found:
+            param.sharded.grad = grad.to(device=param.local.device)
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether the buckets leave memory behind the gathered storages when they are freed."""
+        for bucket in self.buckets:
+            bucket.keeps_storage = keep
+
+    def change_links(self, **options: Any) -> None:
+        """Communicate in another way from the next gather on; fields of `LinkOptions`."""
+        settings = self._settings
+        settings.link_options = replace(settings.link_options, **options)
+        self.links.clear()
+        self._forget_plans()
+        self.make_groups(bucket.mesh for bucket in self.buckets)
+
+    def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
+        """Make the process groups that gathers and reductions over ``meshes`` will use.
+
+        Raises:
+            ValueError: a group of ``meshes`` cannot communicate what is on the device.
+        """
+        settings = self._settings
+        make_groups(meshes, self.device, settings.link_options, settings.reshard_after_forward)
+
+    def _forget_plans(self) -> None:
+        self.materialized = False
+        self._reduce_plans.clear()
+        self._gather_batches.clear()
+
+    def gather_batch(self, plans: Sequence[Any]) -> Any:
+        """The gathers of several buckets over the same ranks, as one that is made once."""
+        key = tuple(plans)
+        batch = self._gather_batches.get(key)
+        if batch is None:
+            batch = self._gather_batches[key] = GatherBatch(plans)
+        return batch
+
+    def reduce_plan(self, index: int, present: Collection[int], *, sums: bool) -> ReducePlan:
+        """How to reduce the gradients of bucket ``index`` that are ``present``.
+
+        Args:
+            sums: whether they may be in the dtype of the reduction already; see `make_reductions`.
+        """
+        key = (index, sums, tuple(present))
+        plan = self._reduce_plans.get(key)
+        if plan is None:
+            bucket, scatter = self.buckets[index], self.links[index].scatter
+            stageable = () if scatter is None else scatter.stageable(bucket)
+            casts = scatter is not None and not sums and scatter.casts(bucket)
+            plan = ReducePlan(bucket.layout, sorted(present), stageable, casts=casts)
+            self._reduce_plans[key] = plan
+        return plan
+
+    # -- what the first gather needs --------------------------------------------------------
+
+    def materialize(self, *, regroup_to: bool | int, split: bool) -> None:
+        """Make what is needed from the first gather on: transports, gathered storages, views.
+
+        Args:
+            regroup_to: an int: the ranks that larger shards are kept over after forward.
+            split: give large parameters memory of their own.
+
+        Raises:
+            RuntimeError: if parameters are still on the meta device.
+        """
+        self.note_grad_dtypes()
+        if self.dirty or mixes_frozen(self.buckets):
+            self.reshard_storage()
+        self._check_materialized()
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_links()
+            for bucket, links in zip(self.buckets, self.links, strict=True):
+                bucket.materialize(regroup_to=links.regroup(regroup_to), split=split)
+                bucket.keep_dtypes()
+        self.materialized = True
+        self.incomplete = any(param.unsharded is None for param in self.params)
+        self._follow_unsharded()
+
+    def complete(self) -> None:
+        """After the first gather, which tensor subclasses make unsharded parameters of."""
+        self.incomplete = False
+        self._follow_unsharded()
+
+    def _follow_unsharded(self) -> None:
+        self.plan_registration()
+        self.generation += 1
+
+    def _check_materialized(self) -> None:
+        if any(bucket.is_meta for bucket in self.buckets):
+            names = [p.fqn for p in self.params if p.local.is_meta]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {names} (unit "
+                f"'{self._registration.unit_name}'). Call model.to_empty(device=...) and "
+                "initialize them, or load a checkpoint with load_state_dict(..., assign=True)"
+            )
+
+    def _make_links(self) -> None:
+        made = {links.mesh: links for links in self.links}
+        for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
+            if mesh not in made:
+                made[mesh] = Links(mesh, self.device, self._settings.link_options)
+        self.links = [made[bucket.mesh] for bucket in self.buckets]
+        if self._reserved_tags[0] < 0:
+            self._reserve_tags()
+        first, count = self._reserved_tags
+        self.gather_tags = [first + count * i for i in range(len(self.buckets))]
+        self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
+
+    def _reserve_tags(self) -> None:
+        """Every bucket has two tags per tensor (gather, reduce) and two for its pack."""
+        count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
+        first = take_tags(self._groups(), count * max(1, len(self.params)))
+        self._reserved_tags = (first, count)
+
+    def give_back_tags(self) -> None:
+        """As if there had been no gather yet; the next one takes tags anew."""
+        if self._reserved_tags[0] >= 0:
+            give_back_tags(self._groups(), self._reserved_tags[0])
+        self._reserved_tags = (-1, 0)
+        self.materialized = False
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        meshes = dict.fromkeys((self.mesh, *(bucket.mesh for bucket in self.buckets)))
+        return [g for m in meshes for g in (m.shard_group, m.replicate_group) if g is not None]
+
+    # -- the parameters in the modules ------------------------------------------------------
+
+    def plan_registration(self) -> None:
+        """Note the parameters as they are now, here and in what registers them."""
+        self._registration.plan(self.params)
+        self._sharded = [p.sharded for p in self.params]
+        self.unsharded = [p.unsharded for p in self.params]
+        locals_ = [p.local for p in self.params if p.is_sharded]
+        inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
+        self._versioned = [*locals_, *inner]
+        self.is_trained = tuple(map(_requires_grad, self._sharded))
+
+    def register_sharded(self) -> None:
+        """After parameters were made anew or got other owners: these see the sharded ones."""
+        self.plan_registration()
+        self._registration.show("sharded")
+
+    def make_regrouped(self) -> None:
+        """Make the parameters to show while larger shards are kept after forward."""
+        saved = [b.regrouped is not None and b.regrouped.saved for b in self.buckets]
+        if self._regrouped_for == (self.generation, saved):
+            return
+        self._regrouped_for = (self.generation, saved)
+        for bucket, links in zip(self.buckets, self.links, strict=True):
+            regrouped, mesh = bucket.regrouped, links.regroup_mesh
+            for i, param in enumerate(bucket.params):
+                param.regrouped = None  # show the sharded one
+                if regrouped is None or mesh is None or not regrouped.saved:
+                    continue
+                param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
+        self.plan_registration()
+
+    def follow_freezing(self) -> bool:
+        """Users freeze and thaw the sharded parameters: let the unsharded ones be the same.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        now = tuple(map(_requires_grad, self._sharded))
+        if now == self.is_trained:
+            return False
+        self.is_trained = now
+        self.generation += 1
+        for param in self.params:
+            if param.unsharded is not None:  # else it will be made like the sharded one
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+        return True
+
+    def versions(self) -> tuple[int, int]:
+        """Grow with writes into the sharded parameters, except through ``.data``: those to this
+        rank's rows; those of operators on the DTensors, which all ranks call."""
+        return sum(map(_version, self._versioned)), sum(map(_version, self._sharded))
+
+
+def _own_grad_dtype(param: ShardedParam) -> torch.dtype:
+    """The dtype of its gradient before ranks are summed over: as set, or of the sharded one."""
+    if not param.grad_dtype_is_set:
+        return param.dtype
+    return param.compute_dtype if param.grad_dtype is None else param.grad_dtype
+
+
+def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` as it is for ``param``: what an extension is told."""
+    if param.param_dtype == policy.param_dtype:
+        return policy
+    return replace(policy, param_dtype=param.param_dtype)

@@ -1,0 +1,391 @@
+"""The way of a unit's gradients: from the tensors autograd made to ``.grad`` of the shards.
+
+A `Reduction` is one bucket's gradients on their way. Its states, one function per transition::
+
+    launch()   -> reduce-scatter started     gradients, sum buffer and output are held
+    advance()  -> (HSDP) all-reduce started  the reduce-scatter is done, its inputs are freed
+    complete() -> .grad attached             everything but the sharded gradient is released
+
+On stream-ordered devices `launch` enqueues everything and `complete` only makes compute wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.mesh_transports import Links
+from ..comm.streams import Event, Streams
+from ..comm.transports import Finish
+from ..sharding.bucket import Bucket, GradientStore
+from ..sharding.param import ShardedParam, with_own_storage
+from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
+from ..sharding.reduce_plan import ReducePlan
+
+
+class Reduction:
+    """The gradients of one bucket on their way to the shards.
+
+    Args:
+        grads: per parameter the local gradient or None; contiguous, one dtype. All None: nothing
+            new, only what earlier reductions over shards have left in ``bucket.partial``.
+        links: the transports over the ranks that share the parameters (none with one shard) and
+            over those that hold the same shard, if any.
+        all_reduce: whether to reduce over replicas now; otherwise the result is added to
+            ``bucket.partial`` and waits there for a later reduction.
+        factor: divide the sum over all ranks by this; None: by their number.
+        hook: called with each contiguous part of the result, 1-D, before it is written to the
+            sharded gradients; on ``hook_stream`` if one is given.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        *,
+        links: Links,
+        all_reduce: bool,
+        factor: float | None,
+        hook: Callable[[torch.Tensor], None] | None,
+        hook_stream: Any,
+        tag: int,
+    ) -> None:
+        self.bucket = bucket
+        self.plan = plan
+        self.grads = grads
+        self.only_partial = all(grad is None for grad in grads)
+        self.scatter = links.scatter
+        self.replicate = links.replicate
+        self.waits = self.replicate is not None and not all_reduce
+        self.num_ranks = links.mesh.size
+        self.factor = factor
+        self.hook = hook
+        self.hook_stream = hook_stream
+        self.tag = tag
+        self.covered = plan.covered
+        self.nbytes = plan.numel * bucket.gather_dtype.itemsize
+        self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
+        self.outs: list[torch.Tensor] = []
+        self.flat: Any = None
+        self._held: Any = None
+        self.in_place = False
+        self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
+        self._finish: Finish | None = None
+        self._event: Event = None
+        self._advanced = False
+
+    def collides(self) -> bool:
+        """Whether an earlier reduction that writes the same places is not complete yet."""
+        return bool(self.bucket.in_flight & self.covered)
+
+    # -- transitions ------------------------------------------------------------------------
+
+    def launch(self, streams: Streams) -> None:
+        """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
+        if self.scatter is None and self.replicate is None:
+            self.bucket.in_flight |= self.covered
+            self._event = streams.reduced()
+            return
+        detached = None
+        if self.bucket.has_gradients():
+            params = self.bucket.params
+            detached = [i for i in self.covered if params[i].sharded.grad is None]
+        self.store: GradientStore = self.bucket.gradient_store(detached)
+        self.bucket.in_flight |= self.covered
+        self._choose_output(detached)
+        with streams.reducing():
+            if self.only_partial:
+                self._allocate_output()
+                torch._foreach_zero_(self._ranges())
+            elif self.scatter is None:
+                self._copy_to_output()
+            elif self.plan.spans:  # none: only parameters without elements
+                self._allocate_output()
+                self._finish = self.scatter.reduce_scatter(
+                    self.bucket, self.plan, self.grads, self.outs, self.tag
+                )
+        if streams.stream_ordered:
+            self._advance_on_stream(streams)
+        elif self.scatter is None:
+            self.advance()  # there is nothing to wait for before the all-reduce
+
+    def advance(self) -> None:
+        """Host-ordered devices: finish the reduce-scatter and start the all-reduce, if any."""
+        if self._advanced:
+            return
+        self._advanced = True
+        self._run_finish()
+        self.grads = ()
+        if self.waits:
+            self._add_to_partial()
+        elif self.replicate is not None:
+            self._take_partial()
+            self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
+
+    def complete(self, streams: Streams) -> list[nn.Parameter]:
+        """Attach ``.grad``; afterwards compute may use it and nothing else is held.
+
+        Returns:
+            The sharded parameters that had no gradient and have one now.
+        """
+        if self.scatter is None and self.replicate is None:
+            self._adopt()
+        elif streams.stream_ordered:
+            streams.use_reduced(self._event)
+        else:
+            self.advance()
+            self._run_finish()
+            self._conclude()
+        if self.bucket.shard_device != self.bucket.device and self._has_hooks():
+            streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
+        attached = [] if self.waits else self._attach()
+        self._release()
+        return attached
+
+    def discard(self, streams: Streams) -> None:
+        """Like `complete`, for a backward that failed: wait, but attach nothing."""
+        if streams.stream_ordered:
+            streams.use_reduced(self._event)
+        elif self.scatter is not None or self.replicate is not None:
+            self.advance()
+            self._run_finish()
+        self._release()
+
+    def _release(self) -> None:
+        self.grads, self.outs = (), []
+        self._held = None
+        self.flat = None
+        self.bucket.in_flight -= self.covered
+
+    def _advance_on_stream(self, streams: Streams) -> None:
+        """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
+        if self.replicate is None or self.waits:
+            with streams.reducing(then_on=self.hook_stream):
+                if self.waits:
+                    self._add_to_partial()
+                self._conclude()
+                self._event = streams.reduced()
+            return
+        with streams.all_reducing():
+            self._take_partial()
+            self.replicate.all_reduce(self._ranges(), self.tag)
+            self._conclude()
+            self._event = streams.reduced()
+
+    def _conclude(self) -> None:
+        if not self.waits:
+            self._scale()
+            if self.hook is not None:
+                for part in self._ranges():
+                    self.hook(part)
+            if TensorHooks.registered:
+                self._call_tensor_hooks()
+            self._write_back()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _choose_output(self, detached: list[int] | None) -> None:
+        """Write straight into the gradient storage where no gradient is attached yet."""
+        transport = self.scatter or self.replicate
+        assert transport is not None
+        dtype = transport.out_dtype(self.bucket)
+        self.in_place = (
+            dtype == self.bucket.grad_dtype
+            and self.bucket.shard_device == self.bucket.device
+            and not self.waits
+            and (detached is None or len(detached) == len(self.covered))
+        )
+        self.dtype = dtype
+        self.dtensors = self.store.dtensors
+        self.flat = self.store.flat
+
+    def _allocate_output(self) -> None:
+        if self.in_place:
+            self.outs = self.store.outputs(self.plan)
+            return
+        numel = self.bucket.layout.shard_numel
+        self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
+        self.outs = self.plan.outputs(self.flat)
+
+    def _copy_to_output(self) -> None:
+        """One shard: the gradients are the sharded gradients; only gathered into one storage."""
+        self._allocate_output()
+        slots = self.bucket.layout.slots
+        outs, grads = [], []
+        for i in self.plan.present:
+            grad, slot = self.grads[i], slots[i]
+            assert grad is not None
+            grads.append(grad)
+            outs.append(
+                self.flat[slot.shard_offset : slot.shard_offset + grad.numel()].view(grad.shape)
+            )
+        torch._foreach_copy_(outs, grads)
+
+    def _adopt(self) -> None:
+        """One rank: the gradients are the sharded gradients, without a copy."""
+        dtensors: dict[int, torch.Tensor] = {}
+        for i in self.plan.present:
+            param, grad = self.bucket.params[i], self.grads[i]
+            assert grad is not None
+            if self.factor is not None:
+                grad.div_(self.factor)
+            if self.hook is not None:
+                self.hook(grad.view(-1))
+            grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
+            if TensorHooks.registered and param.sharded._backward_hooks:
+                seen = param.sharded_spec.wrap(grad)
+                made = call_tensor_hooks(param.sharded, seen, param.fqn)
+                grad = grad if made is seen else _local(made).clone().contiguous()
+            if grad.storage_offset():  # autograd may make several gradients in one storage
+                grad = with_own_storage(grad)
+            if param.sharded.grad is None:
+                dtensors[i] = param.sharded_spec.wrap(grad)
+            else:
+                _local(param.sharded.grad).add_(grad)
+        self.dtensors = dtensors
+        self._fresh = dtensors.keys()
+
+    def _run_finish(self) -> None:
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _ranges(self) -> list[torch.Tensor]:
+        return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
+
+    def _add_to_partial(self) -> None:
+        """Reduced over shards only: add to what waits for a later all-reduce."""
+        bucket = self.bucket
+        if bucket.partial is None:
+            bucket.partial = torch.zeros(
+                bucket.layout.shard_numel, dtype=self.dtype, device=bucket.device
+            )
+        for offset, numel in self.plan.ranges:
+            bucket.partial[offset : offset + numel] += self.flat[offset : offset + numel]
+        bucket.partial_present.update(self.plan.present)
+
+    def _take_partial(self) -> None:
+        """Add what earlier reductions over shards only have left."""
+        bucket = self.bucket
+        if bucket.partial is None:
+            return
+        for i in self.plan.present:  # the others have a reduction of their own to come
+            slot = bucket.layout.slots[i]
+            part = slice(slot.shard_offset, slot.shard_offset + slot.shard_numel)
+            self.flat[part] += bucket.partial[part]
+            bucket.partial[part] = 0
+        bucket.partial_present.difference_update(self.plan.present)
+        if not bucket.partial_present:
+            # Its stream is not the one that reads it last: hold it until `use_reduced`.
+            self._held, bucket.partial = bucket.partial, None
+
+    def _scale(self) -> None:
+        """From the mean over all ranks, which transports give, to sum / factor."""
+        if self.factor is not None and self.factor != self.num_ranks:
+            for part in self._ranges():
+                part.mul_(self.num_ranks / self.factor)
+
+    def _call_tensor_hooks(self) -> None:
+        """Users see, and may change, what is about to be added to ``.grad``."""
+        bucket = self.bucket
+        for i in self.plan.present:
+            param, slot = bucket.params[i], bucket.layout.slots[i]
+            if not param.sharded._backward_hooks:
+                continue
+            if self.in_place:
+                result, seen = self.store.locals[i], self.dtensors[i]
+            else:
+                start, shape = slot.shard_offset, slot.local_shape(bucket.rank)
+                result = self.flat[start : start + slot.local_numel(bucket.rank)].view(shape)
+                seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
+            made = _local(call_tensor_hooks(param.sharded, seen, param.fqn))
+            if made is not result:
+                result.copy_(made)
+
+    def _write_back(self) -> None:
+        """From the temporary output into the gradient storage, or added to ``.grad``."""
+        if self.in_place:
+            self._fresh = self.covered
+            return
+        fresh: set[int] = set()
+        self._fresh = fresh
+        params, store = self.bucket.params, self.store
+        slots, rank = self.bucket.layout.slots, self.bucket.rank
+        for i in self.plan.present:
+            slot = slots[i]
+            numel = slot.local_numel(rank)
+            value = self.flat[slot.shard_offset : slot.shard_offset + numel]
+            value = value.view(slot.local_shape(rank))
+            grad = params[i].sharded.grad
+            if grad is None:
+                fresh.add(i)
+                store.locals[i].copy_(value, non_blocking=True)
+            else:
+                _local(grad).add_(value.to(_local(grad).device))
+
+    def _has_hooks(self) -> bool:
+        params = self.bucket.params
+        return any(params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present)
+
+    def _attach(self) -> list[nn.Parameter]:
+        params = self.bucket.params
+        attached = []
+        for i in self.plan.present:
+            sharded = params[i].sharded
+            if i in self._fresh:
+                if sharded.grad is None:
+                    attached.append(sharded)
+                else:  # autograd left one meanwhile, of a use of the shard itself
+                    _add(sharded.grad, to=self.dtensors[i])
+                sharded.grad = self.dtensors[i]
+            hooks = sharded._post_accumulate_grad_hooks
+            if hooks:  # as autograd would call them
+                for hook in tuple(hooks.values()):
+                    hook(sharded)
+        return attached
+
+
+def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:
+    if isinstance(grad, DTensor) and isinstance(to, DTensor):
+        grad = grad.redistribute(placements=to.placements)
+    _local(to).add_(_local(grad))
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return getattr(grad, "_local_tensor", grad)
+
+
+class _NoGraph(torch.autograd.Function):
+    """Identity, whose backward is an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, param: ShardedParam, local: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.fqn = param.fqn
+        return param.sharded_spec.wrap(local)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"Backward came to '{ctx.fqn}'.grad, which backward(create_graph=True) made. Gradients "
+            "of sharded parameters are reduced over ranks, and that is not differentiated. A "
+            "penalty can be on gradients that torch.autograd.grad(..., create_graph=True) gives: "
+            "with respect to inputs and activations or, with reshard_after_forward=False and "
+            "between forward and backward, to the unsharded parameters (of this rank's own loss)"
+        )
+
+
+def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, a sharded gradient, as a tensor that may not be differentiated.
+
+    It requires a gradient, as all that ``backward(create_graph=True)`` leaves.
+    """
+    with torch.enable_grad():
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        return _NoGraph.apply(anchor, param, _local(grad).detach())

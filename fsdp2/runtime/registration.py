@@ -1,0 +1,248 @@
+"""Which parameters the modules of a unit hold: sharded, unsharded or regrouped ones.
+
+Swapping is one dictionary assignment per parameter, from lists made once. While plain modules
+hold sharded parameters they also have a forward pre-hook, the guard: a call that nobody gathered
+for gets an error that says what to do. While they hold unsharded ones there is no hook, so that
+computation pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..common.classes import original_class
+from ..sharding.param import ShardedParam
+from .freed_params import ReleasedParameter
+from .functional_call import fits, in_functional_call, whole_of
+from .lost_writes import LostWrites
+
+_AFTER_SHARDING = (
+    "Parametrizations (weight_norm, spectral_norm, orthogonal) and pruning (torch.nn.utils.prune) "
+    "have to be registered before fully_shard"
+)
+_REPLACED = (
+    "To change it, write into it (copy_, load_state_dict). torch.func.functional_call takes "
+    "DTensors laid out like the sharded parameters, or whole tensors, the same one under each name "
+    "of a tied parameter"
+)
+
+
+def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> str:
+    what = "removed from" if gone else "replaced in"
+    return (
+        f"Parameter '{fqn}' of unit '{unit_name}' was {what} its {type(module).__name__} after "
+        f"fully_shard. {_AFTER_SHARDING if gone else _REPLACED}"
+    )
+
+
+GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
+
+
+class Registration:
+    """What is registered in the modules that own the parameters of a unit.
+
+    Attributes:
+        shown: "sharded", "unsharded" or "regrouped".
+        substitutes: in `torch.func.functional_call`, the parameters that it replaced, and with
+            what.
+    """
+
+    def __init__(self, unit_modules: tuple[nn.Module, ...]) -> None:
+        """
+        Args:
+            unit_modules: the modules of the unit, which gather for themselves.
+        """
+        self.unit_modules = unit_modules
+        self.unit_name = type(unit_modules[0]).__name__
+        self.shown = "sharded"
+        self.substitutes: list[tuple[ShardedParam, torch.Tensor]] = []
+        self._shown_before = ""  # them
+        self._released: list[tuple[ShardedParam, ReleasedParameter]] = []
+        self._params: Sequence[ShardedParam] = ()
+        self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
+        self._expected: dict[
+            str, tuple[list[Any], list[Any], list[Any]]
+        ] = {}  # the same, by column
+        self._slow: dict[str, list[Callable[[], None]]] = {}
+        self._guarded: list[dict[int, Any]] = []
+        self._guards_are_on = False
+        self._lost_writes = LostWrites()
+
+    def plan(self, params: Sequence[ShardedParam]) -> None:
+        """Make the lists, after parameters were made anew or got other owners."""
+        self._params = params
+        self._lost_writes.follow(params)
+        owners = [(module, name, param) for param in params for module, name in param.owners]
+        for kind in ("sharded", "unsharded", "regrouped"):
+            fast = self._fast[kind] = []
+            expected: list[tuple[dict[str, Any], str, Any]] = []
+            slow = self._slow[kind] = []
+            for module, name, param in owners:
+                value = getattr(param, kind)
+                if value is None and kind == "regrouped":
+                    value = param.sharded  # on a mesh that has no such groups
+                if value is None:
+                    continue
+                expected.append((module._parameters, name, value))
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    fast.append((module._parameters, name, value))
+                else:  # recurrent layers keep a second list of their weights
+                    slow.append(partial(setattr, module, name, value))
+            columns = map(list, zip(*expected, strict=True)) if expected else ([], [], [])
+            dicts, names, values = columns
+            self._expected[kind] = (dicts, names, values)
+        self._switch_guards(False)
+        guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
+        self._guarded = [module._forward_pre_hooks for module in guarded]
+
+    def show(self, kind: str, *, for_forward: bool = True) -> None:
+        """Make the modules hold their parameters of this kind.
+
+        Args:
+            for_forward: whether they are about to compute. If not, in backward, the guards may
+                stay where they are: modules run then only to recompute, which they let pass.
+        """
+        for parameters, name, value in self._fast[kind]:
+            parameters[name] = value
+        for set_attribute in self._slow[kind]:
+            set_attribute()
+        self.shown = kind
+        guards_on = kind != "unsharded"
+        if guards_on != self._guards_are_on and (guards_on or for_forward):
+            self._switch_guards(guards_on)
+        if self._released:
+            self._released.clear()
+
+    def check(self) -> None:
+        """Before forward: the modules hold what they were last made to hold.
+
+        Else somebody put something else there, and `show` would take it away without a word. In
+        `torch.func.functional_call` that is noted as ``substitutes``.
+
+        Raises:
+            RuntimeError: if a parameter was replaced or removed, or written in vain.
+        """
+        self.check_writes()
+        if self.substitutes:  # of a forward that failed
+            self.substitutes = []
+        dicts, names, values = self._expected[self.shown]
+        if self._released or all(map(is_, map(dict.get, dicts, names), values)):
+            return
+        for param in self._params:
+            shown = getattr(param, self.shown)
+            self._check_param(param, param.sharded if shown is None else shown)
+        self._shown_before = self.shown
+
+    def check_writes(self) -> None:
+        """Before shards are read: no write to them was lost.
+
+        Raises:
+            RuntimeError: if one was.
+        """
+        self._lost_writes.check(self.unit_name)
+
+    def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
+        given = [module._parameters.get(name) for module, name in param.owners]
+        changed = [i for i, value in enumerate(given) if value is not shown]
+        if not changed:
+            return
+        first = given[0]
+        if all(value is first for value in given) and in_functional_call() and fits(first, param):
+            assert first is not None
+            self.substitutes.append((param, first))
+            return
+        module, name = param.owners[changed[0]]
+        gone = name not in module._parameters
+        raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
+
+    def set_aside(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Take out what others have registered in place of the sharded parameters.
+
+        Returns:
+            that: dictionaries, names and values, to be put back.
+        """
+        owners = (
+            (module._parameters, n, p.sharded) for p in self._params for module, n in p.owners
+        )
+        found = [(d, n, d[n], own) for d, n, own in owners if n in d and d[n] is not own]
+        for parameters, name, _, own in found:
+            parameters[name] = own
+        return [(parameters, name, value) for parameters, name, value, _ in found]
+
+    def show_substitutes(self) -> None:
+        """Before forward, after `show`: let them compute."""
+        for param, given in self.substitutes:
+            whole = whole_of(given, param)
+            for module, name in param.owners:
+                module._parameters[name] = whole  # type: ignore[assignment]
+
+    def put_back_substitutes(self) -> None:
+        """After forward: what `torch.func.functional_call` registered, for it to take away."""
+        if self.shown != self._shown_before:
+            self.show(self._shown_before)
+        for param, given in self.substitutes:
+            for module, name in param.owners:
+                module._parameters[name] = given  # type: ignore[assignment]
+        self.substitutes = []
+
+    def forget_substitutes(self) -> None:
+        """Of a forward that failed, before backward recomputes an earlier one."""
+        self.substitutes = []
+        self.show(self.shown)
+
+    def _switch_guards(self, on: bool) -> None:
+        self._guards_are_on = on
+        if on:
+            guard = self._guard
+            for hooks in self._guarded:
+                hooks[GUARD] = guard
+        else:
+            for hooks in self._guarded:
+                hooks.pop(GUARD, None)
+
+    def show_released(self, param: ShardedParam, stand_in: ReleasedParameter) -> None:
+        """Of one parameter, whose memory was given back early, a stand-in, until `show`."""
+        self._released.append((param, stand_in))
+        for module, name in param.owners:
+            module._parameters[name] = stand_in  # type: ignore[assignment]
+
+    @contextmanager
+    def showing_sharded(self) -> Iterator[None]:
+        """Sharded parameters inside, whatever was shown before after it."""
+        before, released = self.shown, list(self._released)
+        self.show("sharded")
+        try:
+            yield
+        finally:
+            self.show(before)
+            for item in released:
+                self.show_released(*item)
+
+    def __deepcopy__(self, memo: dict) -> Registration:
+        unit_type = original_class(type(self.unit_modules[0])).__name__
+        raise NotImplementedError(
+            "copy.deepcopy of a module whose parameters belong to the sharded unit "
+            f"'{self.unit_name}' ({unit_type}) around it: copy that module, or give this one a "
+            "fully_shard of its own"
+        )
+
+    def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.shown == "unsharded" or any(isinstance(arg, DTensor) for arg in args):
+            return
+        names = ", ".join(p.fqn for p in self._params if any(m is module for m, _ in p.owners))
+        unit_type = type(self.unit_modules[0]).__name__
+        raise RuntimeError(
+            f"{type(module).__name__} was called while its parameters ({names}) are sharded: they "
+            f"belong to the unit '{self.unit_name}' ({unit_type}), which gathers them only for its "
+            "own forward. Call that module instead; for another method of it, as generate, call "
+            "register_fsdp_forward_method(module, 'generate') once; or call unshard() on it before "
+            "and reshard() after, or give this submodule a fully_shard of its own"
+        )

@@ -1,0 +1,91 @@
+"""``backward(inputs=...)`` and ``torch.autograd.grad`` with sharded parameters.
+
+Autograd knows the unsharded parameters: a sharded one is in no graph. Asked for its gradient,
+``backward`` would do nothing at all, without a word and without calling a hook, so what is asked
+for has to be looked at before the engine runs. ``backward`` is asked for the unsharded parameters
+too, and the unit reduces what they get, as ever. ``torch.autograd.grad`` returns gradients instead
+of accumulating them, so nobody would reduce them: an error says what to call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..sharding.param import ShardedParam, managed_param
+
+_INPUTS = 3  # the place of `inputs` among the engine's arguments after the outputs
+_installed = False
+
+
+def look_at_requests() -> None:
+    """Let the engine's runs with ``inputs`` be looked at from now on. Others cost nothing."""
+    global _installed
+    if _installed or not hasattr(torch.autograd, "_engine_run_backward"):
+        return
+    _installed = True
+    original = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(original)
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > _INPUTS and args[_INPUTS]:
+            params = _sharded_among(args[_INPUTS])
+            if params:
+                call = _backward if kwargs.get("accumulate_grad") else _grad
+                return call(functools.partial(original, outputs), params, args, kwargs)
+        return original(outputs, *args, **kwargs)
+
+    for module in (torch.autograd.graph, torch.autograd):
+        vars(module)["_engine_run_backward"] = run
+
+
+def _sharded_among(inputs: Sequence[Any]) -> list[tuple[ShardedParam, nn.Parameter]]:
+    """The sharded parameters that have computed, and what computes in their place."""
+    found = []
+    for tensor in inputs:
+        param = managed_param(tensor) if isinstance(tensor, DTensor) else None
+        if param is not None and param.unsharded is not None and param.unsharded.requires_grad:
+            found.append((param, param.unsharded))
+    return found
+
+
+def _asking_for(more: Sequence[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args[:_INPUTS], (*args[_INPUTS], *more), *args[_INPUTS + 1 :])
+
+
+def _backward(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The shards themselves, too: a penalty may be computed from them.
+    return run(*_asking_for([unsharded for _, unsharded in params], args), **kwargs)
+
+
+def _grad(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    asked = _asking_for([unsharded for _, unsharded in params], args)
+    num_inputs, allow_unused = len(args[_INPUTS]), args[_INPUTS + 1]
+    grads = run(*asked[: _INPUTS + 1], True, *asked[_INPUTS + 2 :], **kwargs)
+    used = [
+        param.fqn
+        for (param, _), grad in zip(params, grads[num_inputs:], strict=True)
+        if grad is not None
+    ]
+    if used:
+        more = f" and {len(used) - 1} more" if len(used) > 1 else ""
+        raise RuntimeError(
+            f"torch.autograd.grad was asked for the gradient of the sharded parameter '{used[0]}'"
+            f"{more}. What computes are unsharded parameters, and gradients that are returned and "
+            "not accumulated are never reduced over ranks. Call loss.backward(inputs=[...]) with "
+            "these parameters and read their .grad, which is reduced. For gradients of this rank's "
+            "own loss (a penalty on them), use reshard_after_forward=False and ask for "
+            "model.parameters() between forward and backward, which are the unsharded ones then"
+        )
+    if not allow_unused and any(grad is None for grad in grads[:num_inputs]):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set "
+            "allow_unused=True if this is the desired behavior."
+        )
+    return grads[:num_inputs]

@@ -1,0 +1,621 @@
+"""The order of things in one tree of units: who is gathered, freed and reduced when.
+
+A `Runtime` belongs to a root, the outermost sharded module. The hooks call it at four points of
+every unit (before and after forward and backward) and autograd calls it at the end of backward.
+It keeps the order in which units ran: the order of the last forward tells what to gather next in
+this one, and the reverse of this forward what to gather next in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..comm.streams import streams_for
+from ..common.failures import accumulation_lost, reraise
+from .deferred_reductions import sum_late
+from .finalization import Finalization, GradientReductionHandle
+from .first_forward import FirstForward
+from .forwards import Forward, Forwards, modules_being_called
+from .frozen_cache import choose
+from .reduction import Reduction
+from .torch_modes import NOT_TRACED
+from .unit import State, Unit
+from .unwritten import warn_of_unwritten
+
+# How many units' worth of gradients may be on their way before compute waits for the oldest.
+# On host-ordered devices little overlaps, and memory counts more.
+UNITS_IN_FLIGHT = 2
+UNITS_IN_FLIGHT_ON_HOST = 1
+
+
+class Runtime:
+    """State shared by the units of one tree.
+
+    Attributes:
+        units: all units, in the order of the module tree; ``root`` is the outermost.
+        streams: the streams and the order between them.
+        creates_graph: whether the last backward was called with ``create_graph=True``: a second one
+            is to go through it, and reads the weights again.
+        is_last_backward: whether the end of the next backward waits for the reductions.
+        finalization: whether the caller ends the iteration instead.
+        first_forward: what ranks are to compare before it; None: nothing (any more).
+        forwards: those that backward may still come to.
+    """
+
+    def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
+        self.root = root
+        self.units = list(units)
+        shared = (unit.settings.shared_streams for unit in units)
+        before = (unit.runtime.streams for unit in units if unit.runtime is not None)
+        self.streams = next(filter(None, (*shared, *before)), None) or streams_for(device)
+        num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
+        blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
+        self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
+        self._offloads = any(unit.settings.offload for unit in units)
+        self.is_last_backward = True
+        self.finalization = Finalization(root.settings.manual_finalization)
+        self.first_forward: FirstForward | None = None
+        self.optimizer_event: Any = None
+        # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
+        self.forward_root: Unit | None = None
+        self._orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
+        self.forward_order: list[Unit] = []
+        self._this_forward: list[Unit] = []
+        self._predicted = False
+        self._leads_to_backward = False
+        self.in_backward = False
+        self._end: weakref.ref[Any] = weakref.ref(self)  # dead once a backward is over or raised
+        self.creates_graph = False
+        self.num_backwards = 0
+        self.forwards = Forwards()
+        self._attached: list[nn.Parameter] = []  # whose .grad this backward made
+        self._reductions: deque[list[Reduction]] = deque()
+        self._kept: Unit | None = None
+        self._finalizing = False  # inside of `finalize_backward`
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start the gather of the unit expected next."""
+        if self.in_backward and not _autograd_is_running():
+            self.reset()
+        if self.in_backward:  # recomputation of activations
+            if unit.registration.substitutes:
+                unit.registration.forget_substitutes()
+            unit.unshard(self.streams)
+            if not unit.backward_began and not unit.has_graph:
+                unit.recomputes_all = True
+            return
+        if self.forward_root is None or self.forward_root not in unit.enclosing:
+            self._begin_forward(unit)
+        unit.registration.check()
+        unit.unshard(self.streams)
+        unit.running += 1
+        order, position = self.forward_order, len(self._this_forward)
+        self._this_forward.append(unit)
+        by_hand = unit.settings.forward_prefetch
+        if by_hand:
+            self._prefetch(by_hand)
+            return
+        if self._predicted:
+            if position < len(order) and order[position] is unit:
+                self._prefetch(order[position + 1 : position + 2])
+            else:
+                self._predicted = False
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self.finalization.check_forward()
+        if torch.jit.is_tracing():
+            raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
+        if self.forward_root is not None:
+            self.reset()
+        if self.first_forward is not None and self.first_forward.is_due():
+            self.first_forward.compare()
+            self.first_forward = None
+        self.forward_root = unit
+        self.forwards.begin(unit)
+        self._leads_to_backward = torch.is_grad_enabled()
+        self.streams.before_root_forward(self.optimizer_event)
+        self.optimizer_event = None
+        self.forward_order = self._orders.get(unit, [])
+        self._predicted = bool(self.forward_order)
+        self._this_forward = []
+        self._free_written(self.units)
+        for other in self.units:
+            self.take_weight_gradients(other)
+            for bucket in other.contents.buckets:
+                bucket.release_gradients()
+
+    def _free_written(self, among: Sequence[Unit]) -> None:
+        """Free what is gathered and was written since: it is gathered again."""
+        for unit in among:
+            if unit.state is not State.SHARDED and unit.is_stale():
+                unit.free(self.streams)
+            if unit.settings.keep_frozen is not None:
+                written = [b for b in unit.buckets if b.held and not b.holds()]
+                if written:
+                    unit.free(self.streams)
+                    unit.drop_kept(self.streams, written)
+
+    def post_forward(
+        self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
+    ) -> None:
+        """Free ``unit``, as far as its policy says, and note when it ended.
+
+        Args:
+            forward: what the hooks on its outputs hold.
+        """
+        if self.in_backward:
+            return
+        unit.running = max(0, unit.running - 1)
+        unit.has_graph = differentiable
+        if differentiable or (unit.recomputes_all and self._leads_to_backward):
+            self.forwards.note(unit, forward if differentiable else None)
+        outermost = self.forward_root is unit
+        policy = unit.reshard_after_forward
+        if not differentiable and unit.settings.reshard_after_forward is None:
+            policy = True  # what a root keeps for backward is of no use without one
+        if policy is not False and not self._runs_next(unit):
+            if differentiable and not outermost and self._ends_forward(unit):
+                # The last unit of forward is the first of backward: keep its memory.
+                self._kept = unit
+                unit.show_sharded()
+            else:
+                # Larger shards are for the gather in backward: of no use where there is none.
+                again = differentiable and unit.settings.unshard_in_backward
+                unit.free(self.streams, regroup=type(policy) is int and again)
+        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
+            unit.release_embeddings(self.streams)
+        if unit.registration.substitutes:
+            unit.registration.put_back_substitutes()
+        if outermost:
+            self._end_forward()
+            if not differentiable and self._offloads:
+                self.streams.synchronize()  # else backward does; then the host may write shards
+
+    def _runs_next(self, unit: Unit) -> bool:
+        """Whether the recorded order says that ``unit`` runs again at once."""
+        position = len(self._this_forward)
+        return (
+            self._predicted
+            and position < len(self.forward_order)
+            and self.forward_order[position] is unit
+        )
+
+    def _ends_forward(self, unit: Unit) -> bool:
+        return (
+            self._predicted
+            and len(self._this_forward) == len(self.forward_order)
+            and self._this_forward[-1] is unit
+            and unit.reshard_after_forward is True
+        )
+
+    def _end_forward(self) -> None:
+        for unit in self.units:
+            if unit.state is State.GATHERING:  # prefetched, but did not run
+                unit.free(self.streams)
+        assert self.forward_root is not None
+        self._orders[self.forward_root] = self._this_forward
+        self.forward_root = None
+
+    def _prefetch(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.state is State.SHARDED:
+                unit.launch_gather(self.streams)
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def pre_backward(
+        self, unit: Unit, forward: Forward | None = None, *, accumulates: bool = True
+    ) -> None:
+        """Gather ``unit`` and start the gather of the one that ran before it in forward.
+
+        Args:
+            forward: the one that backward has come to.
+            accumulates: whether this run of autograd accumulates gradients of the unit's
+                parameters. If not (``autograd.grad``), someone may compute them in another run
+                and assign them: pipelines with zero bubbles do. No hook is called there.
+        """
+        if self.in_backward and not self.will_end_backward:
+            self.reset()  # an earlier backward raised, and no forward ran since
+        self.begin_backward()
+        settings = unit.settings
+        entered = self.forwards.enter(unit, forward)
+        before = None if entered is None else entered.unit_before()
+        if unit.backward_began:
+            if unit.state is not State.UNSHARDED and settings.unshard_in_backward:
+                unit.unshard(self.streams)
+            return
+        unit.backward_began = True
+        if not accumulates:
+            unit.weight_grads_deferred = True
+        elif self.ends_iteration:
+            unit.weight_grads_deferred = False
+        if not settings.reduce_grads or unit.gradients.widened:
+            unit.gradients.let_autograd_widen(wanted=not settings.reduce_grads)
+        if unit is self._kept:
+            self._kept = None
+            if unit.is_rewritten():
+                unit.free(self.streams)
+        # If some were released, all that backward reads is there still.
+        if not unit.released and settings.unshard_in_backward:
+            unit.unshard(self.streams)
+        if settings.backward_prefetch:
+            if entered is not None:
+                # Not those that have been through backward already: nobody would use what is
+                # gathered, and an optimizer in backward may be writing their shards.
+                self._prefetch(filter(entered.follows, settings.backward_prefetch))
+        elif before is not None and before.settings.unshard_in_backward:
+            self._prefetch((before,))
+        unit.next_in_backward = before
+        for parent in unit.enclosing:
+            if parent.contents.params:
+                self._reduce_early(parent)
+
+    def begin_backward(self) -> None:
+        """Something of this tree is in a run of autograd; its end ends this backward."""
+        if self.in_backward:
+            return
+        if self.forward_root is not None:
+            self._notice_failed_forward()
+        self.in_backward = True
+        self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
+        self.finalization.active = True
+        self.num_backwards += 1
+        # Autograd forgets it when the backward is over, also when that raises.
+        end = partial(self.end_backward)
+        self._end = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    @property
+    def will_end_backward(self) -> bool:
+        """Whether autograd is going to call `end_backward`."""
+        return self._end() is not None
+
+    def _notice_failed_forward(self) -> None:
+        """A forward has begun and not ended: it called this backward, or it has raised.
+
+        After one that raised the units it left running are to be freed like all others. What is
+        on the stack tells the two apart; it is looked at in this rare case only.
+        """
+        running = modules_being_called()
+        for unit in self.units:
+            if not running.intersection(unit.modules):
+                unit.running = 0
+        if self.forward_root is not None and not self.forward_root.running:
+            self.forward_root = None
+
+    def post_backward(self, unit: Unit) -> None:
+        """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
+        unit.backward_began = False
+        runs_next = unit.next_in_backward is unit
+        if runs_next and len(unit.modules) > 1:
+            return  # another module of the group: their gradients are reduced together
+        self.reduce(unit)
+        if self._frees(unit) and not runs_next and not unit.running:
+            unit.free(self.streams)
+
+    def _frees(self, unit: Unit) -> bool:
+        """Whether backward frees ``unit``: not if another one is to go through it."""
+        return unit.settings.reshard_after_backward and not self.creates_graph
+
+    def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
+        """Start the reduction of the gradients that ``unit`` has."""
+        settings, gradients = unit.settings, unit.gradients
+        if not settings.reduce_grads:
+            gradients.accumulate()
+            return
+        unit.reduced = True
+        taken = gradients.take(direct_only=direct_only, may_sum_late=self.ends_iteration)
+        if unit.encloses and self.in_backward and self._frees(unit):
+            unit.release_reduced(taken, self.streams)
+        reductions = gradients.make_reductions(
+            taken,
+            final=final,
+            sums=unit.holds_earlier_gradients,
+            fill_unused=settings.reduce_unused,
+        )
+        if not reductions:
+            return
+        nbytes = sum(reduction.nbytes for reduction in reductions)
+        self._make_room(nbytes, settings.max_input_buffers)
+        for reduction in reductions:
+            if reduction.collides():
+                self._complete_all()
+            try:
+                reduction.launch(self.streams)
+            except RuntimeError as error:
+                self._reraise(error, reduction)
+        self._reductions.append(reductions)
+        if not self.streams.stream_ordered:
+            if any(reduction.replicate is not None for reduction in reductions):
+                self._advance(tuple(self._reductions)[:-1])
+            if nbytes > self.max_bytes_in_flight and settings.max_input_buffers is None:
+                self._complete_all()
+
+    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
+        for reductions in in_flight:
+            for reduction in reductions:
+                try:
+                    reduction.advance()
+                except RuntimeError as error:
+                    self._reraise(error, reduction)
+
+    def _reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
+        bucket = reduction.bucket
+        name = next(unit.name for unit in self.units if bucket in unit.buckets)
+        names = [bucket.params[i].fqn for i in reduction.plan.present[:3]]
+        if len(reduction.plan.present) > 3:
+            names.append("...")
+        what = f"the reduction of gradients of unit '{name}' ({', '.join(names)})"
+        transport = reduction.scatter or reduction.replicate
+        reraise(error, what, transport and transport.group)
+
+    def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
+        """Complete older reductions until one of ``nbytes`` more may be in flight."""
+        if max_buffers is not None:
+            while len(self._reductions) >= max_buffers:
+                self._complete_oldest()
+            return
+        in_flight = sum(r.nbytes for older in self._reductions for r in older)
+        while self._reductions and in_flight + nbytes > self.max_bytes_in_flight:
+            in_flight -= sum(r.nbytes for r in self._reductions[0])
+            self._complete_oldest()
+
+    def _reduce_early(self, parent: Unit) -> None:
+        """Reduce large gradients of an enclosing unit that are complete already.
+
+        The head of a language model belongs to the root, and its gradient is done when backward
+        enters the last block. Without this it would be held until the embedding's is done too.
+        """
+        settings = parent.settings
+        if not (parent.backward_began and settings.reduce_grads) or parent.holds_earlier_gradients:
+            return
+        if settings.reduce_unused:
+            return  # which gradients are complete by now differs from rank to rank
+        self.reduce(parent, direct_only=True)
+
+    def _complete_oldest(self) -> None:
+        for reduction in self._reductions.popleft():
+            try:
+                self._attached += reduction.complete(self.streams)
+            except RuntimeError as error:
+                self._reraise(error, reduction)
+
+    def _complete_all(self) -> None:
+        while self._reductions:
+            self._complete_oldest()
+
+    @property
+    def ends_iteration(self) -> bool:
+        """Whether the reductions that start now are the last ones before users look at ``.grad``:
+        those of the last backward, or of a manual finalization."""
+        if self.finalization.manual:
+            return self._finalizing
+        return self.is_last_backward
+
+    def end_backward(self) -> None:
+        """Reduce what is left, and free all units; after the last backward, wait for everything."""
+        self._reduce_left()
+        if self.ends_iteration:
+            self._complete_iteration()
+        self._free_units()
+        self._kept = None
+        self.forwards.end_pass()
+        self.in_backward = False
+
+    def finalize_backward(self, *, wait: bool) -> GradientReductionHandle | None:
+        """End an iteration whose backwards are all over: reduce what they left, free all units.
+
+        Args:
+            wait: for the reductions; otherwise the handle that is returned does.
+
+        Raises:
+            RuntimeError: if the caller may not end it now; see `Finalization`.
+        """
+        self.finalization.check_finalize(in_backward=self.in_backward)
+        self._finalizing = True
+        try:
+            self._reduce_left()
+        finally:
+            self._finalizing = False
+        if wait:
+            self._complete_iteration()
+            self._free_units()
+            return None
+        self._free_units()
+        self.finalization.pending = GradientReductionHandle(self._finish_finalization)
+        return self.finalization.pending
+
+    def _finish_finalization(self, handle: GradientReductionHandle) -> None:
+        self.finalization.check_handle(handle)
+        self._complete_iteration()
+        self._join()
+
+    def _reduce_left(self) -> None:
+        """Reduce what no hook has reduced; or accumulate it, where gradients are not in sync.
+
+        With manual finalization, that is left to the finalization: how many backwards are to come
+        is not known, and ranks must agree on the number of reductions.
+        """
+        if not self.streams.stream_ordered and self.ends_iteration:
+            # What waits for an all-reduce is known only when sums over shards are there.
+            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
+        leaves_sync = self.finalization.manual and not self._finalizing
+        for unit in reversed(self.units):
+            settings, gradients = unit.settings, unit.gradients
+            leave = leaves_sync and settings.sync_grads
+            if leave:
+                gradients.accumulate()  # or autograd would, in the dtype of computation
+            else:
+                if gradients.are_left() or (settings.reduce_unused and not unit.reduced):
+                    self.reduce(unit, final=True)
+                unit.reduced = False
+            unit.backward_began = False
+            unit.holds_earlier_gradients = leave or not settings.reduce_grads
+            unit.holds_partial_sums = not settings.all_reduce_grads
+
+    def _complete_iteration(self) -> None:
+        """Wait for the reductions; ``.grad`` is what users may look at."""
+        self._complete_all()
+        sum_late(unit.gradients.late_sums for unit in self.units)
+        for unit in self.units:
+            unit.gradients.late_sums.forget()
+            if self.creates_graph:
+                unit.gradients.refuse_graph()
+        self._attached.clear()
+        self.forwards.forget_ungraphed()
+        self.finalization.end()
+
+    def _free_units(self) -> None:
+        for unit in self.units:
+            if unit.running:
+                pass  # backward ran inside of its forward, which goes on
+            elif unit.state is not State.SHARDED and self._frees(unit):
+                unit.free(self.streams)
+            elif unit.state is State.GATHERING:
+                unit.finish_gather(self.streams)  # or the optimizer would overtake it
+            if self.creates_graph and unit.settings.reshard_after_backward and not unit.running:
+                unit.show_sharded()
+        self._join()
+
+    def _join(self) -> None:
+        """Let the host (for offloaded shards) and a graph capture wait for all streams."""
+        if self._offloads:
+            self.streams.synchronize()
+        self.streams.join_capture()
+
+    def last_order(self, root: Unit) -> list[Unit]:
+        """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
+        return [unit for unit, _ in groupby(self._orders.get(root, ()))]
+
+    # -- by hand ----------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Start a gather that a user asked for."""
+        self.streams.before_root_forward(self.optimizer_event)
+        if unit.state is State.SHARDED:
+            self._free_written([unit])
+            unit.launch_gather(self.streams)
+        unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
+
+    def take_weight_gradients(self, unit: Unit) -> None:
+        """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
+        if unit.weight_grads_deferred and unit.gradients.has_whole():
+            self.reduce(unit)
+
+    def gather_for_backward(self, unit: Unit) -> None:
+        """Register the unsharded parameters between forward and backward, and start the gather.
+
+        Backward waits for it, except where gradients of weights are computed apart: nothing is
+        called there, so it is waited for at once.
+        """
+        if self.ends_iteration or self.in_backward:
+            return
+        deferred = any(other.weight_grads_deferred for other in self.units)
+        if not deferred and not any(other.awaits_backward for other in self.units):
+            return
+        if deferred:
+            unit.unshard(self.streams)
+            return
+        if unit.released:
+            unit.free(self.streams)
+        if unit.state is State.SHARDED:
+            unit.launch_gather(self.streams)
+        unit.show_unsharded()
+
+    def choose_finalization(self, *, manual: bool) -> None:
+        """Whether the caller ends iterations."""
+        self.finalization.choose(manual, in_backward=_autograd_is_running())
+
+    def wait_unshard(self, unit: Unit) -> None:
+        unit.unshard(self.streams)
+
+    def look_for_unwritten(self) -> None:
+        """Before the first gather after ``to_empty``: warn of what nothing wrote since."""
+        marks = [mark for unit in self.units for mark in unit.contents.unwritten]
+        for unit in self.units:
+            unit.contents.unwritten = []
+        warn_of_unwritten(self.root.modules[0], marks)
+
+    def reshard(self, unit: Unit) -> None:
+        """Free ``unit``, with what it keeps gathered."""
+        unit.free(self.streams)
+        unit.drop_kept(self.streams)
+
+    def choose_kept(self) -> None:
+        """Decide anew which frozen parameters stay gathered."""
+        for unit, buckets in choose(self.units).items():
+            unit.keep(buckets, self.streams)
+
+    # -- recovery ---------------------------------------------------------------------------
+
+    def reset(self, *, discard: bool = False) -> None:
+        """Finish what is in flight, free every unit and forget the failed iteration.
+
+        Args:
+            discard: drop gradients that micro-batches before the failed one have left, too.
+
+        Raises:
+            RuntimeError: after all that, if gradients of such micro-batches are lost, since a
+                backward that raised has added to them.
+        """
+        lost: list[str] = []
+        if self.in_backward or discard:
+            lost = [unit.name for unit in self.units if not discard and unit.accumulates]
+            self._discard_gradients()
+        if discard:
+            for param in (param for unit in self.units for param in unit.params):
+                param.sharded.grad = None
+        self._complete_all()
+        for unit in self.units:
+            unit.free(self.streams)
+            unit.drop_kept(self.streams)
+            unit.backward_began = False
+            unit.forwards.clear()
+            unit.running = 0
+        if self._offloads:
+            self.streams.synchronize()
+        self.forwards.forget_ungraphed()
+        self.forwards.end_pass()
+        self._kept = None
+        self.in_backward = False
+        self.finalization.end()
+        self.forward_root = None
+        if lost:
+            raise accumulation_lost(lost)
+
+    def _discard_gradients(self) -> None:
+        """Drop what a failed backward has made; gradients that were there before stay."""
+        for reductions in self._reductions:
+            for reduction in reductions:
+                reduction.discard(self.streams)
+        self._reductions.clear()
+        for param in self._attached:
+            param.grad = None
+        self._attached.clear()
+        for unit in self.units:
+            unit.drop_accumulated()
+
+
+def _largest_bytes(unit: Unit) -> int:
+    """Of what a unit gathers and of what it reduces: replicated units gather nothing."""
+    reduced = sum(
+        slot.full_numel * bucket.gather_dtype.itemsize
+        for bucket in unit.buckets
+        for slot in bucket.layout.slots
+    )
+    return max(unit.gathered_bytes, reduced)
+
+
+def _autograd_is_running() -> bool:
+    return torch._C._current_graph_task_id() != -1

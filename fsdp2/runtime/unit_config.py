@@ -1,0 +1,119 @@
+"""What was chosen for one unit, apart from what it is made of and where it stands.
+
+`fully_shard` makes the `Settings` of its arguments, `shard_model` and the methods of `FSDPModule`
+change them between steps, and `copy.deepcopy` of a model copies them as a whole. Whatever a user
+may choose per unit is a field here, so that no place has to list the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..comm.mesh_transports import LinkOptions
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .frozen_cache import KeepFrozen
+
+# A parameter of which a rank sends fewer bytes is packed with others. Both costs of a direct one, a
+# message to each peer or an entry of a batched collective (a ring of as many steps as there are
+# ranks), and those of a packed one, a copy of all slices, grow with the number of ranks, so the
+# limit is of a slice. docs/design.md has the reasons for this number.
+DIRECT_MIN_BYTES = 64 * 1024
+
+
+def direct_min_bytes_for(chosen: int | None) -> int:
+    """From how many bytes per rank a parameter is gathered by itself: ``chosen``, or the usual."""
+    return DIRECT_MIN_BYTES if chosen is None else chosen
+
+
+@dataclass
+class Settings:
+    """The choices for one unit; but for ``strategy`` the same on every rank.
+
+    Attributes:
+        mp_policy, offload_policy, direct_min_bytes: as of `fully_shard`.
+        reshard_after_forward: the same; None: False for the root, else True.
+        reshard_after_backward: whether parameters are freed after backward.
+        unshard_in_backward: whether they are gathered for backward.
+        forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
+            begins, instead of the one that the order of the last forward predicts.
+        keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
+        keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
+        strategy: the name that was given to `shard_model`, for people.
+        gathered_once: parameters stay gathered after a backward without gradient sync.
+        sync_grads: whether backward is the last one of a step, which reduces gradients.
+        accumulate_sharded: whether the ones before it reduce-scatter too.
+        all_reduce_grads: whether reduced gradients are summed over replicas.
+        manual_finalization: whether the caller ends an iteration; of the root only.
+        reduce_unused: whether parameters without a gradient take part in reductions.
+        divide_factor: what sums of gradients are divided by; None: the number of ranks.
+        all_reduce_hook, all_reduce_stream: called on reduced gradients, on that stream.
+        max_input_buffers: units whose gradients may be on their way; None: a number of bytes
+            limits them.
+        link_options: how to communicate.
+        shared_streams: the streams of units of other trees, to use too; see `share_comm_ctx`.
+    """
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    direct_min_bytes: int | None = None
+    # What is gathered when, and for how long.
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: list[Any] = field(default_factory=list)
+    backward_prefetch: list[Any] = field(default_factory=list)
+    keep_unsharded_storage: bool = False
+    keep_frozen: KeepFrozen | None = None
+    strategy: str | None = None
+    gathered_once: bool = False
+    # What is reduced when, and how.
+    sync_grads: bool = True
+    accumulate_sharded: bool = False
+    all_reduce_grads: bool = True
+    manual_finalization: bool = False
+    reduce_unused: bool = False
+    divide_factor: float | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_stream: Any = None
+    max_input_buffers: int | None = None
+    # How to communicate.
+    link_options: LinkOptions = field(default_factory=LinkOptions)
+    shared_streams: Any = None
+
+    @property
+    def reduce_grads(self) -> bool:
+        """Whether a backward reduces what it leaves; else gradients accumulate unsharded."""
+        return self.sync_grads or self.accumulate_sharded
+
+    @property
+    def offload(self) -> bool:
+        """Whether shards live in host memory."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    def pins_memory(self, device: torch.device) -> bool:
+        """Whether that memory is page-locked, for copies to ``device``."""
+        policy = self.offload_policy
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and device.type != "cpu"
+
+    def set_sync(self, sync: bool) -> None:
+        """For the backward of the last micro-batch of a step (True), or of one before it."""
+        self.sync_grads = self.all_reduce_grads = sync
+        if self.gathered_once:
+            self.reshard_after_backward = sync
+
+    def keep_sync(self) -> Callable[[], None]:
+        """A function that sets back what `set_sync` changes."""
+        before = (self.sync_grads, self.all_reduce_grads, self.reshard_after_backward)
+
+        def restore() -> None:
+            self.sync_grads, self.all_reduce_grads, self.reshard_after_backward = before
+
+        return restore
+
+    def for_copy(self) -> Settings:
+        """The same for a copy of the unit, which knows the units to prefetch itself."""
+        return replace(self, forward_prefetch=[], backward_prefetch=[])

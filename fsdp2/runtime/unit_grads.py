@@ -1,0 +1,270 @@
+"""The gradients of a unit that no reduction has taken yet.
+
+Autograd leaves them on the unsharded parameters. What the backward of a micro-batch without
+gradient sync leaves waits there for the last one, or, where gradients are reduced in another
+dtype, in ``accumulated``, in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from ..sharding.bucket import Bucket
+from .deferred_reductions import LateSums
+from .param_group import UnitContents
+from .reduction import Reduction, reduced_without_graph
+from .unit_config import Settings
+
+Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
+
+
+class UnitGradients:
+    """Unreduced gradients of one unit.
+
+    Attributes:
+        accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
+        widened: whether autograd makes gradients in the dtype of the reduction by itself.
+        late_sums: what is still to be summed over tensor-parallel ranks.
+    """
+
+    reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
+
+    def __init__(self, contents: UnitContents, settings: Settings) -> None:
+        self._contents = contents
+        self._settings = settings
+        self._offloads = settings.offload
+        self.accumulated: dict[int, torch.Tensor] = {}
+        self.late_sums = LateSums()
+        self._accumulators: list[Any] = []  # the nodes that accumulate them, of
+        self._generation = -1  # the contents
+        self.widened = False
+
+    # -- is there anything? -----------------------------------------------------------------
+
+    def has_whole(self) -> bool:
+        """Whether there are gradients that no reduction has taken."""
+        return any(map(_has_grad, self._contents.unsharded)) or bool(self.accumulated)
+
+    def are_accumulated(self) -> bool:
+        """Whether the run of autograd that is in progress accumulates any of them.
+
+        ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, go
+        through the unit and do not. To be called inside of such a run.
+        """
+        contents = self._contents
+        if self._generation != contents.generation:
+            self._generation = contents.generation
+            self._accumulators = [
+                node
+                for param in contents.unsharded
+                if param is not None
+                and param.requires_grad
+                and (node := _accumulator(param)) is not None
+            ]
+        # Usually the first answer ends it; none is given where nothing is trained.
+        return any(map(_will_run, self._accumulators)) or not self._accumulators
+
+    def are_left(self) -> bool:
+        """Whether anything is left to reduce; sums that wait for an all-reduce count."""
+        if self.has_whole():
+            return True
+        return any(bucket.partial_present for bucket in self._contents.buckets)
+
+    # -- taking and keeping -----------------------------------------------------------------
+
+    def take(self, *, direct_only: bool = False, may_sum_late: bool = False) -> Taken:
+        """Remove the gradients from the unsharded parameters.
+
+        Args:
+            direct_only: only of parameters that are not packed.
+            may_sum_late: whether this is the last backward before somebody looks at ``.grad``.
+        """
+        may_sum_late = may_sum_late and self._may_sum_late()
+        taken = []
+        for bucket in self._contents.buckets:
+            grads: dict[int, torch.Tensor] = {}
+            for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
+                grad = unsharded.grad
+                if grad is not None:
+                    unsharded.grad = None
+                    if grad.requires_grad:  # of backward(create_graph=True)
+                        grad = grad.detach()
+                    if (
+                        type(grad) is not torch.Tensor
+                        or grad.is_sparse
+                        or bucket.sums_plain
+                        or not grad.is_contiguous()
+                    ):
+                        param = bucket.params[i]
+                        may_wait = may_sum_late and not bucket.is_reducing(i)
+                        grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)
+                    grads[i] = grad
+            if self.accumulated:
+                self._add_accumulated(bucket, grads)
+            taken.append(grads)
+        return taken
+
+    def _may_sum_late(self) -> bool:
+        """Whether nobody looks at sharded gradients before the end of the last backward."""
+        settings = self._settings
+        return (
+            settings.all_reduce_grads
+            and settings.all_reduce_hook is None
+            and not self.accumulated
+            and not self._offloads
+        )
+
+    def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """What backwards without sync have left, in the dtype of the reduction."""
+        for i, param in enumerate(bucket.params):
+            earlier = self.accumulated.pop(id(param), None)
+            if earlier is not None:
+                grads[i] = earlier.add_(grads[i]) if i in grads else earlier
+
+    def let_autograd_widen(self, *, wanted: bool) -> None:
+        """Whether what backward is about to make becomes a sum over several backwards.
+
+        The first term of such a sum is widened anyway; if autograd does it, the several uses of a
+        tied parameter are added up in the dtype of the reduction, too.
+        """
+        self.widened = wanted
+        for bucket in self._contents.buckets:
+            if bucket.params[0].grad_dtype_is_set or not bucket.widens:
+                continue
+            for i, unsharded in bucket.unsharded:
+                is_added = unsharded.grad is not None or id(bucket.params[i]) in self.accumulated
+                if wanted:
+                    dtype = None if is_added else bucket.reduce_dtype
+                else:
+                    keeps = bucket.keeps_dtypes or unsharded.grad is not None
+                    dtype = None if keeps else bucket.gather_dtype
+                unsharded.grad_dtype = dtype  # None: autograd's; a sum takes terms of any dtype
+
+    def accumulate(self) -> None:
+        """Without sync: keep gradients unsharded, in the dtype of the reduction."""
+        for bucket in self._contents.buckets:
+            if bucket.reduce_dtype == bucket.gather_dtype:
+                continue  # autograd accumulates in .grad, in the right dtype
+            for param in bucket.params:
+                grad = param.unsharded.grad  # type: ignore[union-attr]
+                if grad is None:
+                    continue
+                param.unsharded.grad = None  # type: ignore[union-attr]
+                grad = param.local_gradient(grad.detach())  # (of backward(create_graph=True))
+                if id(param) in self.accumulated:
+                    self.accumulated[id(param)].add_(grad)
+                else:
+                    self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
+
+    def drop(self) -> None:
+        """Forget them, after a backward that failed."""
+        self.accumulated.clear()
+        self.late_sums.forget()
+        for param in self._contents.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for bucket in self._contents.buckets:
+            bucket.partial = None
+            bucket.partial_present.clear()
+
+    def refuse_graph(self) -> None:
+        """After ``backward(create_graph=True)``: going backward from ``.grad`` is an error.
+
+        The reduction is not differentiated; without this, a penalty on gradients would have no
+        effect beside a loss that has one.
+        """
+        for param in self._contents.params:
+            if isinstance(param.sharded.grad, DTensor):
+                param.sharded.grad = reduced_without_graph(param, param.sharded.grad)
+
+    # -- reducing ---------------------------------------------------------------------------
+
+    def make_reductions(
+        self, taken: Taken, *, final: bool, sums: bool = False, fill_unused: bool = False
+    ) -> list[Reduction]:
+        """One `Reduction` per bucket that has gradients.
+
+        Args:
+            final: the last one of this backward; sums that wait for an all-reduce are due, also
+                of parameters that have no gradient now.
+            sums: whether backwards without sync came before, so that some rank may have sums in
+                the dtype of the reduction.
+            fill_unused: reduce zeros for trained parameters without a gradient.
+        """
+        contents, settings = self._contents, self._settings
+        reductions = []
+        for index, (bucket, grads) in enumerate(zip(contents.buckets, taken, strict=True)):
+            if fill_unused:
+                self._fill_unused(bucket, grads)
+            if grads and self._follows_autograd(bucket):
+                bucket.widen(grads.values())
+            bucket.choose_wire(narrow=not sums)
+            present: Collection[int] = grads.keys()
+            if final and settings.all_reduce_grads and bucket.partial_present:
+                if not grads:
+                    present = bucket.partial_present  # nothing new: only the all-reduce is due
+                for i in bucket.partial_present - set(present):
+                    shape = bucket.params[i].full_shape
+                    grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=bucket.device)
+            if not present:
+                continue
+            reductions.append(
+                self.reduction_type(
+                    bucket,
+                    contents.reduce_plan(index, present, sums=sums),
+                    [grads.get(i) for i in range(len(bucket.params))],
+                    links=contents.links[index],
+                    all_reduce=settings.all_reduce_grads,
+                    factor=settings.divide_factor,
+                    hook=settings.all_reduce_hook,
+                    hook_stream=settings.all_reduce_stream,
+                    tag=contents.reduce_tags[index],
+                )
+            )
+        return reductions
+
+    def _follows_autograd(self, bucket: Bucket) -> bool:
+        """Whether gradients are reduced in the dtype that autograd makes (``grad_dtype`` None)."""
+        param = bucket.params[0]
+        if self._settings.mp_policy.reduce_dtype is not None:
+            return False
+        return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
+
+    def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
+        """Zeros for parameters that this rank did not use: others may have, and wait for us."""
+        if self._follows_autograd(bucket):
+            raise ValueError(
+                "Reducing unused parameters with grad_dtype=None requires an explicit "
+                "MixedPrecisionPolicy.reduce_dtype so that every rank can build zero gradients of "
+                f"the same dtype: {', '.join(p.fqn for p in bucket.params)}. Set reduce_dtype to "
+                "the dtype its gradients already have"
+            )
+        dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
+        for i, param in enumerate(bucket.params):
+            if i not in grads and param.sharded.requires_grad:
+                grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
+
+
+def _accumulator(param: torch.Tensor) -> Any:
+    """The node that accumulates the gradient; None for some tensor subclasses."""
+    try:
+        return get_gradient_edge(param).node
+    except NotImplementedError:  # it takes a view, and not every class has that operator
+        return None
+
+
+def _will_run(accumulator: Any) -> bool:
+    """Whether this run of autograd comes to a node that accumulates a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
+        return False
+
+
+def _has_grad(param: torch.Tensor | None) -> bool:
+    return param is not None and param.grad is not None

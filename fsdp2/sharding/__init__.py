@@ -1,0 +1,1 @@
+"""Where every byte of a sharded parameter lies: meshes, layouts, parameters, buckets."""

@@ -1,0 +1,578 @@
+"""The storages of a bucket, and every view of them that the steps of training need.
+
+All views are made once, here. A storage is freed and allocated by resizing it, so views, saved
+tensors of autograd and the unsharded parameters stay valid; what changes is only whether there
+is memory behind them. Owners: the bucket owns all three storages; the slices handed out to
+users (sharded parameters, gradients) keep their memory alive by themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from ..common.pinned import pinned_arena
+from ..policy import MixedPrecisionPolicy
+from .gather_plan import GatherPlan
+from .layout import BucketLayout, Slot, plan_bucket, regroup
+from .mesh import DataParallelMesh
+from .param import ShardedParam, own_rows, storage_part, with_own_storage
+from .references import References
+
+# Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
+KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+# In units that enclose others, parameters of at least this size have memory of their own; so has a
+# pack of this size, which is given back when it was copied out.
+OWN_PIECE_MIN_BYTES = 1024 * 1024
+# Gradients that are smaller on average keep their memory where a new one has another address, which
+# costs about 10 us a parameter.
+FREE_MIN_BYTES = 16 * 1024
+
+
+def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give ``storage`` memory, of the current stream, or (0) take it away.
+
+    Everything that changes the size of a storage goes through here, where `fsdp2.testing` looks.
+    """
+    storage.resize_(nbytes)
+
+
+class Segments:
+    """The gathered storage of a bucket, as one or several pieces of memory.
+
+    One piece for all parameters, unless the unit encloses others (a root): there large ones have a
+    piece each, which is given back as soon as nothing refers to it any more. A large pack has one
+    too, since nothing reads it after the gather.
+    """
+
+    def __init__(self, bounds: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Pieces between consecutive ``bounds`` (elements), with memory."""
+        self.dtype = dtype
+        self.starts = list(bounds[:-1])
+        self.flats = [
+            torch.empty(stop - start, dtype=dtype, device=device)
+            for start, stop in pairwise(bounds)
+        ]
+        self.storages = [flat.untyped_storage() for flat in self.flats]
+        self.sizes = [flat.nbytes for flat in self.flats]
+        self.nbytes = sum(self.sizes)
+
+    def view(self, offset: int, numel: int) -> torch.Tensor:
+        """Elements ``offset`` to ``offset + numel``, which lie in one piece."""
+        piece = self.piece(offset)
+        start = offset - self.starts[piece]
+        return self.flats[piece][start : start + numel]
+
+    def piece(self, offset: int) -> int:
+        return bisect_right(self.starts, offset) - 1
+
+    def allocate(self) -> None:
+        for storage, size in zip(self.storages, self.sizes, strict=True):
+            if storage.size() != size:  # else it would move
+                resize(storage, size)
+
+    def free(self) -> None:
+        for storage in self.storages:
+            resize(storage, 0)
+
+
+class GradientStore:
+    """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
+
+    Reductions write to ``flat``. Each local gradient is a storage of its own on a slice of that:
+    torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
+    storage offset, and a DTensor, which has no data itself, has offset 0.
+
+    A gradient that the user kept (across ``zero_grad``, say) must stay as it is, so before the
+    storage is written again with no ``.grad`` attached, the references to it are counted; if
+    anybody else holds one, the old storage is left to them and a new one is made.
+    """
+
+    __slots__ = (
+        "_address",
+        "_baseline",
+        "_moves",
+        "_outputs",
+        "_parts",
+        "_rank",
+        "_slots",
+        "_storage_uses",
+        "dtensors",
+        "flat",
+        "locals",
+        "params",
+        "storage",
+    )
+
+    def __init__(self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat):
+        self.params = params
+        self.flat: torch.Tensor = flat
+        self.storage = flat.untyped_storage()
+        self._address = self.storage.data_ptr()
+        self._moves = False  # new memory was somewhere else
+        self._slots, self._rank = layout.slots, rank
+        self.locals = [_slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
+        self._parts = [local.untyped_storage() for local in self.locals]
+        self.dtensors = [
+            p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
+        ]
+        for i in range(len(params)):
+            # Not a view of it, so that what `to_local` gives is counted.
+            self.dtensors[i]._local_tensor = self.locals[i]
+        self._outputs: dict[Any, list[torch.Tensor]] = {}
+        self._baseline = self._references(range(len(self.locals)))
+        self._storage_uses = self._count_storage_uses()
+
+    def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
+        """How often the DTensors, the local tensors and their storages are referred to."""
+        dtensors, tensors, parts = self.dtensors, self.locals, self._parts
+        count, uses = sys.getrefcount, torch._C._storage_Use_Count
+        return [(count(dtensors[i]), count(tensors[i]), uses(parts[i]._cdata)) for i in which]
+
+    def _count_storage_uses(self) -> int:
+        return torch._C._storage_Use_Count(self.storage._cdata)
+
+    def outputs(self, plan: Any) -> list[torch.Tensor]:
+        """Views for a reduction that writes in place, made once per plan."""
+        outs = self._outputs.get(plan)
+        if outs is None:
+            outs = self._outputs[plan] = plan.outputs(self.flat)
+            self._storage_uses += len(outs)
+        return outs
+
+    def kept_elsewhere(self, detached: Collection[int] | None = None, *, idle: bool = True) -> bool:
+        """Whether somebody else holds a gradient of ours that is not attached.
+
+        Args:
+            detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
+            idle: no reduction that writes here is on its way, holding views of its own.
+        """
+        if not self.storage.size():
+            return False  # nobody did when the memory was given back, and nobody could since
+        if idle and self._count_storage_uses() != self._storage_uses:
+            return True
+        if detached is None:
+            return self._references(range(len(self.locals))) != self._baseline
+        return self._references(detached) != [self._baseline[i] for i in detached]
+
+    def allocate(self) -> None:
+        nbytes = self.flat.numel() * self.flat.itemsize
+        if self.storage.size() != nbytes:
+            resize(self.storage, nbytes)
+            if self.storage.data_ptr() != self._address:
+                self._follow()
+
+    def _follow(self) -> None:
+        """Point the local gradients, to which nobody else refers, at where the memory is now."""
+        self._address = self.storage.data_ptr()
+        self._moves = True
+        with torch.no_grad():
+            for i, local in enumerate(self.locals):
+                if local.numel():
+                    self._parts[i] = storage_part(_shard_of(self.flat, self._slots[i], self._rank))
+                    local.set_(self._parts[i], 0, local.shape, local.stride())
+
+    def free(self) -> None:
+        if not self.storage.resizable():
+            return  # page-locked, beside others: to give it back takes longer than a step
+        if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
+            return  # to follow takes longer than these few bytes are worth
+        resize(self.storage, 0)
+
+
+class Bucket:
+    """The parameters of a unit that share dtypes and a mesh, with their storages.
+
+    Attributes:
+        shards: 1-D, original dtype, on the device where shards live.
+        reduce_dtype, grad_dtype: in which gradients are summed over ranks, and left to users.
+        gathered: dtype of computation; None with one shard and no cast, where computation uses
+            ``shards`` themselves.
+        plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
+        own_pieces: direct slots with a piece of ``gathered`` each.
+        kept: whether to leave it gathered; ``held``: whether it is, since a gather that began when
+            the shards were as `held_versions` says. See `frozen_cache`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: DataParallelMesh,
+        *,
+        mp_policy: MixedPrecisionPolicy,
+        gather_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        shard_device: torch.device,
+        pin_memory: bool,
+        direct_min_bytes: int,
+    ) -> None:
+        self.params = tuple(params)
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.rank = mesh.shard_rank
+        self.orig_dtype = params[0].dtype
+        self.gather_dtype = gather_dtype
+        self.reduce_dtype = reduce_dtype
+        self.grad_dtype = grad_dtype
+        self.keeps_dtypes = False
+        self.wire_dtype = reduce_dtype  # of gradients on their way, where a transport widens them
+        self.device = device
+        self.shard_device = shard_device
+        self.pin_memory = pin_memory
+        self.itemsizes = (gather_dtype.itemsize, self.orig_dtype.itemsize, reduce_dtype.itemsize)
+        self.layout = plan_bucket(
+            [p.full_shape for p in params],
+            [p.dim for p in params],
+            mesh.num_shards,
+            itemsizes=self.itemsizes,
+            direct_min_bytes=direct_min_bytes,
+        )
+        # Whether gathering is the identity: one shard, same dtype, same device.
+        self.aliases_shards = (
+            mesh.num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
+        )
+        self.fills_own_slices = False  # whether something is copied before the gather
+        # Whether plain gradients are tensor parallelism's, to be summed (`annotations`).
+        self.sums_plain = any(p.annotations is not None and p.annotations.is_summed for p in params)
+        self.unsharded: list[tuple[int, torch.Tensor]] = []
+        self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
+        self.grads: GradientStore | None = None
+        self.in_flight: set[int] = set()  # slots that reductions on their way write
+        # HSDP without all-reduce: what reductions over shards only have left, and for whom.
+        self.partial: torch.Tensor | None = None
+        self.partial_present: set[int] = set()
+        self.gathered: Segments | None = None
+        self.own_pieces: frozenset[int] = frozenset()
+        self.regrouped: RegroupedShards | None = None
+        self.keeps_storage = False  # so that addresses stay: for graphs that were captured
+        self.kept = False
+        self.held = False
+        self._held_versions = (0, 0)
+
+    # -- sharding ---------------------------------------------------------------------------
+
+    def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
+        """Fill a new sharded storage and attach its slices to the parameters.
+
+        Args:
+            sources: for each parameter its whole (``whole=True``) or sharded local tensor; on
+                any device.
+        """
+        meta = any(source.is_meta for source in sources)
+        if self.pin_memory and not meta:
+            shards = pinned_arena(self.device).zeros(self.layout.shard_numel, self.orig_dtype)
+        else:
+            device = torch.device("meta") if meta else self.shard_device
+            shards = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=device)
+        for param, slot, source in zip(self.params, self.layout.slots, sources, strict=True):
+            local = _slice_with_own_storage(shards, slot, self.rank)
+            if not meta:
+                local.copy_(own_rows(source, slot, self.rank) if whole else source)
+            param.attach(local)
+        self.shards = shards
+
+    @property
+    def is_meta(self) -> bool:
+        return self.shards.is_meta
+
+    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+        """Make the gathered storage (without memory), the unsharded parameters and the plan.
+
+        Args:
+            regroup_to: number of ranks to reshard to after forward, if that is asked for.
+            split: give large parameters a piece of memory of their own.
+        """
+        self.staged: torch.Tensor | None = None
+        self.gathered = None
+        self._references: dict[int, References] = {}
+        self.regrouped = None
+        if self.aliases_shards:
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
+        else:
+            self._materialize_gathered(regroup_to, split)
+        self._note_unsharded()
+
+    def _note_unsharded(self) -> None:
+        self.unsharded = []
+        for i, param in enumerate(self.params):
+            assert param.unsharded is not None
+            param.regrouped = None
+            self.unsharded.append((i, param.unsharded))
+        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
+
+    def _materialize_gathered(self, regroup_to: int | None, split: bool) -> None:
+        regrouped, bounds = self._plan_gathered(regroup_to, split)
+        self.gathered = Segments(bounds, self.gather_dtype, self.device)
+        source = self.shards
+        if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
+            self.staged = source = torch.empty_like(self.shards, device=self.device)
+        self.plan = GatherPlan(self.layout, self.rank, source, self.gathered)
+        self.fills_own_slices = (
+            self.staged is not None or self.plan.cast or self.layout.num_shards == 1
+        )
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            param.make_unsharded(
+                _alias(self.gathered.view(slot.full_offset, slot.full_numel), 0, slot.shape)
+            )
+        if regrouped is not None:
+            rank = self.rank % regrouped.num_shards
+            self.regrouped = RegroupedShards(regrouped, rank, self.gathered)
+        self.free_staged()
+        self.free()  # views could be made only while there was memory
+
+    def _plan_gathered(
+        self, regroup_to: int | None, split: bool
+    ) -> tuple[BucketLayout | None, list[int]]:
+        """The layout after forward, if that is another one, and between which elements of the
+        gathered storage its pieces lie."""
+        layout, enough = self.layout, OWN_PIECE_MIN_BYTES // self.itemsizes[0]
+        end = layout.gathered_numel
+        regrouped = None
+        if regroup_to is not None:
+            regrouped = regroup(layout, regroup_to, itemsizes=self.itemsizes)
+            end = max(end, regrouped.gathered_numel)
+        bounds = {0, end}
+        if end - layout.pack_full_offset >= enough:
+            bounds.add(layout.pack_full_offset)
+        direct = layout.direct if split else ()
+        own = frozenset(i for i in direct if layout.slots[i].full_numel >= enough)
+        for i in own:
+            slot = layout.slots[i]
+            bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
+        self.own_pieces = own
+        return regrouped, sorted(bounds)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @property
+    def gathered_bytes(self) -> int:
+        return 0 if self.gathered is None else self.gathered.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the gathered storage, what has memory now."""
+        return 0 if self.gathered is None else sum(s.size() for s in self.gathered.storages)
+
+    def allocate(self) -> None:
+        if self.gathered is not None:
+            self.gathered.allocate()
+
+    def free(self) -> None:
+        if self.gathered is not None and not self.keeps_storage:
+            self.gathered.free()
+
+    def free_pack(self) -> None:
+        """After a gather, and after what it read was copied out."""
+        gathered, start = self.gathered, self.layout.pack_full_offset
+        if gathered is None or self.keeps_storage or gathered.starts[-1] != start:
+            return
+        resize(gathered.storages[-1], 0)
+
+    def hold(self) -> None:
+        """What is gathered from now on stays valid until a shard is written."""
+        self.held = True
+        self._held_versions = self._versions()
+
+    def holds(self) -> bool:
+        """Whether the gathered storage has what the shards have now."""
+        return self.held and self._versions() == self._held_versions
+
+    def is_rewritten(self) -> bool:
+        """Whether since `hold` an operator on a DTensor has written, which all ranks call."""
+        return self._versions()[1] != self._held_versions[1]
+
+    def _versions(self) -> tuple[int, int]:
+        """Grow with writes: those to this rank's rows; those of operators on the DTensors."""
+        params = self.params
+        return sum(p.local._version for p in params), sum(p.sharded._version for p in params)
+
+    def fill_own_slices(self) -> None:
+        """Before a gather: copy offloaded shards to the device, cast into the own slices."""
+        if self.staged is not None:
+            resize(self.staged.untyped_storage(), self.shards.nbytes)
+            self.staged.copy_(self.shards, non_blocking=True)
+        if self.plan.cast or self.layout.num_shards == 1:
+            torch._foreach_copy_(self.plan.own, self.plan.source)
+
+    def free_staged(self) -> None:
+        if self.staged is not None:
+            resize(self.staged.untyped_storage(), 0)
+
+    def note_references(self) -> None:
+        """Remember how often the parameters that may be freed early are referred to by us alone.
+
+        Called between the first gather's launch, which makes the last views, and first use.
+        """
+        if self._references or self.gathered is None:
+            return
+        for i in self.own_pieces:
+            self._references[i] = self._count_references(i)
+
+    def _count_references(self, i: int) -> References:
+        assert self.gathered is not None
+        storage = self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
+        param = self.params[i]
+        registered = sum(
+            module._parameters.get(name) is param.unsharded for module, name in param.owners
+        )
+        return References.to(param.unsharded, storage, not_counting=registered)
+
+    def can_free_early(self, i: int) -> bool:
+        """Whether a parameter has memory of its own; the same on every rank."""
+        return self.gathered is not None and not self.keeps_storage and i in self._references
+
+    def free_early(self, i: int) -> None:
+        """Free the memory of one parameter, which has its own, if nothing refers to it.
+
+        What backward will read is referred to by autograd, or by whatever computes the gradient.
+        """
+        now, before = self._count_references(i), self._references[i]
+        if now.exceed(before, accumulates_gradient=self.params[i].sharded.requires_grad):
+            return
+        assert self.gathered is not None
+        piece = self.gathered.piece(self.layout.slots[i].full_offset)
+        resize(self.gathered.storages[piece], 0)
+
+    def choose_wire(self, *, narrow: bool) -> None:
+        """Whether the gradients to reduce now are those of one backward, in the dtype of
+        computation, which need not be widened before they are sent. The same on every rank."""
+        follows = not self.params[0].grad_dtype_is_set
+        narrow = narrow and follows and self.widens
+        self.wire_dtype = self.gather_dtype if narrow else self.reduce_dtype
+
+    def keep_dtypes(self) -> None:
+        """Take gradients in the dtype that autograd makes, as they are widened anyway.
+
+        Norms on the CPU compute that of a bfloat16 weight in float32, and torch (since 2.15) does
+        not round it either.
+        """
+        self.keeps_dtypes = self.widens and KEEPS_DTYPES and not self.params[0].grad_dtype_is_set
+        if self.keeps_dtypes:
+            for _, unsharded in self.unsharded:
+                unsharded.grad_dtype = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether reductions are in a wider dtype than computation."""
+        return self.gather_dtype.itemsize < self.reduce_dtype.itemsize
+
+    def widen(self, grads: Collection[torch.Tensor]) -> None:
+        """Autograd may make gradients of any dtype (``grad_dtype`` None): reduce in the widest."""
+        wide = self.reduce_dtype
+        for grad in grads:
+            wide = torch.promote_types(wide, grad.dtype)
+        if wide != self.reduce_dtype:
+            self.reduce_dtype = self.grad_dtype = wide
+            self.grads = None
+
+    def is_reducing(self, i: int) -> bool:
+        """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""
+        return i in self.in_flight or i in self.partial_present
+
+    def has_gradients(self) -> bool:
+        """Whether any sharded parameter has a gradient, ours or not."""
+        return any(p.sharded.grad is not None for p in self.params)
+
+    def gradient_store(self, detached: Collection[int] | None) -> GradientStore:
+        """The store of sharded gradients, with memory, safe to write where no ``.grad`` is.
+
+        Args:
+            detached: the parameters that will be written and have no ``.grad``; None: no
+                parameter has one.
+        """
+        grads = self.grads
+        write = detached is None or len(detached) > 0
+        if grads is None or (write and grads.kept_elsewhere(detached, idle=not self.in_flight)):
+            numel, dtype = self.layout.shard_numel, self.grad_dtype
+            if self.pin_memory:
+                flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
+            else:
+                flat = torch.zeros(numel, dtype=dtype, device=self.shard_device)
+            grads = self.grads = GradientStore(self.layout, self.rank, self.params, flat)
+        grads.allocate()
+        return grads
+
+    def release_gradients(self) -> None:
+        """Give back the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
+        grads = self.grads
+        if grads is None or self.in_flight or self.has_gradients():
+            return
+        if grads.kept_elsewhere():
+            self.grads = None
+        else:
+            grads.free()
+
+
+class RegroupedShards:
+    """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
+
+    __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "saved", "shards", "storage")
+
+    def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
+        self.layout = layout
+        self.shards = gathered.flats[0].new_empty(layout.shard_numel)
+        self.storage = self.shards.untyped_storage()
+        self.plan = GatherPlan(layout, rank, self.shards, gathered)
+        self._padded = [
+            self.shards[slot.shard_offset : slot.shard_offset + slot.shard_numel]
+            for slot in layout.slots
+        ]
+        # What is registered: rows without padding.
+        self.locals = [
+            padded[: slot.local_numel(rank)].view(slot.local_shape(rank))
+            for padded, slot in zip(self._padded, layout.slots, strict=True)
+        ]
+        self._keep = [
+            gathered.view(slot.full_offset + rank * slot.shard_numel, slot.shard_numel)
+            for slot in layout.slots
+        ]
+        self.free()
+
+    def save(self) -> None:
+        """Copy this rank's slices out of the gathered storage, before that is freed."""
+        self.saved = True
+        resize(self.storage, self.shards.numel() * self.shards.itemsize)
+        torch._foreach_copy_(self._padded, self._keep)
+
+    def free(self) -> None:
+        self.saved = False
+        resize(self.storage, 0)
+
+
+def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the storage of ``tensor``, from its element ``offset`` on, with a version
+    counter of its own.
+
+    Gathers write through other tensors on the same storage; were the counter shared, autograd
+    would take the gather in backward for a change of its saved weights.
+    """
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    start = tensor.storage_offset() + offset
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides)
+
+
+def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's shard of a parameter, as a view of ``flat``."""
+    stop = slot.shard_offset + slot.local_numel(rank)
+    return flat[slot.shard_offset : stop].view(slot.local_shape(rank))
+
+
+def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's shard of a parameter as a tensor whose storage is just these bytes of ``flat``.
+
+    ``torch.save`` writes whole storages, so a plain view would make it write the whole unit.
+    """
+    shard = _shard_of(flat, slot, rank)
+    if shard.numel() == 0:
+        return flat.new_empty(shard.shape)
+    return shard if flat.is_meta else with_own_storage(shard)

@@ -1,0 +1,481 @@
+"""One managed parameter: where it is registered, and its sharded and unsharded forms.
+
+A parameter has up to three `nn.Parameter` objects, each made once and swapped in the modules
+that own it:
+
+- ``sharded``: a DTensor whose local tensor is a slice of the bucket's sharded storage. This is
+  what optimizers, ``state_dict`` and users see outside of forward and backward.
+- ``unsharded``: the tensor that forward and backward compute with, a slice of the gathered
+  storage. A plain tensor, or a DTensor on the tensor-parallel mesh if the original was one.
+- ``regrouped``: a DTensor over the smaller group of ``reshard_after_forward=int``; registered
+  between forward and backward only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..common.failures import explained
+from ..dtensor.from_local import dtensor_over
+from ..policy import compute_dtype
+from .annotations import Annotations, read_annotations
+from .layout import Slot
+from .mesh import DataParallelMesh, concatenate
+from .parameter_hooks import UserHooks
+from .tensor_subclass import (
+    attach_attributes,
+    is_wrapper,
+    plain_gradient,
+    user_attributes,
+)
+
+# Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
+# original that the sharding did not reach, which means that the parameter is tied across units.
+ORIGINS: Any = WeakTensorKeyDictionary()
+_managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()  # by id, see below
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How a DTensor is laid out over a mesh: what `DTensor.from_local` needs.
+
+    Attributes:
+        data_parallel: dims of ``mesh`` over which computation is data parallel, if it knows of
+            them: there gradients are this rank's own contributions.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    data_parallel: tuple[int, ...] = ()
+
+    def without_data_parallel(self, name: str) -> TensorSpec | None:
+        """The layout over the other dims of the mesh; None if there are none.
+
+        Raises:
+            ValueError: if the tensor is not replicated over the data-parallel dims.
+        """
+        dims = [d for d in range(self.mesh.ndim) if d not in self.data_parallel]
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        for d in self.data_parallel:
+            if not self.placements[d].is_replicate():
+                raise ValueError(
+                    f"Parameter '{name}': Expected Replicate() on DP dim '{names[d]}' (index {d}) "
+                    f"but got {self.placements[d]}: fully_shard is to shard it there itself"
+                )
+        if not dims:
+            return None
+        mesh = self.mesh[tuple(names[d] for d in dims)]
+        placements = tuple(self.placements[d] for d in dims)
+        return TensorSpec(mesh, placements, self.shape, self.stride)
+
+    def of_gradient(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """What the gradient has to be laid out like, which has ``placements`` now."""
+        return tuple(
+            placements[d] if d in self.data_parallel else wanted
+            for d, wanted in enumerate(self.placements)
+        )
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """A DTensor over ``local``, without communication and outside of autograd.
+
+        Where users read it, ``local`` should lie at the beginning of its storage
+        (`with_own_storage`): torch.compile wants the same offset of both.
+        """
+        with torch.no_grad():
+            # A DTensor takes over the storage offset, but not the storage: with an offset it
+            # seems to have data, which `copy.deepcopy` and pickle then look for.
+            offset = local.storage_offset()
+            seen = local.as_strided(local.shape, local.stride(), 0) if offset else local
+            made = dtensor_over(seen, self.mesh, self.placements, self.shape, self.stride)
+            if offset:
+                made._local_tensor = local.view_as(local)
+            return made
+
+
+class ShardedParam:
+    """A parameter managed by a unit."""
+
+    __slots__ = (
+        "__weakref__",
+        "annotations",
+        "attributes",
+        "checks_gradient",
+        "dim",
+        "dtype",
+        "extension",
+        "fqn",
+        "full_shape",
+        "grad_dtype",
+        "grad_dtype_is_set",
+        "is_sharded",
+        "mesh",
+        "owners",
+        "param_dtype",
+        "regrouped",
+        "sharded",
+        "sharded_spec",
+        "tensor_parallel",
+        "unsharded",
+        "user_hooks",
+    )
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        owners: list[tuple[nn.Module, str]],
+        mesh: DataParallelMesh,
+        dim: int,
+        fqn: str = "",
+    ) -> None:
+        """Describe ``original``; it becomes sharded when `attach` gets its shard.
+
+        Args:
+            original: the parameter as the user made it, whole on this rank apart from tensor
+                parallelism.
+            owners: every (module, name) that it is registered as.
+            mesh: the ranks to shard over.
+            dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
+            fqn: its qualified name, for messages.
+        """
+        self.owners = owners
+        self.mesh = mesh
+        self.fqn = fqn or owners[0][1]
+        self.tensor_parallel: TensorSpec | None = None
+        whole = original.detach()
+        if isinstance(whole, DTensor):
+            on_full_mesh = mesh.full_mesh is not None and whole.device_mesh == mesh.full_mesh
+            self.tensor_parallel = TensorSpec(
+                whole.device_mesh,
+                tuple(whole.placements),
+                whole.shape,
+                whole.stride(),
+                mesh.full_mesh_dims if on_full_mesh else (),
+            )
+            whole = whole.to_local()
+        self.annotations = read_annotations(original, mesh, self.fqn)
+        if self.annotations is not None and self.annotations.placements is not None:
+            self.tensor_parallel = _annotated_spec(whole, self.annotations, mesh)
+        # Without the methods now: they may be patched onto the class before the first gather.
+        self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
+        self.full_shape = tuple(whole.shape)
+        self.dtype = whole.dtype
+        self.param_dtype: torch.dtype | None = None  # of the mixed-precision policy
+        self.grad_dtype_is_set = False
+        self.grad_dtype: torch.dtype | None = None  # if set; None: whatever autograd makes
+        self.note_grad_dtype(original)
+        if whole.ndim and not -whole.ndim <= dim < whole.ndim:
+            raise ValueError(
+                f"Cannot shard parameter '{self.fqn}' of shape {self.full_shape} on dim {dim}: "
+                f"Shard dim {dim} is invalid for {whole.ndim}D tensor"
+            )
+        self.dim: int | None = dim % whole.ndim if whole.ndim else None
+        others = self.tensor_parallel
+        if others is not None and others.data_parallel:
+            others = others.without_data_parallel(self.fqn)
+        shape, stride = original.shape, original.stride()
+        if self.tensor_parallel is not None:
+            shape, stride = self.tensor_parallel.shape, self.tensor_parallel.stride
+        self.sharded_spec = _sharded_spec(shape, stride, others, mesh, self.dim)
+        self.attributes = user_attributes(original)
+        for name in self.annotations.attributes if self.annotations is not None else ():
+            self.attributes.pop(name, None)  # they are of what computes only
+        self.user_hooks: UserHooks | None = UserHooks(original)  # until it is sharded
+        self.checks_gradient = True  # once: a gradient of several tensors that differ
+        self.is_sharded = False
+        self.sharded: nn.Parameter = original
+        self.unsharded: nn.Parameter | None = None
+        self.regrouped: nn.Parameter | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        return compute_dtype(self.dtype, self.param_dtype)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether it is a DTensor on mesh dims that are not data parallel."""
+        others = self.tensor_parallel
+        return others is not None and len(others.data_parallel) < others.mesh.ndim
+
+    def note_grad_dtype(self, param: torch.Tensor) -> None:
+        """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if sets_grad_dtype(param):
+                self.grad_dtype_is_set = True
+                self.grad_dtype = param.grad_dtype
+
+    def set_grad_dtype(self, param: nn.Parameter) -> nn.Parameter:
+        """Let ``param``, a form of this parameter, take gradients as the user said."""
+        if self.grad_dtype_is_set:
+            param.grad_dtype = self.grad_dtype
+        return param
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The local tensor of the sharded parameter."""
+        return cast(DTensor, self.sharded)._local_tensor
+
+    def attach(self, local: torch.Tensor) -> None:
+        """Make ``local``, a slice of the sharded storage, the data of the sharded parameter.
+
+        The Parameter object is kept if it is sharded already: optimizers hold it.
+        """
+        if self.is_sharded:
+            cast(DTensor, self.sharded)._local_tensor = local
+            return
+        self.is_sharded = True
+        requires_grad = self.sharded.requires_grad
+        sharded = nn.Parameter(self.sharded_spec.wrap(local), requires_grad=requires_grad)
+        self.sharded = self.set_grad_dtype(sharded)
+        attach_attributes(self.sharded, self.attributes)
+        (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
+        self.user_hooks = None  # a copy of the parameter has none, as of plain modules
+        _managed[id(sharded)] = self
+
+    def replace_sharded(
+        self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
+    ) -> None:
+        """Take over what a user registered in place of the sharded parameter.
+
+        Args:
+            new: that.
+            slot, rank: where the own part of a whole tensor is.
+            keep_object: of a DTensor that fits, take the data only (of a whole tensor always).
+
+        Raises:
+            ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
+        """
+        spec, data = self.sharded_spec, new.detach()
+        whole = not isinstance(data, DTensor) and data.shape == spec.shape
+        if whole and self.tensor_parallel is None:
+            data = spec.wrap(own_rows(data, slot, rank).contiguous())
+        if not isinstance(data, DTensor) or tuple(data.placements) != spec.placements:
+            raise ValueError(
+                f"Parameter '{self.fqn}' was replaced by one of shape {tuple(new.shape)} "
+                f"({type(data).__name__}); expected a DTensor with placements "
+                f"{spec.placements} on {spec.mesh}, or the whole tensor of shape "
+                f"{tuple(spec.shape)}"
+            )
+        local, old = data._local_tensor, self.local
+        fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
+        if fits and (keep_object or not isinstance(new.detach(), DTensor)):
+            old.copy_(local)
+            return
+        if isinstance(new.detach(), DTensor):
+            self.sharded = new
+        else:
+            self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
+        UserHooks(new).carry_to(self.sharded, self)
+        _managed[id(self.sharded)] = self
+        self.note_grad_dtype(new)
+        self.set_grad_dtype(self.sharded)
+
+    def make_unsharded(self, full: torch.Tensor) -> None:
+        """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
+        is_dtensor = self.tensor_parallel is not None and self.annotations is None
+        data = self.tensor_parallel.wrap(full) if self.tensor_parallel and is_dtensor else full
+        unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.unsharded = self.set_grad_dtype(unsharded)
+        attach_attributes(self.unsharded, self.attributes)
+        if self.annotations is not None:
+            attach_attributes(self.unsharded, self.annotations.attributes)
+
+    def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
+        """Make the DTensor that stands for the parameter resharded to a smaller group.
+
+        None is made where those shards are no rows of the parameter, or of its tensor-parallel
+        part: users see the sharded parameter then.
+        """
+        if slot.shape != self.full_shape or self.tensor_parallel is not None:
+            return
+        shape = self.sharded_spec.shape
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
+        self.regrouped = nn.Parameter(
+            spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
+        )
+        _managed[id(self.regrouped)] = self
+
+    def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
+        """The ranks over which ``grad`` has to be summed to be laid out like the parameter.
+
+        As the gradients of sequence-parallel norms: `Partial` over tensor-parallel ranks.
+
+        Returns:
+            None if that is not all that there is to do, or nothing is.
+        """
+        has = self._placements_of(grad)
+        if has is None or self.tensor_parallel is None:
+            return None
+        dims = [
+            dim
+            for dim, wanted in enumerate(self.tensor_parallel.of_gradient(has))
+            if has[dim] != wanted
+        ]
+        if len(dims) != 1 or not self.tensor_parallel.placements[dims[0]].is_replicate():
+            return None
+        mesh = self.tensor_parallel.mesh
+        return mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
+
+    def _placements_of(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
+        """How ``grad`` is laid out over tensor-parallel ranks; None: as the parameter is."""
+        if isinstance(grad, DTensor):
+            return tuple(grad.placements)
+        if self.annotations is not None and self.annotations.is_summed:
+            return self.annotations.grad_placements
+        return None
+
+    def local_gradient(self, grad: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
+        """The gradient of the unsharded parameter as a contiguous dense tensor of this rank.
+
+        Args:
+            summed: False leaves the sum of `summed_over` to be done later.
+        """
+        has = self._placements_of(grad) if summed else None
+        if has is not None and self.tensor_parallel is not None:
+            wanted = self.tensor_parallel.of_gradient(has)
+            if has != wanted:
+                if not isinstance(grad, DTensor):
+                    grad = replace(self.tensor_parallel, placements=has).wrap(grad.contiguous())
+                with explained(f"the sum of the gradient of '{self.fqn}'", None):
+                    grad = grad.redistribute(placements=wanted)
+        if isinstance(grad, DTensor):
+            grad = grad.to_local()
+        if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
+            grad = grad.wait()
+        if is_wrapper(grad):
+            grad = plain_gradient(grad, self.fqn, check=self.checks_gradient)
+            self.checks_gradient = False
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        return grad.contiguous()
+
+
+def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
+    """Whose sharded (or regrouped) form ``tensor`` is, if any."""
+    param = _managed.get(id(tensor))
+    if param is None or (tensor is not param.sharded and tensor is not param.regrouped):
+        return None
+    return param
+
+
+def sets_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether a user chose the dtype of ``param.grad``. Before torch 2.15 a choice of the dtype
+    that it has anyway cannot be told from none."""
+    if not hasattr(param, "grad_dtype"):
+        return False
+    is_set = getattr(param, "_has_grad_dtype_override", None)
+    return param.grad_dtype != param.dtype if is_set is None else is_set
+
+
+EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def is_extension(tensor: torch.Tensor, name: str) -> bool:
+    """Whether ``tensor`` decides itself what is gathered in its place; see `extension`.
+
+    Raises:
+        ValueError: if it defines only one of the two methods.
+    """
+    defined = [method for method in EXTENSION_METHODS if hasattr(tensor, method)]
+    if len(defined) == 1:
+        raise ValueError(
+            f"Parameter '{name}' ({type(tensor).__name__}) defines {defined[0]} only. Both "
+            f"{' and '.join(EXTENSION_METHODS)} should be defined"
+        )
+    return bool(defined)
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor at offset 0 of a storage that has nothing else.
+
+    What is to be a local tensor of a DTensor has to be like that for torch.compile, and not be
+    wrapped at an offset for `copy.deepcopy` and pickle; see `TensorSpec.wrap`.
+
+    Args:
+        tensor: contiguous, of a storage whose size does not change.
+    """
+    return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
+
+
+def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
+    start = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    for name in _SHARING:
+        setattr(storage, name, _refuse_to_share)
+    return storage
+
+
+# What `torch.multiprocessing` and ``share_memory_`` call of a storage. On the CPU they move it to
+# shared memory: the unit would go on with the old one, and nobody would notice. On CUDA they look
+# for an allocation that begins where the storage does.
+_SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+
+
+def _refuse_to_share(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "This tensor is a part of the memory of its unit (a shard of a parameter, or its "
+        "gradient), so it cannot be shared with other processes by itself. Share a copy: "
+        "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
+    )
+
+
+def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """The part of a whole parameter that ``rank`` holds, as a view."""
+    if slot.dim is None:
+        return whole
+    start, stop = slot.span(rank)
+    return whole.narrow(slot.dim, start, stop - start)
+
+
+def _annotated_spec(
+    local: torch.Tensor, annotations: Annotations, mesh: DataParallelMesh
+) -> TensorSpec:
+    """The layout over the whole mesh of the tensor of which this rank has ``local``."""
+    assert mesh.full_mesh is not None
+    assert annotations.placements is not None
+    shape = annotations.shape(local.shape, mesh.full_mesh.shape)
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(mesh.full_mesh, annotations.placements, shape, stride, mesh.full_mesh_dims)
+
+
+def _sharded_spec(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    tensor_parallel: TensorSpec | None,
+    mesh: DataParallelMesh,
+    dim: int | None,
+) -> TensorSpec:
+    data_parallel: list[Placement] = [Replicate()] * mesh.mesh.ndim
+    if mesh.shard_group is not None and dim is not None:
+        data_parallel[-1] = Shard(dim)
+    if tensor_parallel is None:
+        return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
+    # Tensor parallelism was applied first, so where both shard the same dim the rows of a rank
+    # are strided in the whole parameter: its tensor-parallel part is cut once more.
+    splits = 1
+    for size, placement in zip(tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            splits *= size
+    if splits > 1 and dim is not None and mesh.shard_group is not None:
+        data_parallel[-1] = _StridedShard(dim, split_factor=splits)
+    return TensorSpec(
+        concatenate(mesh.mesh, tensor_parallel.mesh),
+        (*data_parallel, *tensor_parallel.placements),
+        shape,
+        stride,
+    )

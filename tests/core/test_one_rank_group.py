@@ -1,0 +1,199 @@
+"""Every collective that the library calls, on a group of one rank with the backend of a device.
+
+One GPU is enough to find out what NCCL takes: which calls there are, dtypes, that a call returns
+before the device is done. The same bodies run on the test device and, over gloo, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import testdev
+from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
+from fsdp2.sharding.bucket import Segments
+from fsdp2.sharding.gather_plan import GatherBatch, GatherPlan
+from fsdp2.sharding.layout import BucketLayout, plan_bucket
+from fsdp2.sharding.process_groups import own_group, timeout_of
+from fsdp2.sharding.reduce_plan import ReducePlan
+from harness import ours_only, run_on
+
+pytestmark = ours_only("calls its transports")
+
+SHAPES = [(300, 8), (5,), (64, 3)]
+GATHERED = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int64,
+    torch.complex64,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
+REDUCED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+
+
+def layout_for(dtype: torch.dtype, direct_min_bytes: int) -> BucketLayout:
+    sizes = [dtype.itemsize] * 3
+    return plan_bucket(SHAPES, [0, 0, 0], 1, itemsizes=sizes, direct_min_bytes=direct_min_bytes)
+
+
+def numbers(numel: int, dtype: torch.dtype, device: str) -> Tensor:
+    return (torch.arange(numel, device="cpu") % 13).to(dtype).to(device)
+
+
+def gather_plan(
+    dtype: torch.dtype, device: str, direct_min_bytes: int, source: torch.dtype | None = None
+) -> tuple[GatherPlan, Callable[[], None]]:
+    """A plan, and what checks that it was carried out."""
+    layout = layout_for(dtype, direct_min_bytes)
+    shards = numbers(layout.shard_numel, source or dtype, device)
+    gathered = Segments([0, layout.gathered_numel], dtype, torch.device(device))
+    plan = GatherPlan(layout, 0, shards, gathered)
+    if plan.cast:
+        torch._foreach_copy_(plan.own, plan.source)
+
+    def check() -> None:
+        for slot in layout.slots:
+            part = shards[slot.shard_offset : slot.shard_offset + slot.local_numel(0)]
+            whole = gathered.view(slot.full_offset, slot.local_numel(0))
+            assert whole.cpu().tolist() == part.cpu().to(dtype).tolist()
+
+    return plan, check
+
+
+def finish(done: Callable[[], None] | None) -> None:
+    if done is not None:
+        done()
+
+
+def gathers(device: str) -> None:
+    transport = GroupTransport(dist.group.WORLD, torch.device(device))
+    for direct_min_bytes in (0, 10**9):
+        for dtype in GATHERED:
+            plan, check = gather_plan(dtype, device, direct_min_bytes)
+            finish(transport.all_gather(plan, 0))
+            check()
+        plan, check = gather_plan(torch.bfloat16, device, direct_min_bytes, torch.float32)
+        finish(transport.all_gather(plan, 0))
+        check()
+    plans, checks = zip(*(gather_plan(dtype, device, 64) for dtype in GATHERED), strict=True)
+    finish(transport.all_gather(GatherBatch(plans), 0))
+    for check in checks:
+        check()
+
+
+def reductions(device: str) -> None:
+    for sum_only in (False, True):
+        transport = GroupTransport(dist.group.WORLD, torch.device(device), sum_only=sum_only)
+        for dtype in REDUCED:
+            for direct_min_bytes in (0, 10**9):
+                layout = layout_for(dtype, direct_min_bytes)
+                bucket: Any = SimpleNamespace(layout=layout, reduce_dtype=dtype, widens=False)
+                plan = ReducePlan(layout, range(len(SHAPES)), transport.stageable(bucket))
+                sizes = [torch.Size(shape).numel() for shape in SHAPES]
+                grads = [
+                    numbers(numel, dtype, device).view(shape)
+                    for numel, shape in zip(sizes, SHAPES, strict=True)
+                ]
+                flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+                outs = plan.outputs(flat)
+                finish(transport.reduce_scatter(bucket, plan, grads, outs, 0))
+                for slot, grad in zip(layout.slots, grads, strict=True):
+                    got = flat[slot.shard_offset : slot.shard_offset + grad.numel()]
+                    assert torch.equal(got.cpu(), grad.flatten().cpu())
+            tensors = [numbers(numel, dtype, device) for numel in (7, 4096)]
+            finish(transport.all_reduce(tensors, 0))
+            for tensor in tensors:
+                assert torch.equal(tensor.cpu(), numbers(len(tensor), dtype, "cpu"))
+    mixed = [numbers(5, dtype, device) for dtype in REDUCED]
+    sum_together(dist.group.WORLD, mixed)
+    for tensor in mixed:
+        assert torch.equal(tensor.cpu(), numbers(5, tensor.dtype, "cpu"))
+
+
+def groups(device: str) -> None:
+    """Groups beside the mesh's are made, serve the device, and have its timeout."""
+    world = dist.group.WORLD
+    assert world is not None
+    target = torch.device(device)
+    made = own_group(world, target, "beside")
+    assert made is not world
+    assert timeout_of(made, target) == timeout_of(world, target)
+    apart = separate_group(world, target, True)
+    assert separate_group(world, target, True) is apart
+    for group in (made, apart):
+        value = numbers(5, torch.float32, device)
+        dist.all_reduce(value, group=group)
+        assert torch.equal(value.cpu(), numbers(5, torch.float32, "cpu"))
+
+
+BODIES = {body.__name__: body for body in (gathers, reductions, groups)}
+
+
+def run_body(name: str, device: str) -> None:
+    BODIES[name](device)
+
+
+each_body = pytest.mark.parametrize("name", BODIES)
+
+
+@each_body
+def test_gloo(name: str) -> None:
+    run_on(1, run_body, name, "cpu")
+
+
+@pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
+@each_body
+def test_device_of_threads(name: str) -> None:
+    run_on(1, run_body, name, testdev.NAME, device=testdev.NAME)
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    """The default group of this process: one rank."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield
+    dist.destroy_process_group()
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@on_cuda
+@pytest.mark.cuda
+@each_body
+def test_nccl(name: str, nccl: None) -> None:
+    run_body(name, "cuda")
+
+
+@on_cuda
+@pytest.mark.cuda
+def test_nccl_does_not_wait_on_the_host(nccl: None) -> None:
+    """``asyncOp=False``: on the current stream, in its order; the call returns at once."""
+    transport = GroupTransport(dist.group.WORLD, torch.device("cuda"))
+    plan, check = gather_plan(torch.float32, "cuda", 0)
+    finish(transport.all_gather(plan, 0))  # kernels are loaded, the communicator is there
+    for own in plan.outputs:
+        own.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        before = torch.cuda.Event()
+        torch.cuda._sleep(200_000_000)
+        before.record()
+        finish(transport.all_gather(plan, 0))
+        assert not before.query()
+    torch.cuda.synchronize()
+    check()

@@ -1,0 +1,145 @@
+"""What a step sends, gathers and holds, counted where it happens.
+
+Bytes are counted at the transports, which every collective of a unit goes through, and in the
+messages of an exchange; memory by looking at all storages of all units before every operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2.comm.transports import Exchange
+from fsdp2.runtime.unit import units_in
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Bytes that one rank has to send (ring algorithms), by collective, and messages really sent.
+
+    An all-gather of n shards sends (n-1)/n of the whole, a reduce-scatter too, an all-reduce twice
+    as much.
+    """
+
+    gathered: float = 0
+    reduced: float = 0
+    all_reduced: float = 0
+    sent: int = 0
+    num_gathers: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.gathered + self.reduced + self.all_reduced
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Counts what this rank's exchanges do inside the context."""
+    traffic = Traffic()
+    gather, scatter, reduce = Exchange.all_gather, Exchange.reduce_scatter, Exchange.all_reduce
+    start = Exchange._start
+
+    def all_gather(self: Exchange, plan: Any, tag: int) -> Any:
+        payload = sum(output.nbytes for output in plan.outputs)
+        traffic.gathered += payload * (self.size - 1) / self.size
+        traffic.num_gathers += 1
+        return gather(self, plan, tag)
+
+    def reduce_scatter(self: Exchange, bucket: Any, plan: Any, grads: Any, outs: Any, tag: int):
+        direct = len(plan.direct)  # the others are staged, in the dtype of the reduction
+        wide = bucket.reduce_dtype.itemsize
+        narrow = min([wide, *(grads[i].dtype.itemsize for i in plan.direct)])
+        nbytes = narrow * sum(out.numel() for out in outs[:direct])
+        nbytes += wide * sum(out.numel() for out in outs[direct:])
+        traffic.reduced += (self.size - 1) * nbytes
+        return scatter(self, bucket, plan, grads, outs, tag)
+
+    def all_reduce(self: Exchange, tensors: Any, tag: int) -> Any:
+        payload = sum(t.nbytes for t in tensors)
+        traffic.all_reduced += 2 * payload * (self.size - 1) / self.size
+        return reduce(self, tensors, tag)
+
+    def counted_start(self: Exchange, sends: Any, receives: Any) -> Any:
+        traffic.sent += sum(tensors[0].nbytes for tensors, *_ in sends)
+        return start(self, sends, receives)
+
+    with mock.patch.multiple(
+        Exchange,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+        all_reduce=all_reduce,
+        _start=counted_start,
+    ):
+        yield traffic
+
+
+@dataclasses.dataclass
+class Held:
+    """Bytes of the storages of all units at one moment."""
+
+    shards: int
+    gathered: int
+    sharded_grads: int
+    whole_grads: int
+
+    @property
+    def total(self) -> int:
+        return self.shards + self.gathered + self.sharded_grads + self.whole_grads
+
+
+def held_by(model: nn.Module) -> Held:
+    """What the units of ``model`` hold now. Gradients that a reduction has taken are not seen."""
+    held = Held(0, 0, 0, 0)
+    for unit in units_in(model):
+        for bucket in unit.buckets:
+            held.shards += bucket.shards.untyped_storage().nbytes()
+            gathered = getattr(bucket, "gathered", None)
+            if gathered is not None:
+                held.gathered += sum(storage.nbytes() for storage in gathered.storages)
+            adopted = {
+                p.sharded.grad._local_tensor.untyped_storage()._cdata: p.sharded.grad
+                for p in bucket.params
+                if p.sharded.grad is not None
+            }
+            held.sharded_grads += sum(
+                grad._local_tensor.untyped_storage().nbytes()  # type: ignore[attr-defined]
+                for grad in adopted.values()
+            )
+            for param in bucket.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    held.whole_grads += param.unsharded.grad.nbytes
+        held.whole_grads += sum(grad.nbytes for grad in unit.gradients.accumulated.values())
+    return held
+
+
+class Peak(TorchDispatchMode):
+    """The most that the units of a model hold at any operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.gathered = self.whole_grads = self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = held_by(self._model)
+        self.gathered = max(self.gathered, held.gathered)
+        self.whole_grads = max(self.whole_grads, held.whole_grads)
+        self.total = max(self.total, held.total)
+        return func(*args, **(kwargs or {}))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the state that is as large as a parameter."""
+    return sum(
+        getattr(value, "_local_tensor", value).nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    )

@@ -1,0 +1,174 @@
+"""Stream order, proved without a GPU: generated trainings give traces without a violation.
+
+The trace is that of the real runtime with its real streams code (`DeviceStreams`), on a simulated
+device; see `fsdp2.testing`. The path of the CPU, where functions finish collectives, is checked by
+the same rules: its messages are streams, and the host waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fsdp2.runtime.root import Runtime
+from fsdp2.runtime.unit import Unit
+from fsdp2.testing import Violation, check
+from harness import ours_only
+from stream_schedules import Layer, Micro, Plan, Step, pipelined, plan_of, traced, used_once
+
+pytestmark = [
+    ours_only("records what this runtime does"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning"),
+]
+SEEDS = 300
+# Fields of plans that are chosen by tests, or are not values.
+NOT_DRAWN = ("host", "layers", "steps", "micros", "inside", "order")
+NOT_DRAWN += ("pipeline", "accumulates_sharded")  # see `pipelined`
+
+
+def violations(plan: Plan) -> list[Violation]:
+    with traced(plan) as recorder:
+        return check(recorder.events)
+
+
+def found(seeds: range) -> list[str]:
+    return [f"seed {seed}: {v}" for seed in seeds for v in violations(plan_of(seed))[:2]]
+
+
+@pytest.mark.parametrize("first", range(0, 12, 6))
+def test_generated_schedules(first: int) -> None:
+    assert found(range(first, first + 10)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(12, SEEDS, 70))
+def test_many_generated_schedules(first: int) -> None:
+    assert found(range(first, first + 70)) == []
+
+
+@pytest.mark.parametrize("host", ["group", "exchange"])
+def test_generated_schedules_ordered_by_the_host(host: str) -> None:
+    plans = [dataclasses.replace(plan_of(seed), host=host, offload=False) for seed in range(5)]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("host", ["group", "exchange"])
+def test_many_generated_schedules_ordered_by_the_host(host: str) -> None:
+    plans = [dataclasses.replace(plan_of(s), host=host, offload=False) for s in range(8, 215)]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+
+
+PIPELINES = 100
+
+
+def found_in_pipelines(seeds: range, **options: Any) -> list[str]:
+    plans = {seed: pipelined(dataclasses.replace(plan_of(seed), **options), seed) for seed in seeds}
+    return [f"seed {seed}: {v}" for seed, plan in plans.items() for v in violations(plan)[:2]]
+
+
+def test_stages_of_zero_bubble_pipelines() -> None:
+    """Gradients of weights are computed apart: no hook is called, and they are taken later."""
+    assert found_in_pipelines(range(8)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_many_stages_of_zero_bubble_pipelines() -> None:
+    assert found_in_pipelines(range(8, PIPELINES)) == []
+
+
+@pytest.mark.parametrize("host", ["group", "exchange"])
+def test_stages_of_zero_bubble_pipelines_ordered_by_the_host(host: str) -> None:
+    assert found_in_pipelines(range(6), host=host, offload=False) == []
+
+
+def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that no hook has seen are reduced, and added up; gathers happen in between."""
+    seen: Counter[str] = Counter()
+    gather, take = Runtime.gather_for_backward, Runtime.take_weight_gradients
+
+    def counted_gather(self: Runtime, unit: Unit) -> None:
+        before = unit.state
+        gather(self, unit)
+        deferred = any(other.weight_grads_deferred for other in self.units)
+        seen["gathered apart"] += deferred and before is not unit.state
+
+    def counted_take(self: Runtime, unit: Unit) -> None:
+        there = unit.weight_grads_deferred and unit.gradients.has_whole()
+        take(self, unit)
+        seen["reduced" if unit.settings.reduce_grads else "added up"] += there
+
+    monkeypatch.setattr(Runtime, "gather_for_backward", counted_gather)
+    monkeypatch.setattr(Runtime, "take_weight_gradients", counted_take)
+    for seed in range(8):
+        violations(pipelined(plan_of(seed), seed))
+    assert min(seen[key] for key in ("gathered apart", "reduced", "added up")) >= 3, seen
+
+
+def test_the_seeds_reach_everything() -> None:
+    """No option of plans is out of use by accident."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        plan = plan_of(seed)
+        micros = [micro for step in plan.steps for micro in step.micros]
+        layers = list(plan.layers)
+        for layer in layers:
+            layers += layer.inside
+        parts = [plan, *plan.steps, *micros, *layers]
+        for part in parts:
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if not isinstance(value, tuple) or field.name == "mesh":
+                    seen[f"{type(part).__name__}.{field.name}={value}"] += 1
+        seen["reuse"] += any(m.order and len(set(m.order)) < len(m.order) for m in micros)
+    for part in (Plan(), Step(), Micro(), Layer()):
+        for field in dataclasses.fields(part):
+            values = [key for key in seen if key.startswith(f"{type(part).__name__}.{field.name}=")]
+            if field.name not in NOT_DRAWN:
+                assert len(values) >= 2, field.name
+    assert min(seen["reuse"], seen["Plan.mesh=(2, 2)"], seen["Plan.reshard=2"]) > 10
+
+
+# Bugs that the checker has found in the runtime, each by the smallest plan that shows it.
+TWO_STEPS = (Step(), Step())
+FOUND = {
+    "a gather of shards that compute is still making anew after a move": Plan(
+        steps=(Step(), Step(moves=True))
+    ),
+    "a gather that waits for the optimizer's event, though a checkpoint was loaded after it": Plan(
+        steps=(Step(event=True), Step(reloads=True))
+    ),
+    "regrouped parameters that are looked at before the copy into them is done": Plan(
+        mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())
+    ),
+    "offloaded gradients freed while they are copied, after a backward that failed": Plan(
+        offload=True, steps=(Step((Micro(fails="backward"), Micro())), Step())
+    ),
+    "an optimizer in backward that writes what a useless prefetch is reading": used_once(
+        Plan(in_backward=True, prefetch="b", distance=3, steps=(Step((Micro(order=(2, 1, 0)),)),))
+    ),
+    "a prefetch that nobody used, still reading when the optimizer writes": Plan(
+        prefetch="b",
+        steps=(Step((Micro(), Micro(order=(1, 2), wastes=True, keep=True))), Step()),
+    ),
+    "offloaded shards written by the optimizer while an evaluation copies them": Plan(
+        offload=True, steps=(Step((Micro(), Micro(evaluates=True))), Step())
+    ),
+    "a stage of gradients of two dtypes": Plan(
+        layers=(Layer(unit=False), Layer(unit=False)),
+        precision="mixed",
+        direct_min_bytes=10**9,
+        steps=(Step((Micro(order=(0,), sync=False), Micro(order=(1,)))), Step()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_fixed(name: str) -> None:
+    assert list(map(str, violations(FOUND[name])))[:3] == []
