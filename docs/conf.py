@@ -8,7 +8,6 @@ links between pages by Sphinx, names of torch and of the standard library by imp
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,26 @@ linkcheck_timeout = 20
 # Packages whose names our docstrings and signatures refer to. A reference is good if it imports.
 ELSEWHERE = frozenset({"torch", *sys.stdlib_module_names})
 
+# Names in signatures that are no part of the API, and have no entry.
+NOT_PUBLIC = {
+    "T": "the type of the optimizer that a function takes and returns",
+    "Cut": "what `Layout.cut` makes for `run_whole`",
+    "Candidate": "the settings of an `Outcome`; its text says them",
+    "Launch": "an event of a plan; the picture shows it",
+    "Span": "the same, with its time",
+    "Recording": "the events of a profile; `Measures` has what they add up to",
+    "_Memory": "what `Recorder.memory` gives for its own methods",
+    "Message": "what `Recorder` hands out for its own later calls",
+    "Transport": "how a unit communicates; `fsdp2.custom` has what a user may bring",
+}
+# Classes that only the library makes: how is not told.
+MADE_BY_THE_LIBRARY = {
+    "fsdp2.GradientReductionHandle",
+    "fsdp2.Profile",
+    "fsdp2.UnshardHandle",
+    "fsdp2.checkpoint.SaveHandle",
+}
+
 
 def imports(name: str) -> bool:
     """Whether ``name`` is a module of `ELSEWHERE`, or something in one."""
@@ -69,12 +88,19 @@ def imports(name: str) -> bool:
 
 def resolve_elsewhere(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     """A name of another package becomes plain text; a wrong one stays, and is reported."""
-    return contnode if imports(node.get("reftarget", "")) else None
+    name = node.get("reftarget", "")
+    return contnode if imports(name) or name.rpartition(".")[2] in NOT_PUBLIC else None
+
+
+def shown_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returned: Any
+) -> Any:
+    if name in MADE_BY_THE_LIBRARY:
+        return "", None
+    # The default of a dataclass's list or dict: no Python, and signatures are parsed.
+    return signature and signature.replace("<factory>", "..."), returned
 
 
 def setup(app: Any) -> None:
-    # A chapter whose pages are not written yet: its glob matches nothing. The warning has no type
-    # that suppress_warnings could name.
-    toctrees = logging.getLogger("sphinx.sphinx.directives.other")
-    toctrees.addFilter(lambda record: "glob pattern" not in str(record.msg))
     app.connect("missing-reference", resolve_elsewhere)
+    app.connect("autodoc-process-signature", shown_signature)

@@ -165,10 +165,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """``shard`` as a tuple of names of mesh dims."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """``replicate`` as a tuple of names of mesh dims."""
         return _as_names(self.replicate)
 
 

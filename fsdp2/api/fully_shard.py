@@ -117,8 +117,7 @@ def fully_shard(
         ValueError: for a mesh that cannot be used, a module or parameter that is sharded already
             (by torch's function of this name, too), a module that has no forward, or a
             ``reshard_after_forward`` that does not fit the mesh.
-        TypeError: for arguments of a wrong type.
-        Whatever it raises, nothing has been changed.
+        TypeError: for arguments of a wrong type. In either case nothing has been changed.
 
     Example:
         >>> for block in model.blocks:

@@ -131,8 +131,9 @@ def shard_model(
             - ``"hybrid"``: as ``"full"`` within a node, replicated across nodes.
 
         wrap: which modules become units; see `units_of`.
-        mp_policy, offload_policy, shard_placement_fn, ignored_params, dp_mesh_dims,
-            direct_min_bytes: as of `fully_shard`, for all units.
+        mp_policy, offload_policy, shard_placement_fn, ignored_params: as of `fully_shard`, for all
+            units.
+        dp_mesh_dims, direct_min_bytes: as of `fully_shard`, for all units.
         replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
             kept whole on every rank, and their gradients all-reduced: a message less per gather,
             for the memory of parameters that are small anyway.

@@ -256,7 +256,8 @@ class Checkpointer:
         """Wait until the last save is committed.
 
         Raises:
-            What the save raised, or TimeoutError.
+            TimeoutError: after ``timeout`` seconds.
+            CheckpointError: or what else the save raised.
         """
         last = self._last
         if last is not None:

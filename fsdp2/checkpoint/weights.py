@@ -44,7 +44,7 @@ def save_model(
             Parameters that several names refer to are saved once.
         path: a folder that does not exist yet; its parent must exist.
         layout: "shared": final files of whole tensors; "per-rank": one file of shards per rank
-            (for object stores; `fsdp2 ckpt export` makes final files of it); "auto": shared
+            (for object stores; ``fsdp2 ckpt export`` makes final files of it); "auto": shared
             unless a rank's ranges would be many and tiny.
         max_file_bytes: of one file.
         ranks: the global ranks that call this; all of them by default. Pass ``[0]`` where only

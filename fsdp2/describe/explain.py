@@ -46,8 +46,10 @@ def explain(
             sharded, and then with ``mesh_shape``. May be on the meta device.
         mesh_shape: what to shard over: a number of ranks, or (replicas, shards). No processes are
             needed.
-        strategy, wrap, mp_policy, offload_policy, replicate_below, reshard_after_forward,
-            ignored_params, direct_min_bytes: with ``mesh_shape``, as of `shard_model`.
+        strategy, wrap, mp_policy, offload_policy, replicate_below: as of `shard_model`; only with
+            ``mesh_shape``.
+        reshard_after_forward, ignored_params, direct_min_bytes: as of `shard_model`; only with
+            ``mesh_shape``.
         device_type: with ``mesh_shape``, on which the transport depends;
             ``"cpu"`` means gloo.
 

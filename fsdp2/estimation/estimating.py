@@ -55,10 +55,11 @@ def estimate(
             keyword arguments; tensors may be on the meta device.
         loss_fn: a function of the model's output that returns the loss. None: the output's
             ``loss``, the output itself if it is one number, or the sum of its tensors.
-        strategy, wrap, mp_policy, offload_policy, reshard_after_forward, prefetch,
-            replicate_below, direct_min_bytes: as of `shard_model`.
-        activation_checkpointing: "none", "full" or "selective"; see `checkpointing.checkpointed`.
-            Checkpointing inside of the model is seen in any case.
+        strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as of `shard_model`.
+        prefetch, replicate_below, direct_min_bytes: as of `shard_model`.
+        activation_checkpointing: "none", "full" or "selective"; "selective"
+            keeps results of attention and of every second matrix multiplication. Checkpointing
+            inside of the model is seen in any case.
         checkpoint_modules: names of the modules to recompute. None: all units that have parameters
             and inputs that need gradients, but not the root: the blocks.
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.

@@ -54,7 +54,7 @@ def get_total_norm(
     """The norm of all tensors together, as of one long vector; a collective.
 
     The function of this name in `torch.nn.utils`, for any mix of plain tensors and DTensors: on
-    several meshes, sharded in any way (`_StridedShard` included), replicated, or partial sums,
+    several meshes, sharded in any way (``_StridedShard`` included), replicated, or partial sums,
     which are reduced first. Each element counts once; a plain tensor, or one replicated over a
     mesh dim, counts as the same on all those ranks.
 

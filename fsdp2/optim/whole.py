@@ -46,10 +46,12 @@ class WholeTask:
 
     @property
     def mesh(self) -> DeviceMesh | None:
+        """The mesh of its inputs and outputs, None where every rank has them whole."""
         return self.inputs[0].mesh
 
     @property
     def work(self) -> float:
+        """Its ``cost``, by which ranks share the tasks."""
         return matrix_cost(self.inputs[0].shape) if self.cost is None else self.cost
 
     @property

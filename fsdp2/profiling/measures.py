@@ -107,6 +107,7 @@ class StepMeasures:
 
     @property
     def seconds(self) -> float:
+        """From begin to end."""
         return self.end_s - self.begin_s
 
 

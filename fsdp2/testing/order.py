@@ -65,7 +65,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Work put on a stream; on `HOST`, done at once.
+    """Work put on a stream; on ``HOST``, done at once.
 
     With ``message``, work of a host-ordered collective: ``stream`` stands for the network, and
     `Finish` makes the host wait.

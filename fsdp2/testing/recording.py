@@ -26,7 +26,7 @@ from .trace import RecordedGroup, Recorder
 def recording(
     *, host_ordered: bool = False, offload: bool = False, exchange: bool = False
 ) -> Iterator[Recorder]:
-    """Record everything inside, for `fsdp2.testing.order.check`.
+    """Record everything inside, for `check`.
 
     The tensors are CPU tensors and the process group may be of any backend (``fake`` needs one
     process only; the values are wrong then, and the order is not). Make, shard and train the model

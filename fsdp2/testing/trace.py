@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         return weakref.ref(storage, died)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """What `sharding.bucket.resize` does, recorded."""
+        """Resize a storage as units do, recorded."""
         memory = self._storages.get(storage._cdata)
         if memory is None:
             memory = self._register(storage, on_host=False, filled=True)

@@ -1,4 +1,5 @@
-"""The pages: all of them are in a table of contents, links resolve, and `make docs` builds a site.
+"""The pages: all are in a table of contents, every public name has an entry, links resolve, and
+`make docs` builds a site.
 
 Links and the table of contents are read here without Sphinx, so that they hold wherever the tests
 run; what only Sphinx sees (references in docstrings) is in a long test.
@@ -6,7 +7,9 @@ run; what only Sphinx sees (references in docstrings) is in a long test.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -14,9 +17,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fsdp2
 from harness import ours_only
 
 pytestmark = [ours_only("about the pages of this package")]
@@ -59,6 +64,79 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     assert set(seen) == set(PAGES)
     assert len(PAGES) > 10
     assert max(seen.values()) == 1, [name(page) for page in seen if seen[page] > 1]
+
+
+# -------------------------------------------------------------------------------- the API reference
+
+MODULES = ("checkpoint", "custom", "experts", "optim", "testing", "wrap")
+# Public by their spelling alone.
+NO_ENTRY = {
+    "fsdp2.custom.FlatTransport": "what units make of a user's collective",
+    "fsdp2.custom.with_memory_of": "serves it",
+}
+# Their methods are torch's, which calls them.
+WITHOUT_METHODS = {"fsdp2.testing.SimulatedGroup"}
+
+
+def public_names() -> dict[str, Any]:
+    found = {f"fsdp2.{name}": getattr(fsdp2, name) for name in fsdp2.__all__}
+    for each in MODULES:
+        module = importlib.import_module(f"fsdp2.{each}")
+        found[module.__name__] = module
+        for name in getattr(module, "__all__", None) or own_names(module):
+            found[f"{module.__name__}.{name}"] = getattr(module, name)
+    return {name: value for name, value in found.items() if name not in NO_ENTRY}
+
+
+def own_names(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        if inspect.isclass(value) or inspect.isfunction(value)
+    ]
+
+
+def entries() -> dict[str, str]:
+    """The names that the reference documents, with the options of their entries."""
+    found: dict[str, str] = {}
+    for page in (DOCS / "api").glob("*.rst"):
+        text = page.read_text() + "\n"
+        for entry, options in re.findall(
+            r"^\.\. auto\w+:: (\S+)\n((?:   .*\n)*)", text, re.MULTILINE
+        ):
+            assert entry not in found, f"{entry} has two entries"
+            found[entry] = options
+    return found
+
+
+def resolve(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    if attribute in MODULES:
+        return importlib.import_module(name)
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_public_name_has_an_entry_and_every_entry_a_name() -> None:
+    shown = {id(resolve(name)) for name in entries()}
+    names = public_names()
+    assert len(names) > 80
+    assert [name for name, value in names.items() if id(value) not in shown] == []
+
+
+def test_entries_of_classes_show_their_methods_which_all_have_docstrings() -> None:
+    for name, options in entries().items():
+        value = resolve(name)
+        if not inspect.isclass(value) or name in WITHOUT_METHODS:
+            continue
+        methods = {
+            key: method
+            for key, method in vars(value).items()
+            if not key.startswith("_") and (callable(method) or isinstance(method, property))
+        }
+        assert ":members:" in options or not methods or issubclass(value, Exception), name
+        for key, method in methods.items():
+            assert inspect.getdoc(method), f"{name}.{key} has no docstring"
 
 
 # ------------------------------------------------------------------------------------------- links
