@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import harness
-from harness import distributed
+from harness import distributed, shared_folder
 
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its own pages", allow_module_level=True)
@@ -94,11 +95,16 @@ def batches(num_steps: int) -> list[list[tuple[Tensor, Tensor]]]:
     return [[(inputs, targets) for inputs, targets in step] for step in tokens]
 
 
-def in_one_folder() -> None:
-    """All ranks go to one new folder."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    os.chdir(folder[0])
+@contextlib.contextmanager
+def in_one_folder() -> Iterator[None]:
+    """All ranks work in one new folder."""
+    here = os.getcwd()
+    with shared_folder() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
 
 
 def assert_equal_state(
@@ -127,16 +133,16 @@ def assert_named(page: str, names: set[str]) -> None:
 
 
 @distributed(2)
+@in_one_folder()
 def test_ddp_and_its_replacement_have_equal_losses() -> None:
-    in_one_folder()
     before, after = run("from_ddp.md", "Before"), run("from_ddp.md", "After")
     assert after["loss_fn"].values == pytest.approx(before["loss_fn"].values, rel=1e-4)
     assert Path("checkpoints/step-000001/model.safetensors").is_file()
 
 
 @distributed(2)
+@in_one_folder()
 def test_a_checkpoint_of_ddp_is_gone_on_from() -> None:
-    in_one_folder()
     before = run("from_ddp.md", "Before")
     dist.barrier()
     after = run("from_ddp.md", "After", num_steps=0)
@@ -158,16 +164,16 @@ def test_the_guide_names_every_argument_and_method_of_ddp() -> None:
 
 
 @distributed(2)
+@in_one_folder()
 def test_fsdp1_and_its_replacement_have_equal_losses() -> None:
-    in_one_folder()
     before, after = run("from_fsdp1.md", "Before"), run("from_fsdp1.md", "After")
     assert after["loss_fn"].values == pytest.approx(before["loss_fn"].values, rel=1e-3)
     assert Path("checkpoints/step-000001/model.safetensors").is_file()
 
 
 @distributed(2)
+@in_one_folder()
 def test_a_checkpoint_of_fsdp1_is_gone_on_from() -> None:
-    in_one_folder()
     run("from_fsdp1.md", "Before")
     dist.barrier()
     after = run("from_fsdp1.md", "After", num_steps=0)
@@ -189,16 +195,16 @@ def test_the_guide_names_every_argument_strategy_and_method_of_fsdp1() -> None:
 
 
 @distributed(2)
+@in_one_folder()
 def test_torch_fsdp2_and_its_replacement_have_equal_losses() -> None:
-    in_one_folder()
     before, after = run("from_torch_fsdp2.md", "Before"), run("from_torch_fsdp2.md", "After")
     assert after["loss_fn"].values == pytest.approx(before["loss_fn"].values, rel=1e-3)
     assert before["model"].__class__.__mro__ != after["model"].__class__.__mro__
 
 
 @distributed(2)
+@in_one_folder()
 def test_a_checkpoint_of_torch_is_gone_on_from() -> None:
-    in_one_folder()
     before = run("from_torch_fsdp2.md", "Before")
     after = run("from_torch_fsdp2.md", "After", num_steps=0)
     run("from_torch_fsdp2.md", "Going on from a checkpoint of torch", **after)
@@ -224,9 +230,9 @@ def test_the_guide_names_all_that_torch_exports_for_fully_shard() -> None:
 
 
 @distributed(2)
+@in_one_folder()
 def test_what_replaces_zero_has_the_losses_of_ddp() -> None:
     """DeepSpeed is not there to be run: DDP trains the same model, in float32."""
-    in_one_folder()
     after = run("from_zero.md", "After")
     ddp = Losses()
     model = Model()
@@ -246,9 +252,9 @@ def initial_weights() -> dict[str, Tensor]:
 
 
 @distributed(2)
+@in_one_folder()
 def test_a_universal_checkpoint_of_zero_is_gone_on_from() -> None:
     """Written here as DeepSpeed's ds_to_universal.py does: a file of each kind per parameter."""
-    in_one_folder()
     torch.manual_seed(3)
     whole = {name: torch.randn(param.shape) for name, param in Model().named_parameters()}
     moments = {name: torch.rand(tensor.shape) for name, tensor in whole.items()}

@@ -1,0 +1,69 @@
+"""Sharded training by Ray Train: `python examples/clusters/ray_train.py`, on the head node.
+
+Ray starts the workers, gives each a GPU and makes the process group. `fully_shard` and the
+checkpoints are those of any other program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.nn.functional as F
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from torch import nn
+
+from fsdp2 import clip_grad_norm_, shard_model
+from fsdp2.checkpoint import Checkpointer
+
+
+def train_on_worker(settings: dict[str, Any]) -> None:
+    """What every worker, that is every rank, runs."""
+    device = ray.train.torch.get_device()
+    rank = ray.train.get_context().get_world_rank()
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.Linear(64, 8)).to(device)
+    shard_model(model, wrap=nn.Sequential)  # not ray.train.torch.prepare_model, which is for DDP
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    # On a file system that all nodes share. After a failure Ray starts all workers again, and
+    # they go on from here.
+    checkpoints = Checkpointer(settings["checkpoints"], keep=2)
+    done = 0
+    if checkpoints.steps():
+        done = checkpoints.load("latest", model=model, optimizer=optimizer).step
+
+    for step in range(done + 1, settings["steps"] + 1):
+        generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+        x = torch.randn(32, 64, generator=generator).to(device)
+        loss = F.cross_entropy(model(x), x[:, :8].argmax(dim=1))
+        loss.backward()
+        clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            checkpoints.save(step, model=model, optimizer=optimizer, blocking=False)
+            ray.train.report({"step": step, "loss": loss.item()})  # all workers report
+    checkpoints.close()
+
+
+def main() -> None:
+    trainer = ray.train.torch.TorchTrainer(
+        train_on_worker,
+        train_loop_config={"steps": 100, "checkpoints": "/shared/fsdp2-checkpoints"},
+        scaling_config=ScalingConfig(num_workers=8, use_gpu=True),
+        run_config=RunConfig(
+            name="fsdp2",
+            storage_path="/shared/ray",
+            failure_config=FailureConfig(max_failures=3),
+        ),
+    )
+    print(trainer.fit().metrics)
+
+
+if __name__ == "__main__":
+    main()
