@@ -162,22 +162,29 @@ class TokenExchange:
 
     The sizes of messages must be known on the host: with a GPU that is one synchronization.
 
+    Args:
+        expert_ids: (num_tokens, choices per token) integers, 0 to ``num_experts`` - 1.
+        num_experts: of all ranks together; dealt out over ``mesh`` as by `shard_experts`.
+        mesh: 1-D, the ranks among which experts are dealt out. None: all are here.
+
     Attributes:
         counts: per expert of this rank, the number of rows that it gets.
+
+    Raises:
+        ValueError: for a ``mesh`` of several dims, or ``expert_ids`` of another shape.
+
+    Example:
+        >>> exchange = TokenExchange(torch.tensor([[0], [1], [0]]), num_experts=2)
+        >>> exchange.counts
+        [2, 1]
+        >>> rows = exchange.dispatch(torch.eye(3))  # grouped by expert
+        >>> torch.equal(exchange.combine(rows), torch.eye(3))
+        True
     """
 
     def __init__(
         self, expert_ids: Tensor, num_experts: int, mesh: DeviceMesh | None = None
     ) -> None:
-        """
-        Args:
-            expert_ids: (num_tokens, choices per token) integers, 0 to ``num_experts`` - 1.
-            num_experts: of all ranks together; dealt out over ``mesh`` as by `shard_experts`.
-            mesh: 1-D, the ranks among which experts are dealt out. None: all are here.
-
-        Raises:
-            ValueError: for a ``mesh`` of several dims, or ``expert_ids`` of another shape.
-        """
         if expert_ids.ndim != 2:
             shape = tuple(expert_ids.shape)
             raise ValueError(f"expert_ids must be (tokens, choices), got shape {shape}")

@@ -133,6 +133,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     Args:
         pin_memory: whether to page-lock the host memory, so that copies overlap with compute.
             Has no effect on machines without an accelerator, where nothing can be pinned.
+
+    Example:
+        >>> fully_shard(model, offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True

@@ -107,7 +107,18 @@ def units_of(
 
 
 def as_policy(wrap: Any) -> WrapPolicy:
-    """The policy that a ``wrap`` argument stands for; see `units_of`."""
+    """The policy that a ``wrap`` argument stands for; see `units_of`.
+
+    Returns:
+        A function of the model that gives tuples of names of modules, a tuple for each unit.
+
+    Raises:
+        TypeError: for what is no ``wrap``.
+
+    Example:
+        >>> sorted(as_policy(Block)(model))
+        [('layers.0',), ('layers.1',)]
+    """
     if wrap is None or wrap in ("root", "none"):
         return lambda model: ()
     if isinstance(wrap, str):

@@ -28,6 +28,12 @@ class FSDPModule:
     """A module after `fully_shard`: its class is a subclass of this and of what it was.
 
     Outside of forward and backward its parameters are DTensors, sharded over the mesh.
+
+    Example:
+        >>> model = fully_shard(model)
+        >>> isinstance(model, FSDPModule)
+        True
+        >>> model.set_requires_gradient_sync(False)  # the methods below
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,10 @@ class Comm(Protocol):
 
 
 class AllGather(Comm, Protocol):
-    """An all-gather to use in place of the group's own. No base class is needed."""
+    """An all-gather to use in place of the group's own. No base class is needed.
+
+    `FSDPModule.set_custom_all_gather` has an example.
+    """
 
     def __call__(
         self,
@@ -54,7 +57,10 @@ class AllGather(Comm, Protocol):
 
 
 class ReduceScatter(Comm, Protocol):
-    """A reduce-scatter to use in place of the group's own. No base class is needed."""
+    """A reduce-scatter to use in place of the group's own. No base class is needed.
+
+    `FSDPModule.set_custom_reduce_scatter` takes it.
+    """
 
     def __call__(
         self,

@@ -388,7 +388,17 @@ class Checker:
 
 
 def check(events: Iterable[Event]) -> list[Violation]:
-    """All violations of a whole trace."""
+    """All violations of a whole trace.
+
+    Args:
+        events: as `recording` collects them, or made by hand.
+
+    Example:
+        >>> allocate = Allocate(block=0, nbytes=8, stream="compute")
+        >>> read = Launch("compute", "relu", (Access(0, 0, 8, reads=True),))
+        >>> [violation.kind.name for violation in check([allocate, read])]
+        ['NEVER_WRITTEN']
+    """
     checker = Checker()
     for event in events:
         checker.feed(event)

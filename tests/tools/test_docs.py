@@ -71,8 +71,7 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
 MODULES = ("checkpoint", "custom", "experts", "optim", "testing", "wrap")
 # Public by their spelling alone.
 NO_ENTRY = {
-    "fsdp2.custom.FlatTransport": "what units make of a user's collective",
-    "fsdp2.custom.with_memory_of": "serves it",
+    "fsdp2.wrap.parameters_of": "serves units, estimates and plans",
 }
 # Their methods are torch's, which calls them.
 WITHOUT_METHODS = {"fsdp2.testing.SimulatedGroup"}
@@ -89,12 +88,13 @@ def public_names() -> dict[str, Any]:
 
 
 def own_names(module: Any) -> list[str]:
-    return [
-        name
+    """Classes and functions that a module without ``__all__`` defines, or all where it has none."""
+    names = {
+        name: value.__module__
         for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-        if inspect.isclass(value) or inspect.isfunction(value)
-    ]
+        if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
+    }
+    return [name for name in names if names[name] == module.__name__] or list(names)
 
 
 def entries() -> dict[str, str]:

@@ -36,6 +36,7 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: docstrings of its own", allow_module_level=True)
 
 import fsdp2.checkpoint
+import fsdp2.experts
 import fsdp2.testing
 
 PACKAGE = Path(fsdp2.__file__).parent
@@ -230,7 +231,7 @@ def test_example(
 def test_every_public_function_has_an_example() -> None:
     missing = [
         f"{module.__name__}.{name}"
-        for module in (fsdp2, fsdp2.checkpoint, fsdp2.optim)
+        for module in (fsdp2, fsdp2.checkpoint, fsdp2.optim, fsdp2.experts, fsdp2.testing)
         for name in module.__all__
         if isfunction(getattr(module, name)) and "Example:" not in getattr(module, name).__doc__
     ]
