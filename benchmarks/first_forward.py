@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.comm.store_exchange import Meeting
+from fsdp2.comm.store_exchange import StoreExchange
 from fsdp2.runtime import first_forward
 from fsdp2.runtime.unit import units_in
 
@@ -46,7 +46,7 @@ def measure(rounds: int) -> dict[str, Any]:
     """Medians of seconds, and how often ranks met."""
     meetings: list[int] = []
     alone: list[float] = []
-    say, topics = Meeting.say, first_forward._topics
+    say, topics = StoreExchange.say, first_forward._topics
 
     def timed_topics(*args: Any) -> Any:
         start = time.perf_counter()
@@ -54,11 +54,11 @@ def measure(rounds: int) -> dict[str, Any]:
         alone.append(time.perf_counter() - start)
         return found
 
-    def counted_say(self: Meeting, *args: Any) -> None:
+    def counted_say(self: StoreExchange, *args: Any) -> None:
         meetings.append(1)
         say(self, *args)
 
-    first_forward._topics, Meeting.say = timed_topics, counted_say  # type: ignore[method-assign]
+    first_forward._topics, StoreExchange.say = timed_topics, counted_say  # type: ignore[method-assign]
     whole: list[float] = []
     later = 0
     for _ in range(rounds):

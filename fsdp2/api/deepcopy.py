@@ -22,7 +22,7 @@ from ..runtime.hooks import UnitHooks
 from ..runtime.unit import Unit, units_in
 from ..sharding.param import ORIGINS, ShardedParam
 from ..sharding.tensor_subclass import copy_of
-from .torch_compat import show_state
+from .torch_compat import publish_state
 
 
 class ToBeCopied:
@@ -78,7 +78,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     with ExitStack() as stack:
         for unit in units:
             if unit.runtime is None:
-                unit.contents.adopt_replaced(keep_objects=False)
+                unit.param_group.adopt_replaced(keep_objects=False)
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:
@@ -116,25 +116,25 @@ def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     """A unit with storages and parameters of its own, still on the modules of ``unit``."""
-    settings = unit.settings.for_copy()
-    if settings.shared_streams is None and unit.runtime is not None:
+    config = unit.config.for_copy()
+    if config.shared_streams is None and unit.runtime is not None:
         # What the copy frees can be used by the original at once, and the other way round.
-        settings.shared_streams = unit.runtime.streams
-    new = Unit(unit.modules, unit.mesh, unit.device, settings)
+        config.shared_streams = unit.runtime.streams
+    new = Unit(unit.modules, unit.mesh, unit.device, config)
     new.name = unit.name
     memo[id(unit)] = new
     memo[id(unit.registration)] = new.registration
-    contents = new.contents
-    contents.params = [_copy_param(param, memo) for param in unit.params]
-    locals_ = {id(q): p.local for p, q in zip(unit.params, contents.params, strict=True)}
-    contents.make_buckets()
-    for bucket in contents.buckets:
+    param_group = new.param_group
+    param_group.params = [_copy_param(param, memo) for param in unit.params]
+    locals_ = {id(q): p.local for p, q in zip(unit.params, param_group.params, strict=True)}
+    param_group.make_buckets()
+    for bucket in param_group.buckets:
         # An extension keeps what it is given; the others copy it into their storage.
         sources = [
             copy_of(locals_[id(q)]) if q.extension else locals_[id(q)] for q in bucket.params
         ]
         bucket.shard_from(sources, whole=False)
-    for param, copied in zip(unit.params, contents.params, strict=True):
+    for param, copied in zip(unit.params, param_group.params, strict=True):
         memo[id(param.sharded)] = copied.sharded
     for original, (owner, param) in list(ORIGINS.items()):
         if owner is unit:  # a tie to another unit that nobody has resolved yet is one in the copy
@@ -146,7 +146,7 @@ def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.note_grad_dtype(param.sharded)
     new.is_sharded = False
-    new.unsharded = new.regrouped = None
+    new.unsharded = new.secondary = None
     new.dtype = param.local.dtype
     new.attributes = copy.deepcopy(vars(param.sharded), memo)
     memo[id(param)] = new
@@ -160,7 +160,7 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
     for param, copied in zip(unit.params, new.params, strict=True):
         # A submodule may be copied without all the modules that its parameters are tied to.
         copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
-    new.contents.register_sharded()
+    new.param_group.register_sharded()
     new.hooks = UnitHooks(new)
     for module in new.modules:
         new.hooks.take_over(unit.hooks, module)
@@ -168,8 +168,8 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
         wrapped = new.hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
         setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
     for chosen, earlier in (
-        (new.settings.forward_prefetch, unit.settings.forward_prefetch),
-        (new.settings.backward_prefetch, unit.settings.backward_prefetch),
+        (new.config.forward_prefetch, unit.config.forward_prefetch),
+        (new.config.backward_prefetch, unit.config.backward_prefetch),
     ):
         chosen += [memo[id(other)] for other in earlier if id(other) in memo]
-    show_state(new)
+    publish_state(new)

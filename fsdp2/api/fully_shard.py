@@ -16,7 +16,7 @@ from ..runtime.building import name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks
 from ..runtime.requested_gradients import look_at_requests
 from ..runtime.unit import Unit, set_unit, units_in
-from ..runtime.unit_config import Settings
+from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh, replicated, resolve_mesh
 from ..sharding.param import ORIGINS, ShardedParam
 from .arguments import (
@@ -34,7 +34,7 @@ from .deepcopy import refuse_own_deepcopy
 from .flat_optimizers import watch_flattening
 from .library_methods import adapt_layers, refuse_pruning, refused_methods
 from .module import FSDPModule
-from .torch_compat import TorchFSDPModule, is_replicated, show_state, state_of
+from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
@@ -135,7 +135,7 @@ def fully_shard(
         dp_mesh,
         ignored,
         shard_placement_fn,
-        Settings(
+        UnitConfig(
             mp_policy,
             offload_policy,
             direct_min_bytes=direct_min_bytes,
@@ -206,7 +206,7 @@ def replicate(
         replicated(resolve_mesh(mesh, dp_mesh_dims)),
         ignored,
         None,
-        Settings(mp_policy, offload_policy),
+        UnitConfig(mp_policy, offload_policy),
     )
     return module
 
@@ -216,19 +216,19 @@ def _make_unit(
     mesh: DataParallelMesh,
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
-    settings: Settings,
+    config: UnitConfig,
 ) -> None:
     """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
     device = checked_device(mesh)
-    check_policies(settings.mp_policy, settings.offload_policy)
+    check_policies(config.mp_policy, config.offload_policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
-    unit = Unit(modules, mesh, device, settings)
+    unit = Unit(modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn)
-        unit.contents.make_groups(item.managed.mesh for item in found)
+        unit.param_group.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
-        unit.contents.shard(_take_parameters(unit, found))
+        unit.param_group.shard(_take_parameters(unit, found))
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
@@ -244,7 +244,7 @@ def _make_unit(
     warn_of_other_meshes(unit, modules)
     look_at_requests()
     refuse_pruning()
-    show_state(unit)
+    publish_state(unit)
 
 
 # -- modules ---------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
     for item in found:
         if item.earlier is not None:
             other, theirs = item.earlier
-            other.contents.give_up(theirs)
+            other.param_group.give_up(theirs)
         ORIGINS[item.original] = (unit, item.managed)
     return [item.managed for item in found]
 

@@ -54,9 +54,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     if not units:
         return
     first = units[0]
-    streams = first.settings.shared_streams or (first.runtime and first.runtime.streams)
+    streams = first.config.shared_streams or (first.runtime and first.runtime.streams)
     streams = streams or streams_for(first.device)
     for unit in units:
-        unit.settings.shared_streams = streams
+        unit.config.shared_streams = streams
         if unit.runtime is not None:
             unit.runtime.streams = streams

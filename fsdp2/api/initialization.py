@@ -165,7 +165,7 @@ def materialize(
     """
     usual = usual_device(model)
     units = units_in(model)
-    offloaded = {id(p.sharded) for u in units if u.settings.offload for p in u.params}
+    offloaded = {id(p.sharded) for u in units if u.config.offload for p in u.params}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or (isinstance(tensor, nn.Parameter) and not parameters):
@@ -202,7 +202,7 @@ def _check_buffers(model: nn.Module) -> None:
         RuntimeError: naming them.
     """
     names = {module: name for name, module in model.named_modules()}
-    marks = [mark for unit in units_in(model) for mark in unit.contents.unwritten]
+    marks = [mark for unit in units_in(model) for mark in unit.param_group.unwritten]
     left = [
         mark.full_name(names)
         for mark in never_written(m for m in marks if m.module is not None)

@@ -14,18 +14,18 @@ def change_links(unit: Unit, method: str, *, one_mesh: bool = False, **options: 
     Args:
         method: the public one that was called, for messages.
         one_mesh: whether it makes sense for parameters on one mesh only.
-        options: fields of `LinkOptions`.
+        options: fields of `CommOptions`.
     """
     if one_mesh:
         check_one_mesh(unit, method)
-        if unit.settings.link_options.memory is not None:
+        if unit.config.comm_options.memory is not None:
             raise RuntimeError(
                 f"{method} cannot be combined with memory of the process group or symmetric "
                 "memory, which has collectives of its own"
             )
     if unit.runtime is not None:
         unit.runtime.reshard(unit)
-    unit.contents.change_links(**options)
+    unit.param_group.change_links(**options)
 
 
 def check_one_mesh(unit: Unit, method: str) -> None:
@@ -44,7 +44,7 @@ def change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
     Raises:
         RuntimeError: without CUDA and NCCL, or with a custom collective.
     """
-    options = unit.settings.link_options
+    options = unit.config.comm_options
     if options.all_gather is not None or options.reduce_scatter is not None:
         raise RuntimeError(
             f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "

@@ -92,7 +92,7 @@ class FSDPModule:
         """
         units = self._units(recurse)
         for unit in units:
-            unit.settings.set_sync(requires_gradient_sync)
+            unit.config.set_sync(requires_gradient_sync)
         if not requires_gradient_sync:
             for unit in units:
                 if unit.runtime is not None:
@@ -121,7 +121,7 @@ class FSDPModule:
             >>> schedule.step(tokens)  # of torch.distributed.pipelining
         """
         for unit in self._units(recurse):
-            unit.settings.accumulate_sharded = accumulate_sharded
+            unit.config.accumulate_sharded = accumulate_sharded
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class FSDPModule:
                 f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
                 "or use set_requires_gradient_sync(False) if that is what you want"
             )
-        restore = [each.settings.keep_sync() for each in self._units(recurse=True)]
+        restore = [each.config.keep_sync() for each in self._units(recurse=True)]
         num_backwards = runtime.num_backwards
         self.set_requires_gradient_sync(False)
         try:
@@ -172,7 +172,7 @@ class FSDPModule:
         With False, gradients are reduce-scattered only and wait for a backward with True.
         """
         for unit in self._units(recurse):
-            unit.settings.all_reduce_grads = requires_all_reduce
+            unit.config.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for gradient reductions in flight.
@@ -209,7 +209,7 @@ class FSDPModule:
         if runtime is not None:
             self._check_root("set_manual_backward_finalization")
             runtime.choose_finalization(manual=enabled)
-        unit.settings.manual_finalization = enabled
+        unit.config.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End an iteration: reduce the gradients that its backwards have left, free parameters.
@@ -245,7 +245,7 @@ class FSDPModule:
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for unit in self._units(recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.config.reshard_after_forward = reshard_after_forward
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
@@ -262,7 +262,7 @@ class FSDPModule:
         """
         units = self._units(recurse)
         for unit in units:
-            unit.settings.reshard_after_backward = reshard_after_backward
+            unit.config.reshard_after_backward = reshard_after_backward
         if not reshard_after_backward:
             for unit in reversed(units):  # in the order in which backward will want them
                 if unit.runtime is not None:
@@ -279,8 +279,8 @@ class FSDPModule:
             recurse: whether to set it for sharded submodules too.
         """
         for unit in self._units(recurse):
-            unit.settings.keep_unsharded_storage = keep
-            unit.contents.keep_storage(keep)
+            unit.config.keep_unsharded_storage = keep
+            unit.param_group.keep_storage(keep)
 
     def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
         """Keep frozen parameters gathered, from one micro-batch and step to the next.
@@ -309,9 +309,9 @@ class FSDPModule:
         budget = KeepFrozen(max_bytes)
         units = self._units(recurse=True)
         for unit in units:
-            unit.settings.keep_frozen = budget
+            unit.config.keep_frozen = budget
         for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
-            runtime.choose_kept()
+            runtime.choose_cached()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when the forward of this one begins.
@@ -322,7 +322,7 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        unit_of(self).settings.forward_prefetch = units_of_all(modules)
+        unit_of(self).config.forward_prefetch = units_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather ``modules`` when the backward of this one begins.
@@ -332,14 +332,14 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        unit_of(self).settings.backward_prefetch = units_of_all(modules)
+        unit_of(self).config.backward_prefetch = units_of_all(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by ``factor``, not by their number.
 
         Not recursive. Works on every backend.
         """
-        unit_of(self).settings.divide_factor = factor
+        unit_of(self).config.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of `set_gradient_divide_factor`; deprecated."""
@@ -356,7 +356,7 @@ class FSDPModule:
         With False nothing is gathered: for modules whose backward does not read their parameters
         (embeddings).
         """
-        unit_of(self).settings.unshard_in_backward = unshard_in_backward
+        unit_of(self).config.unshard_in_backward = unshard_in_backward
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -372,7 +372,7 @@ class FSDPModule:
             recurse: whether to set it for sharded submodules too.
         """
         for unit in self._units(recurse):
-            unit.settings.reduce_unused = reduce_scatter_unused_params
+            unit.config.reduce_unused = reduce_scatter_unused_params
 
     # -- how to communicate -----------------------------------------------------------------
 
@@ -430,8 +430,8 @@ class FSDPModule:
         check_one_mesh(unit, "set_all_reduce_hook")
         if stream is not None and unit.mesh.replicate_group is not None:
             raise ValueError("stream cannot be set when using native HSDP")
-        settings = unit.settings
-        settings.all_reduce_hook, settings.all_reduce_stream = hook, stream
+        config = unit.config
+        config.all_reduce_hook, config.all_reduce_stream = hook, stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next gathers wait for ``event`` only, not for all work that was queued.
@@ -483,7 +483,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in self._units(recurse):
-            unit.settings.max_input_buffers = max_input_buffers
+            unit.config.max_input_buffers = max_input_buffers
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether collectives work on flat buffers that the process group allocates (NCCL).
@@ -557,14 +557,14 @@ class FSDPModule:
         unit = unit_of(self)
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
-        unit.contents.note_grad_dtypes()
-        kept = unit.contents.detach_gradients()
+        unit.param_group.note_grad_dtypes()
+        kept = unit.param_group.detach_gradients()
         made = to_be_made(fn, own_modules(self, recurse), unit.params)  # type: ignore[arg-type]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        unit.contents.adopt_replaced()
-        unit.contents.attach_gradients(kept)
-        unit.contents.dirty = True
-        unit.contents.unwritten += write_pattern(made)
+        unit.param_group.adopt_replaced()
+        unit.param_group.attach_gradients(kept)
+        unit.param_group.dirty = True
+        unit.param_group.unwritten += write_pattern(made)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

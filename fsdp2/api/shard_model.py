@@ -180,10 +180,10 @@ def shard_model(
         else:
             reshard = reshard_of(unit, chosen, reshard_after_forward)
             fully_shard(whole, reshard_after_forward=reshard, **options)
-        settings = unit_of(members[0]).settings
-        settings.strategy = chosen.name
-        settings.gathered_once = chosen.gathered_once
-        settings.unshard_in_backward = needed_in_backward
+        config = unit_of(members[0]).config
+        config.strategy = chosen.name
+        config.gathered_once = chosen.gathered_once
+        config.unshard_in_backward = needed_in_backward
     if prefetch > 1:
         _set_prefetch(units, modules, prefetch)
     return model

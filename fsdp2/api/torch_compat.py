@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from ..runtime.unit import Unit
 
-__all__ = ["PipelineState", "TorchFSDPModule", "is_replicated", "show_state", "state_of"]
+__all__ = ["PipelineState", "TorchFSDPModule", "is_replicated", "publish_state", "state_of"]
 
 _KEY: Any = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
@@ -68,7 +68,7 @@ class PipelineState:
             self._unit.runtime.end_backward()
 
 
-def show_state(unit: Unit) -> None:
+def publish_state(unit: Unit) -> None:
     """Let `fully_shard.state`, ours and torch's, find one `PipelineState` for the whole unit, and
     let ``replicate`` see that the modules are taken."""
     state = PipelineState(unit)

@@ -54,7 +54,7 @@ class Part:
     rows: int
     all_rows: int
     inner: dict[str, Inner]
-    settings: Any = None
+    config: Any = None
     problem: str = ""
 
 
@@ -75,7 +75,7 @@ def describe(part: Tensor, shape: Sequence[int]) -> Part:
         contexts = _contexts(part, fewer, shape)
     except _ChangesWithRows as problem:
         return replace(described, problem=str(problem))
-    return replace(described, settings=_comparable(contexts))
+    return replace(described, config=_comparable(contexts))
 
 
 def agreed(parts: Sequence[Part], *, equal_tables: bool = True) -> dict[str, Inner]:
@@ -93,7 +93,7 @@ def agreed(parts: Sequence[Part], *, equal_tables: bool = True) -> dict[str, Inn
     for part in parts:
         if part.problem:
             raise NotImplementedError(part.problem)
-        for what in ("kind", "settings"):
+        for what in ("kind", "config"):
             if getattr(part, what) != getattr(first, what):
                 values = f"{getattr(first, what)} and {getattr(part, what)}"
                 raise ValueError(f"its {what} differs: {values}")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..sharding.bucket import Bucket
-from ..sharding.reduce_plan import ReducePlan, stage
+from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import as_real, mean_over
 from .transports import Finish, Transport
 
@@ -130,9 +130,9 @@ class FlatTransport:
 
         return self._finished(finish)
 
-    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         if self._reduce_scatter is None:
-            return self.base.stageable(bucket)
+            return self.base.must_copy_in(bucket)
         return bucket.layout.direct + bucket.layout.packed
 
     def casts(self, bucket: Bucket) -> bool:
@@ -156,7 +156,7 @@ class FlatTransport:
             return self.base.reduce_scatter(bucket, plan, grads, outs, tag)
         (out,) = outs  # everything is staged
         num_ranks = self.group.size()
-        staged = stage(
+        staged = copy_in(
             bucket.layout, plan, grads, out.dtype, bucket.device, allocate=comm.allocate
         ).view(-1)
         mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)

@@ -72,12 +72,12 @@ class ExtensionBucket(Bucket):
         self.shards = local
         self.aliases_shards = False
 
-    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
         (param,) = self.params
-        self.staged = None
+        self.offload_buffer = None
         self.gathered = None
-        self.regrouped = None
+        self.secondary = None
         self._references = {}
         self.fills_own_slices = True
         self.plan: Any = None
@@ -85,7 +85,7 @@ class ExtensionBucket(Bucket):
         self._replaced: list[torch.Tensor] = []
         self._metadata: Any = None
         self._storages, self._sizes = (), ()
-        param.unsharded = param.regrouped = None
+        param.unsharded = param.secondary = None
         self.unsharded = self.unsharded_direct = []
         self._check_methods()
 

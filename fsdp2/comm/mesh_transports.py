@@ -1,7 +1,7 @@
-"""The transports of one data-parallel mesh: who gathers, reduces and regroups over which group.
+"""The transports of one data-parallel mesh: who gathers and reduces over which group.
 
-A unit has one `Links` per mesh of its parameters: usually one, two where `shard_placement_fn`
-puts some parameters (experts, say) on a mesh of their own.
+A unit has one `MeshTransports` per mesh of its parameters: usually one, two where
+`shard_placement_fn` puts some parameters (experts, say) on a mesh of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .transports import Transport, check_backend, make_transport, separate_group
 
 
 @dataclass(frozen=True)
-class LinkOptions:
+class CommOptions:
     """How a unit communicates, as far as users choose it.
 
     Attributes:
@@ -38,24 +38,24 @@ class LinkOptions:
     memory: str | None = None
 
 
-class Links:
+class MeshTransports:
     """Transports over the groups of ``mesh``; None where there is nobody to talk to.
 
     Attributes:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
-        regather: within the groups of ``reshard_after_forward=int``; see `regroup`.
+        secondary_gather: within the groups of ``reshard_after_forward=int``; see `make_secondary`.
     """
 
-    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: LinkOptions) -> None:
+    def __init__(self, mesh: DataParallelMesh, device: torch.device, options: CommOptions) -> None:
         self.mesh = mesh
         self.device = device
         self.options = options
         self.gather: Transport | None = None
         self.scatter: Transport | None = None
         self.replicate: Transport | None = None
-        self.regather: Transport | None = None
-        self.regroup_mesh: DeviceMesh | None = None
+        self.secondary_gather: Transport | None = None
+        self.secondary_mesh: DeviceMesh | None = None
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
@@ -78,23 +78,23 @@ class Links:
             transport, self.device, all_gather, reduce_scatter, sum_only=options.sum_only
         )
 
-    def regroup(self, size: bool | int) -> int | None:
+    def make_secondary(self, size: bool | int) -> int | None:
         """Make the transport within groups of ``size`` ranks, where that divides the ranks.
 
         Returns:
             ``size``, or None if parameters on this mesh are not kept in larger shards.
         """
-        chosen = _regroup_size(self.mesh, size)
+        chosen = _secondary_size(self.mesh, size)
         if chosen is None:
             return None
-        if self.regather is None or self.regather.group.size() != chosen:
-            self.regroup_mesh = subgroup_mesh(self.mesh, chosen)
-            transport = make_transport(self.regroup_mesh.get_group(1), self.device)
-            self.regather = self._customized(transport)
+        if self.secondary_gather is None or self.secondary_gather.group.size() != chosen:
+            self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
+            transport = make_transport(self.secondary_mesh.get_group(1), self.device)
+            self.secondary_gather = self._customized(transport)
         return chosen
 
 
-def _regroup_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
+def _secondary_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
     """``size`` if that is a number of ranks, which divides those of ``mesh``."""
     if type(size) is int and size < mesh.num_shards and mesh.num_shards % size == 0:
         return size
@@ -104,16 +104,16 @@ def _regroup_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None
 def make_groups(
     meshes: Iterable[DataParallelMesh],
     device: torch.device,
-    options: LinkOptions,
-    regroup_to: bool | int | None,
+    options: CommOptions,
+    secondary_size: bool | int | None,
 ) -> None:
-    """Make the process groups that `Links` over ``meshes`` will use, and all communicators.
+    """Make the process groups of `MeshTransports` over ``meshes``, and all communicators.
 
     When a unit is made, and not when it first computes: then memory is scarce, and ranks are in the
     middle of other collectives. Collective over the ranks of each mesh; once for each.
 
     Args:
-        regroup_to: as of `Links.regroup`.
+        secondary_size: as of `MeshTransports.make_secondary`.
 
     Raises:
         ValueError: a group of a mesh does not serve ``device``.
@@ -122,23 +122,23 @@ def make_groups(
         for of_mesh in (mesh.shard_group, mesh.replicate_group):
             if of_mesh is not None:
                 check_backend(of_mesh, device)
-        for _, group in groups_of(mesh, device, options, regroup_to):
+        for _, group in groups_of(mesh, device, options, secondary_size):
             connect_group(group, device)
 
 
 def groups_of(
     mesh: DataParallelMesh,
     device: torch.device,
-    options: LinkOptions,
-    regroup_to: bool | int | None,
+    options: CommOptions,
+    secondary_size: bool | int | None,
 ) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """What `Links` over ``mesh`` communicate, and over which groups; see `make_groups`."""
+    """What `MeshTransports` over ``mesh`` communicate, and over which groups; see `make_groups`."""
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
         yield "reduce-scatter", group
     if mesh.replicate_group is not None and mesh.num_replicas > 1:
         yield "all-reduce", mesh.replicate_group
-    size = _regroup_size(mesh, regroup_to)
+    size = _secondary_size(mesh, secondary_size)
     if size is not None:
         yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)

@@ -58,7 +58,7 @@ def can_meet(backend: str) -> bool:
     return isinstance(store, dist.TCPStore | dist.FileStore)
 
 
-class Meeting:
+class StoreExchange:
     """Some ranks that meet again and again, each as often as the others.
 
     Args:

@@ -9,7 +9,7 @@ buffer                allocated on     why it is safe to free
 ====================  ===============  ====================================================
 gathered storage      all-gather       `before_free`: all-gather waits for compute's last use
 cast or staged shard  all-gather       read by gathers on the same stream only
-regrouped shards      compute          read by a gather; freed after its `use_gathered`
+secondary shards      compute          read by a gather; freed after its `use_gathered`
 gradient (autograd)   compute          held until compute has waited for `reduced`
 stage, sum buffers    reduce-scatter   released after `use_reduced` (all-reduce: see there)
 sharded gradients     compute          written between `reducing` and `use_reduced`

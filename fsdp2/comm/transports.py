@@ -33,7 +33,7 @@ from ..common.failures import explained
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, own_group
-from ..sharding.reduce_plan import ReducePlan, stage
+from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import Mean, as_real, mean_over
 from .streams import device_module
 
@@ -56,7 +56,7 @@ class Transport(Protocol):
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None: ...
 
-    def stageable(self, bucket: Bucket) -> tuple[int, ...]: ...
+    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]: ...
 
     def casts(self, bucket: Bucket) -> bool: ...
 
@@ -238,7 +238,7 @@ class GroupTransport:
 
         return finish
 
-    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.tail
 
     def casts(self, bucket: Bucket) -> bool:
@@ -262,8 +262,8 @@ class GroupTransport:
         inputs = _all_as([grads[i] for i in plan.direct], dtype)
         if mean.before != 1 and inputs:  # not in place: hooks of users may have kept them
             inputs = list(torch._foreach_div(inputs, mean.before))
-        if plan.staged:
-            staged = stage(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
+        if plan.copied_in:
+            staged = copy_in(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
             mean.begin(staged)
             inputs.append(staged)
         if dtype.is_complex:
@@ -356,7 +356,7 @@ class Exchange:
         works += [group.send(*message) for message in sends]
         return works
 
-    def stageable(self, bucket: Bucket) -> tuple[int, ...]:
+    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.packed
 
     def casts(self, bucket: Bucket) -> bool:
@@ -383,9 +383,9 @@ class Exchange:
         for i in plan.direct:
             grad = _as_dtype(grads[i], wire).view(-1)
             parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
-        if plan.staged:
+        if plan.copied_in:
             # Small ones are widened: some of them may have been made so.
-            staged = stage(layout, plan, grads, bucket.reduce_dtype, bucket.device)
+            staged = copy_in(layout, plan, grads, bucket.reduce_dtype, bucket.device)
             parts.append(staged.unbind(0))
         numels = [part[self.rank].numel() for part in parts]
         received = {peer: self._buffers(parts, numels, wire) for peer in self.peers}

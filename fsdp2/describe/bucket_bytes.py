@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from ..policy import compute_dtype, sum_dtype
-from ..sharding.layout import BucketLayout, plan_bucket, regroup
+from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
 from ..sharding.reduce_plan import ReducePlan
 
 
@@ -83,7 +83,7 @@ class BucketFacts:
         if self.num_shards % num_ranks or num_ranks >= self.num_shards:
             return self.sent_by_gather
         itemsizes = [d.itemsize for d in (self.gather_dtype, self.orig_dtype, self.reduce_dtype)]
-        layout = regroup(self.layout, num_ranks, itemsizes=itemsizes)
+        layout = secondary_layout(self.layout, num_ranks, itemsizes=itemsizes)
         return _sent_by_gather(layout, self.gather_dtype)
 
     @property
@@ -121,8 +121,8 @@ class BucketFacts:
     @cached_property
     def _reduced(self) -> ReducePlan:
         present = [i for i, trained in enumerate(self.trained) if trained]
-        stageable = self.layout.packed if self.exchanged else self.layout.tail
-        return ReducePlan(self.layout, present, stageable if self.num_shards > 1 else ())
+        must_copy_in = self.layout.packed if self.exchanged else self.layout.tail
+        return ReducePlan(self.layout, present, must_copy_in if self.num_shards > 1 else ())
 
 
 def _sent_by_gather(layout: BucketLayout, dtype: torch.dtype) -> int:

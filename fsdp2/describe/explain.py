@@ -76,7 +76,7 @@ def explain(
         )
     if mesh_shape is None:
         return _explain_sharded(model, units)
-    settings = _Settings(
+    config = _Settings(
         strategy=find_strategy(strategy),
         num_dims=1 if isinstance(mesh_shape, int) else 2,
         mp_policy=mp_policy,
@@ -86,11 +86,11 @@ def explain(
         direct_min_bytes=direct_min_bytes,
         device_type=device_type,
     )
-    num_replicas, num_shards = _checked_shape(mesh_shape, settings.strategy.hybrid)
-    if not settings.strategy.sharded:
+    num_replicas, num_shards = _checked_shape(mesh_shape, config.strategy.hybrid)
+    if not config.strategy.sharded:
         num_replicas, num_shards = num_replicas * num_shards, 1
     described = _in_model_order(model, units_of(model, wrap, ignored_params=ignored_params))
-    drafts = [_draft(model, unit, settings, num_shards, num_replicas) for unit in described]
+    drafts = [_draft(model, unit, config, num_shards, num_replicas) for unit in described]
     return _finish(strategy, drafts, ())
 
 
@@ -200,8 +200,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
     drafts = []
     for unit in units:
         inside = any(unit.modules[0] in members[other] for other in units if other is not unit)
-        settings = unit.settings
-        policy = settings.reshard_after_forward
+        config = unit.config
+        policy = config.reshard_after_forward
         fqns = [_qualified(names, p.owners[0]) for p in unit.params]
         placements = [tuple(map(_show_placement, p.sharded.placements)) for p in unit.params]  # type: ignore[attr-defined]
         drafts.append(
@@ -214,16 +214,16 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 num_shards=unit.mesh.num_shards,
                 num_replicas=unit.mesh.num_replicas,
                 reshard=inside if policy is None else policy,
-                unshard_in_backward=settings.unshard_in_backward,
-                offload=settings.offload,
-                reshard_after_backward=settings.reshard_after_backward,
-                forward_prefetch=_unit_names(settings.forward_prefetch, names) or None,
-                backward_prefetch=_unit_names(settings.backward_prefetch, names) or None,
+                unshard_in_backward=config.unshard_in_backward,
+                offload=config.offload,
+                reshard_after_backward=config.reshard_after_backward,
+                forward_prefetch=_unit_names(config.forward_prefetch, names) or None,
+                backward_prefetch=_unit_names(config.backward_prefetch, names) or None,
             )
         )
     runtime = units[0].runtime
     order = () if runtime is None else runtime.last_order(units[0])
-    found = _finish(units[0].settings.strategy, drafts, _unit_names(order, names))
+    found = _finish(units[0].config.strategy, drafts, _unit_names(order, names))
     return replace(found, communicators=_communicators(units))
 
 
@@ -231,9 +231,9 @@ def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
     """What each process group is for, on accelerators: elsewhere sharing one costs nothing."""
     purposes: dict[Any, dict[str, None]] = {}
     for unit in units if units[0].device.type != "cpu" else ():
-        options, regroup_to = unit.settings.link_options, unit.settings.reshard_after_forward
+        options, secondary_size = unit.config.comm_options, unit.config.reshard_after_forward
         for mesh in dict.fromkeys(bucket.mesh for bucket in unit.buckets):
-            for purpose, group in groups_of(mesh, unit.device, options, regroup_to):
+            for purpose, group in groups_of(mesh, unit.device, options, secondary_size):
                 purposes.setdefault(group, {})[purpose] = None
     return tuple(" + ".join(of_one) for of_one in purposes.values())
 
@@ -263,7 +263,7 @@ def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFact
         num_shards=mesh.num_shards,
         num_replicas=mesh.num_replicas,
         aliased=bucket.aliases_shards,
-        kept=bucket.kept,
+        kept=bucket.cached,
         exchanged=gloo and max(sizes) <= EXCHANGE_MAX_RANKS,
     )
 

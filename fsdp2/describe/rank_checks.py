@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.store_exchange import MAX_LINES, TITLE, Meeting, RanksDisagreeError
+from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange
 from ..runtime.comparison import all_values, by_ranks, describe, last_order, name_of
 from ..runtime.unit import Unit, units_in
 
@@ -50,7 +50,7 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
         if values:
             for part, held in all_values(units, names).items():
                 topics[f"values {part}"] = held
-        found = Meeting("agree", ranks, timeout_s).compare(topics, "check that ranks agree")
+        found = StoreExchange("agree", ranks, timeout_s).compare(topics, "check that ranks agree")
         lines = found.get("") or [line for of_part in found.values() for line in of_part]
         if lines:
             raise RanksDisagreeError("\n".join([TITLE, *lines[:MAX_LINES]]))
@@ -82,26 +82,31 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
     try:
         for ranks, units in by_ranks(all_units).items():
             for unit in units:
-                _watch(unit, name_of(unit, names), Meeting("watch", ranks, timeout_s))
+                _watch(unit, name_of(unit, names), StoreExchange("watch", ranks, timeout_s))
         yield
     finally:
         for unit in all_units:
-            vars(unit).pop("launch_gather", None)
+            vars(unit).pop("start_unshard", None)
             vars(unit.gradients).pop("make_reductions", None)
 
 
-def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
+def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
     """Put methods of its own before those of the class; not there, they cost nothing."""
-    launch_gather, make_reductions = unit.launch_gather, unit.gradients.make_reductions
+    start_unshard, make_reductions = unit.start_unshard, unit.gradients.make_reductions
 
     def gather(streams: Any) -> None:
         phase = "backward" if unit.runtime.in_backward else "forward"
         what = f"gather '{name}' in {phase}"
-        if any(bucket.held for bucket in unit.buckets):  # kept: each rank knows what it has
-            rest = [p.fqn.rsplit(".", 1)[-1] for b in unit.buckets if not b.held for p in b.params]
+        if any(bucket.cache_valid for bucket in unit.buckets):  # kept: each rank knows what it has
+            rest = [
+                p.fqn.rsplit(".", 1)[-1]
+                for b in unit.buckets
+                if not b.cache_valid
+                for p in b.params
+            ]
             what += f" (only {', '.join(rest) or 'what it has already'})"
-        _meet(meeting, what)
-        launch_gather(streams)
+        _meet(exchange, what)
+        start_unshard(streams)
 
     def reduce(taken: Any, **options: Any) -> Any:
         reductions = make_reductions(taken, **options)
@@ -112,14 +117,14 @@ def _watch(unit: Unit, name: str, meeting: Meeting) -> None:
                 for param, grad in zip(reduction.bucket.params, reduction.grads, strict=True)
                 if grad is not None
             ]
-            _meet(meeting, f"reduce '{name}' ({', '.join(grads)})")
+            _meet(exchange, f"reduce '{name}' ({', '.join(grads)})")
         return reductions
 
-    vars(unit)["launch_gather"] = gather
+    vars(unit)["start_unshard"] = gather
     vars(unit.gradients)["make_reductions"] = reduce
 
 
-def _meet(meeting: Meeting, what: str) -> None:
-    found = meeting.compare({"": {"next": what}}, what)
+def _meet(exchange: StoreExchange, what: str) -> None:
+    found = exchange.compare({"": {"next": what}}, what)
     if found:
         raise RanksDisagreeError(f"Ranks do different things {found[''][0]}")

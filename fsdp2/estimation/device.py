@@ -20,7 +20,7 @@ class Transfer:
 
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        group: "shard", "regroup" (within the groups of ``reshard_after_forward=int``) or
+        group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``) or
             "replicate".
         nbytes: of the whole: gathered, to be scattered, or to be reduced; with padding.
         sent: bytes that this rank sends.

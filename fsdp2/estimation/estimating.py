@@ -217,9 +217,9 @@ def _traffic(made: Replay, topology: Topology) -> list[TrafficRow]:
     result = []
     for (kind, group), (calls, messages, sent) in rows.items():
         size = made.setup.num_shards
-        if group == "regroup":
+        if group == "secondary":
             size = next(
-                b.regrouped.layout.num_shards for u in made.units for b in u.buckets if b.regrouped
+                b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
             )
         within, between = split_by_link(sent, topology.ring(group, size))
         result.append(TrafficRow(kind, group, calls, messages, sent, within, between))

@@ -16,13 +16,13 @@ import torch
 from ..comm.streams import DeviceStreams, Streams
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime.root import Runtime
-from ..runtime.unit_config import Settings
+from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
 from .account import Account
 from .device import Launch, LaunchDevice, Transfer
 from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
-from .stand_ins import CountedBucket, CountedUnit, World
+from .stand_ins import CountedBucket, CountedUnit, ReplayState
 
 Reshard = bool | int | None
 
@@ -98,8 +98,8 @@ def replay(
     """
     account = Account(keep_samples=keep_samples)
     device = LaunchDevice() if setup.device_type != "cpu" else None
-    world = World(account, device)
-    player = _Player(trace, setup, world)
+    replay = ReplayState(account, device)
+    player = _Player(trace, setup, replay)
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and device is not None
     shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))
     state = account.host if offloaded else account.now
@@ -110,7 +110,7 @@ def replay(
     if warm_up:
         player.step()
         player.drop_gradients()
-        world.transfers.clear()
+        replay.transfers.clear()
         if device is not None:
             _start_anew(device)
     # What a step leaves behind (tables that functions cache) is there once.
@@ -122,7 +122,7 @@ def replay(
     account.phase = "optimizer"
     account.touch("optimizer scratch", 0 if offloaded else optimizer_moment)
     launches = device.launches if device is not None else []
-    return Replay(setup, account, world.transfers, launches, player.units)
+    return Replay(setup, account, replay.transfers, launches, player.units)
 
 
 def _start_anew(device: LaunchDevice) -> None:
@@ -136,7 +136,7 @@ def _buckets(unit: CountedUnit) -> list[CountedBucket]:
     return [bucket for bucket in unit.buckets if isinstance(bucket, CountedBucket)]
 
 
-def make_units(trace: StepTrace, setup: Setup, world: World) -> list[CountedUnit]:
+def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[CountedUnit]:
     """The units of ``setup``, the root first, planned as `build_runtime` plans real ones."""
     device = torch.device(setup.device_type)
     sharded, replicated = setup.num_shards > 1, setup.num_replicas > 1
@@ -153,12 +153,12 @@ def make_units(trace: StepTrace, setup: Setup, world: World) -> list[CountedUnit
     for description in descriptions:
         choose = setup.reshard_after_forward
         unit = CountedUnit(
-            world,
+            replay,
             description.name,
             len(description.modules),
             mesh,
             device,
-            Settings(
+            UnitConfig(
                 setup.mp_policy,
                 setup.offload_policy,
                 direct_min_bytes=setup.direct_min_bytes,
@@ -202,8 +202,8 @@ def _set_prefetch(
     order = sorted(range(len(units)), key=lambda i: place[descriptions[i].modules[0]])
     ordered = [units[i] for i in order]
     for i, unit in enumerate(ordered):
-        unit.settings.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
-        unit.settings.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
+        unit.config.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
+        unit.config.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
 
 
 class _ReplayRuntime(Runtime):
@@ -223,14 +223,14 @@ class _ReplayRuntime(Runtime):
 class _Player:
     """Feeds the events of a trace to a runtime."""
 
-    def __init__(self, trace: StepTrace, setup: Setup, world: World) -> None:
+    def __init__(self, trace: StepTrace, setup: Setup, replay: ReplayState) -> None:
         self.trace = trace
         self.setup = setup
-        self.world = world
-        self.units = make_units(trace, setup, world)
+        self.replay = replay
+        self.units = make_units(trace, setup, replay)
         device = self.units[0].device
-        streams = Streams() if world.device is None else DeviceStreams(device, world.device)
-        self.units[0].settings.shared_streams = streams
+        streams = Streams() if replay.device is None else DeviceStreams(device, replay.device)
+        self.units[0].config.shared_streams = streams
         self.runtime = _ReplayRuntime(self.units[0], self.units, device)
         by_name = {unit.name: unit for unit in self.units}
         self._of_module: dict[int, CountedUnit] = {}
@@ -249,7 +249,7 @@ class _Player:
         for i in range(self.setup.micro_batches):
             last = i == self.setup.micro_batches - 1
             for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
-                unit.settings.set_sync(last)
+                unit.config.set_sync(last)
             self._micro_batch()
 
     def drop_gradients(self) -> None:
@@ -273,15 +273,15 @@ class _Player:
         self.runtime.end_backward()
 
     def _enter_phase(self, name: str) -> None:
-        self.world.account.phase = name
-        if self.world.device is not None:
-            self.world.device.phase = name
+        self.replay.account.phase = name
+        if self.replay.device is not None:
+            self.replay.device.phase = name
 
     def _compute(self, event: Compute) -> None:
-        account = self.world.account
-        if self.world.device is not None and event.operations:
-            self.world.device.launch(event, self._inside)
-            account.clock = len(self.world.device.launches)
+        account = self.replay.account
+        if self.replay.device is not None and event.operations:
+            self.replay.device.launch(event, self._inside)
+            account.clock = len(self.replay.device.launches)
         account.touch("activations", event.peak)
         account.add("activations", event.net)
 
@@ -308,7 +308,7 @@ class _Player:
         if event.param not in self._of_param:
             return
         unit, param = self._of_param[event.param]
-        account = self.world.account
+        account = self.replay.account
         # One and the same memory: what was an activation is a gradient now.
         account.now["activations"] = account.now.get("activations", 0) - event.nbytes
         account.total -= event.nbytes

@@ -47,7 +47,7 @@ class TrafficRow:
 
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        group: "shard", "regroup" or "replicate".
+        group: "shard", "secondary" or "replicate".
         calls: launches; ``messages``: collectives in them.
         sent: bytes.
         within_nodes, between_nodes: parts of ``sent`` by the link that they take, on average over

@@ -19,12 +19,12 @@ from torch import nn
 
 from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport
 from ..policy import compute_dtype
-from ..runtime.deferred_reductions import LateSums
-from ..runtime.param_group import UnitContents
+from ..runtime.deferred_reductions import DeferredReductions
+from ..runtime.param_group import ParamGroup
 from ..runtime.reduction import Reduction
 from ..runtime.unit import Unit
-from ..runtime.unit_config import Settings
-from ..runtime.unit_grads import UnitGradients
+from ..runtime.unit_config import UnitConfig
+from ..runtime.unit_grads import UnitGrads
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
@@ -37,7 +37,7 @@ _EMBEDDING = nn.Embedding.__new__(nn.Embedding)
 _OTHER = nn.Module()
 
 
-class World:
+class ReplayState:
     """What all units of one replay share.
 
     Attributes:
@@ -126,15 +126,15 @@ def _whole(mesh: DataParallelMesh) -> DataParallelMesh:
 class _GradientStore:
     """The sharded gradients of a bucket."""
 
-    def __init__(self, world: World, bucket: CountedBucket) -> None:
-        self._world = world
+    def __init__(self, replay: ReplayState, bucket: CountedBucket) -> None:
+        self._world = replay
         self._nbytes = bucket.layout.shard_numel * bucket.grad_dtype.itemsize
         self._on_host = bucket.shard_device != bucket.device
         self._held: Held | None = None
         self.dtensors = [object()] * len(bucket.params)
         self.flat = None
 
-    def kept_elsewhere(self, detached: Any = None, *, idle: bool = True) -> bool:
+    def referenced_outside(self, detached: Any = None, *, idle: bool = True) -> bool:
         return False
 
     def allocate(self) -> None:
@@ -157,7 +157,7 @@ class _GradientStore:
 class CountedBucket(Bucket):
     """A bucket whose storages are numbers."""
 
-    world: World
+    replay: ReplayState
     unit_name = ""
 
     @property
@@ -169,25 +169,25 @@ class CountedBucket(Bucket):
         """Of the sharded parameters of a rank."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
-    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
-        self.staged: Any = None
+    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
+        self.offload_buffer: Any = None
         self.gathered = None
-        self.regrouped = None
+        self.secondary = None
         self._pieces: list[int] = []
         self._starts: list[int] = []
         self._held: list[Held | None] = []
-        self._staged_held: Held | None = None
+        self._offload_held: Held | None = None
         if not self.aliases_shards:
-            layout, bounds = self._plan_gathered(regroup_to, split)
+            layout, bounds = self._plan_gathered(secondary_size, split)
             size = self.gather_dtype.itemsize
             self._starts = bounds[:-1]
             self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
             self._held = [None] * len(self._pieces)
-            self.staged = True if self.shard_device != self.device else None
+            self.offload_buffer = True if self.shard_device != self.device else None
             self.plan: Any = _GatherPlan(self, self.layout, self.rank)
-            self.fills_own_slices = self.staged is not None
+            self.fills_own_slices = self.offload_buffer is not None
             if layout is not None:
-                self.regrouped = _Regrouped(self, layout)  # type: ignore[assignment]
+                self.secondary = _Secondary(self, layout)  # type: ignore[assignment]
         self.unsharded = list(enumerate(p.unsharded for p in self.params))  # type: ignore[misc]
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 
@@ -198,7 +198,7 @@ class CountedBucket(Bucket):
     def allocate(self) -> None:
         for i, nbytes in enumerate(self._pieces):
             if self._held[i] is None:
-                self._held[i] = Held(self.world.account, "gathered parameters", nbytes)
+                self._held[i] = Held(self.replay.account, "gathered parameters", nbytes)
 
     def free(self) -> None:
         if not self.keeps_storage:
@@ -210,11 +210,11 @@ class CountedBucket(Bucket):
             self._held[-1] = None
 
     def fill_own_slices(self) -> None:
-        self._staged_held = Held(self.world.account, "communication buffers", self.shard_bytes)
-        self.world.copy("to device", self.shard_bytes, self.unit_name)
+        self._offload_held = Held(self.replay.account, "communication buffers", self.shard_bytes)
+        self.replay.copy("to device", self.shard_bytes, self.unit_name)
 
-    def free_staged(self) -> None:
-        self._staged_held = None
+    def free_offload_buffer(self) -> None:
+        self._offload_held = None
 
     def note_references(self) -> None:
         pass
@@ -228,7 +228,7 @@ class CountedBucket(Bucket):
 
     def gradient_store(self, detached: Any) -> Any:
         if self.grads is None:
-            self.grads = _GradientStore(self.world, self)  # type: ignore[assignment]
+            self.grads = _GradientStore(self.replay, self)  # type: ignore[assignment]
         self.grads.allocate()  # type: ignore[union-attr]
         return self.grads
 
@@ -245,7 +245,7 @@ class _GatherBatch:
         self.plans = tuple(plans)
 
 
-class _Regrouped:
+class _Secondary:
     """The larger shards that are kept after forward."""
 
     def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
@@ -260,7 +260,7 @@ class _Regrouped:
 
     def save(self) -> None:
         nbytes = self.layout.shard_numel * self._bucket.gather_dtype.itemsize
-        self._held = Held(self._bucket.world.account, "regrouped parameters", nbytes)
+        self._held = Held(self._bucket.replay.account, "secondary shards", nbytes)
 
     def free(self) -> None:
         self._held = None
@@ -269,17 +269,19 @@ class _Regrouped:
 # -- communication -------------------------------------------------------------------------------
 
 
-def make_counting_transport(world: World, device: torch.device, size: int, group: str) -> Any:
+def make_counting_transport(
+    replay: ReplayState, device: torch.device, size: int, group: str
+) -> Any:
     """What `transports.make_transport` would choose."""
     exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
-    return (_CountingExchange if exchanges else _CountingCollectives)(world, device, size, group)
+    return (_CountingExchange if exchanges else _CountingCollectives)(replay, device, size, group)
 
 
 class _CountingExchange(Exchange):
     """Messages straight into place: rows that ranks lack are not sent."""
 
-    def __init__(self, world: World, device: torch.device, size: int, group: str) -> None:
-        self.world = world
+    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
+        self.replay = replay
         self.size = size
         self.name = group
         self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
@@ -295,11 +297,11 @@ class _CountingExchange(Exchange):
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
     ) -> Finish | None:
         assert isinstance(bucket, CountedBucket)
-        account, layout = self.world.account, bucket.layout
+        account, layout = self.replay.account, bucket.layout
         wire, wide = bucket.wire_dtype, bucket.reduce_dtype
         held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, wide))
-        staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.staged else 0
+        staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
         numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
         sizes = [sum(n) * wire.itemsize + staged for n in numels]
         received = (self.size - 1) * sizes[bucket.rank]
@@ -312,38 +314,38 @@ class _CountingExchange(Exchange):
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
         nbytes = sum(t.nbytes for t in tensors)
-        held = [Held(self.world.account, "communication buffers", (self.size - 1) * nbytes)]
+        held = [Held(self.replay.account, "communication buffers", (self.size - 1) * nbytes)]
         self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
         return held.clear
 
     def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:
         messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)
         plan = plans[0]
-        group = "regroup" if plan.layout is not plan.bucket.layout else self.name
+        group = "secondary" if plan.layout is not plan.bucket.layout else self.name
         unit = plan.bucket.unit_name
-        self.world.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit))
+        self.replay.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit))
 
     def _note_reduce(self, nbytes: int, sent: int, bucket: CountedBucket, messages: int) -> None:
         transfer = Transfer("reduce_scatter", self.name, nbytes, sent, messages, bucket.unit_name)
-        self.world.transfer(transfer)
+        self.replay.transfer(transfer)
 
     def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
         unit = tensors[0].unit if tensors else ""
         transfer = Transfer("all_reduce", self.name, nbytes, sent, len(tensors), unit)
-        self.world.transfer(transfer)
+        self.replay.transfer(transfer)
 
 
 class _CountingCollectives(_CountingExchange):
     """The collectives of a group, on rings."""
 
-    def __init__(self, world: World, device: torch.device, size: int, group: str) -> None:
-        super().__init__(world, device, size, group)
-        self.stream_ordered = world.device is not None
+    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
+        super().__init__(replay, device, size, group)
+        self.stream_ordered = replay.device is not None
         self._size, self._sum_only = size, False
 
     _mean = GroupTransport._mean
     coalesces = GroupTransport.coalesces
-    stageable = GroupTransport.stageable
+    must_copy_in = GroupTransport.must_copy_in
     casts = GroupTransport.casts
     out_dtype = GroupTransport.out_dtype
 
@@ -357,7 +359,7 @@ class _CountingCollectives(_CountingExchange):
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
     ) -> Finish | None:
         assert isinstance(bucket, CountedBucket)
-        account, dtype = self.world.account, outs[0].dtype
+        account, dtype = self.replay.account, outs[0].dtype
         held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, dtype))
         shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
@@ -389,13 +391,13 @@ def _stage(
     account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
 ) -> Held | None:
     """The buffer that small gradients are copied into, and what is needed for a moment."""
-    if not plan.staged:
+    if not plan.copied_in:
         return None
     layout = bucket.layout
     numel = layout.num_shards * (layout.shard_numel - plan.stage_offset)
     held = Held(account, "communication buffers", numel * dtype.itemsize)
     moment = layout.num_shards * layout.filler_numel
-    for i in plan.staged:
+    for i in plan.copied_in:
         slot = layout.slots[i]
         if not plan.all_simple and not _is_simple(slot, layout.num_shards):
             moment += slot.full_numel
@@ -420,7 +422,7 @@ class CountedReduction(Reduction):
         self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
         if not self.in_place:
             nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
-            self.flat = Held(self.bucket.world.account, "communication buffers", nbytes)
+            self.flat = Held(self.bucket.replay.account, "communication buffers", nbytes)
 
     def _copy_to_output(self) -> None:
         self._allocate_output()
@@ -441,7 +443,7 @@ class CountedReduction(Reduction):
         bucket = self.bucket
         if bucket.partial is None:
             nbytes = bucket.layout.shard_numel * self.dtype.itemsize
-            account = bucket.world.account
+            account = bucket.replay.account
             bucket.partial = Held(account, "gradients", nbytes)  # type: ignore[assignment]
         bucket.partial_present.update(self.plan.present)
 
@@ -458,21 +460,21 @@ class CountedReduction(Reduction):
 
     def _write_back(self) -> None:
         if not self.in_place and self.bucket.shard_device != self.bucket.device:
-            self.bucket.world.copy("to host", self.bucket.shard_bytes, self.bucket.unit_name)
+            self.bucket.replay.copy("to host", self.bucket.shard_bytes, self.bucket.unit_name)
 
 
 # -- units ---------------------------------------------------------------------------------------
 
 
-class _Links:
+class _Transports:
     """The transports of a mesh."""
 
-    regroup_mesh = None
+    secondary_mesh = None
 
-    def __init__(self, world: World, mesh: DataParallelMesh, device: torch.device) -> None:
+    def __init__(self, replay: ReplayState, mesh: DataParallelMesh, device: torch.device) -> None:
         self.mesh = mesh
-        self._world, self._device = world, device
-        self.gather = self.scatter = self.replicate = self.regather = None
+        self._world, self._device = replay, device
+        self.gather = self.scatter = self.replicate = self.secondary_gather = None
         if mesh.num_shards > 1:
             self.gather = self.scatter = self._transport(mesh.num_shards, "shard")
         if mesh.num_replicas > 1:
@@ -481,44 +483,44 @@ class _Links:
     def _transport(self, size: int, group: str) -> Any:
         return make_counting_transport(self._world, self._device, size, group)
 
-    def regroup(self, size: bool | int) -> int | None:
-        """As `mesh_transports.Links.regroup`."""
+    def make_secondary(self, size: bool | int) -> int | None:
+        """As `mesh_transports.MeshTransports.make_secondary`."""
         num_shards = self.mesh.num_shards
         if type(size) is not int or size >= num_shards or num_shards % size:
             return None
-        self.regather = self._transport(size, "regroup")
+        self.secondary_gather = self._transport(size, "secondary")
         return size
 
 
-class _NothingLate(LateSums):
+class _NothingDeferred(DeferredReductions):
     """There is no tensor parallelism here."""
 
     def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
         return grad
 
 
-class CountedUnitContents(UnitContents):
+class CountedParamGroup(ParamGroup):
     """Parameters, buckets and transports without tensors and groups."""
 
     bucket_type = CountedBucket
-    world: World
+    replay: ReplayState
 
     def take(
-        self, world: World, unit_name: str, params: Sequence[ParamInfo], replicate_below: int
+        self, replay: ReplayState, unit_name: str, params: Sequence[ParamInfo], replicate_below: int
     ) -> None:
         """Plan for these parameters; they are sharded from now on."""
-        self.world = world
+        self.replay = replay
         made = [CountedParam(info, self.mesh, replicate_below) for info in params]
         self.params = made  # type: ignore[assignment]
         self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
         self.make_buckets()
         for bucket in self.buckets:
             assert isinstance(bucket, CountedBucket)
-            bucket.world, bucket.unit_name = world, unit_name
+            bucket.replay, bucket.unit_name = replay, unit_name
 
     def _make_links(self) -> None:
-        made = {b.mesh: _Links(self.world, b.mesh, self.device) for b in self.buckets}
-        self.links = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
+        made = {b.mesh: _Transports(self.replay, b.mesh, self.device) for b in self.buckets}
+        self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
 
     def gather_batch(self, plans: Sequence[Any]) -> Any:
@@ -530,18 +532,18 @@ class CountedUnitContents(UnitContents):
     def plan_registration(self) -> None:
         pass
 
-    def make_regrouped(self) -> None:
+    def make_secondary(self) -> None:
         pass
 
 
-class CountedUnitGradients(UnitGradients):
+class CountedUnitGrads(UnitGrads):
     """Gradients that are numbers."""
 
     reduction_type = CountedReduction
 
-    def __init__(self, contents: UnitContents, settings: Settings) -> None:
-        super().__init__(contents, settings)
-        self.late_sums = _NothingLate()
+    def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
+        super().__init__(param_group, config)
+        self.deferred = _NothingDeferred()
 
 
 class CountedUnit(Unit):
@@ -552,42 +554,42 @@ class CountedUnit(Unit):
         num_accumulated: gradients that this backward has completed.
     """
 
-    contents_type = CountedUnitContents
-    gradients_type = CountedUnitGradients
-    contents: CountedUnitContents
+    param_group_type = CountedParamGroup
+    grads_type = CountedUnitGrads
+    param_group: CountedParamGroup
 
     def __init__(
         self,
-        world: World,
+        replay: ReplayState,
         name: str,
         num_modules: int,
         mesh: Any,
         device: Any,
-        settings: Settings,
+        config: UnitConfig,
     ) -> None:
-        super().__init__((_OTHER,) * num_modules, mesh, device, settings)
-        self.world = world
+        super().__init__((_OTHER,) * num_modules, mesh, device, config)
+        self.replay = replay
         self.name = name
         self.registration: Any = SimpleNamespace(
-            shown="sharded", show=self._show, check=_nothing, substitutes=()
+            registered="sharded", register=self._show, check=_nothing, overrides=()
         )
         self.watching = False
         self.num_accumulated = 0
 
     def _show(self, kind: str, *, for_forward: bool = True) -> None:
-        self.registration.shown = kind
+        self.registration.registered = kind
 
     def take(self, params: Sequence[ParamInfo], replicate_below: int = 0) -> None:
         """Plan for these parameters; they are sharded from now on."""
-        self.contents.take(self.world, self.name, params, replicate_below)
+        self.param_group.take(self.replay, self.name, params, replicate_below)
         self.num_trained = sum(info.requires_grad for info in params)
 
-    def _show_released(self, param: Any) -> None:
+    def _register_proxy(self, param: Any) -> None:
         pass
 
     def gradient(self, param: CountedParam, nbytes: int) -> None:
         """Autograd has completed a gradient."""
-        account = self.world.account
+        account = self.replay.account
         own = param.unsharded
         if own.grad is not None:
             account.touch("unreduced gradients", nbytes)

@@ -37,15 +37,15 @@ class Topology:
     num_replicas: int
     ranks_per_node: int
 
-    def ring(self, group: str, regroup_size: int = 0) -> Ring:
-        """The ring over a group: "shard", "regroup" (of ``regroup_size``), "replicate" or "all"."""
+    def ring(self, group: str, secondary_size: int = 0) -> Ring:
+        """The ring over "shard", "secondary" (of ``secondary_size``), "replicate" or "all"."""
         node = min(self.ranks_per_node, self.num_shards * self.num_replicas)
         if group == "replicate":
             per_node = max(1, min(node // self.num_shards, self.num_replicas))
             return Ring(self.num_replicas, per_node, max(1, node // per_node))
         if group == "all":
             return Ring(self.num_shards * self.num_replicas, node, 1)
-        size = regroup_size if group == "regroup" else self.num_shards
+        size = secondary_size if group == "secondary" else self.num_shards
         per_node = min(node, size)
         return Ring(size, per_node, max(1, node // per_node))
 

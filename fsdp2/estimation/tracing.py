@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..common.pytree import map_tensors, tensors_in
 from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of
 from ..runtime.hooks import UnitHooks
-from ..runtime.unit_config import Settings
+from ..runtime.unit_config import UnitConfig
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
 from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
@@ -239,11 +239,11 @@ class _TracedUnit:
     def __init__(self, module: nn.Module, number: int, mp_policy: MixedPrecisionPolicy) -> None:
         self.modules = (module,)
         self.number = number
-        self.settings = Settings(mp_policy)
+        self.config = UnitConfig(mp_policy)
         self.device = torch.device("cpu")
         self.backward_began = False
         self.runtime: Any = None
-        self.registration = SimpleNamespace(substitutes=())  # (of functional_call)
+        self.registration = SimpleNamespace(overrides=())  # (of functional_call)
 
 
 class _Recorder:

@@ -83,12 +83,12 @@ class Simulator:
     def _tasks(self, made: Replay) -> list[Task]:
         setup = made.setup
         topology = Topology(setup.num_shards, setup.num_replicas, self.hardware.ranks_per_node)
-        regrouped = [
-            b.regrouped.layout.num_shards for u in made.units for b in u.buckets if b.regrouped
+        secondary = [
+            b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
         ]
         rings = {
-            group: topology.ring(group, regrouped[0] if regrouped else 1)
-            for group in ("shard", "regroup", "replicate", "all")
+            group: topology.ring(group, secondary[0] if secondary else 1)
+            for group in ("shard", "secondary", "replicate", "all")
         }
         tasks = []
         for launch in made.launches:

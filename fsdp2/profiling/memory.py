@@ -12,9 +12,9 @@ from ..runtime.unit import Unit
 
 # Purposes, as `fsdp2.estimate` names them.
 PARAMETERS, GRADIENTS = "parameters", "gradients"
-GATHERED, REGROUPED = "gathered parameters", "regrouped parameters"
+GATHERED, SECONDARY = "gathered parameters", "secondary shards"
 UNREDUCED = "unreduced gradients"
-PARTS = (PARAMETERS, GRADIENTS, GATHERED, REGROUPED, UNREDUCED)
+PARTS = (PARAMETERS, GRADIENTS, GATHERED, SECONDARY, UNREDUCED)
 
 
 class Held:
@@ -41,7 +41,7 @@ class Held:
     def note_accumulated(self, unit: Unit) -> None:
         """After a backward of ``unit``: what it leaves unsharded, without sync of gradients."""
         nbytes = 0
-        if not unit.settings.reduce_grads:
+        if not unit.config.reduce_grads:
             grads = [p.unsharded.grad for p in unit.params if p.unsharded is not None]
             grads += unit.gradients.accumulated.values()
             nbytes = sum(_nbytes(grad) for grad in grads if grad is not None)
@@ -56,12 +56,12 @@ def _parts(unit: Unit) -> dict[str, int]:
     buckets = unit.buckets
     here = [b for b in buckets if b.shard_device == b.device]  # else in host memory
     stores = [b.grads.storage.size() for b in here if b.grads is not None]
-    regrouped = [b.regrouped.storage.size() for b in buckets if b.regrouped is not None]
+    secondary = [b.secondary.storage.size() for b in buckets if b.secondary is not None]
     return {
         PARAMETERS: sum(b.shards.nbytes for b in here),
         GRADIENTS: sum(stores),
         GATHERED: sum(b.allocated_bytes for b in buckets),
-        REGROUPED: sum(regrouped),
+        SECONDARY: sum(secondary),
         UNREDUCED: sum(b.partial.nbytes for b in buckets if b.partial is not None),
     }
 

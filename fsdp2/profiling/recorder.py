@@ -88,8 +88,8 @@ class Recorder:
         ]
         for unit in self._names:
             wrap = partial(self._patches.wrap, unit)
-            wrap("launch_gather", self._launch_gather)
-            wrap("finish_gather", self._finish_gather)
+            wrap("start_unshard", self._start_unshard)
+            wrap("wait_unshard", self._wait_unshard)
             wrap("free", self._free)
             make_reductions = partial(self._make_reductions, unit)
             self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
@@ -273,9 +273,9 @@ class Recorder:
 
     # -- gathers ----------------------------------------------------------------------------
 
-    def _launch_gather(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
-        held = [b for b in unit.buckets if b.held]
-        regrouped = unit.regrouped
+    def _start_unshard(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
+        held = [b for b in unit.buckets if b.cache_valid]
+        secondary = unit.gathers_secondary
         # Enqueued on the stream of gathers, before and after.
         with streams.gathering():
             operation = self.operation(unit, ALL_GATHER, 0, (0, 0))
@@ -283,13 +283,17 @@ class Recorder:
         with streams.gathering():
             end = self.clock.mark()
         num_ranks, nbytes, sent = 0, 0, 0
-        for bucket, links in zip(unit.buckets, unit.contents.links, strict=True):
-            if bucket in held or links.gather is None:
+        for bucket, transports in zip(unit.buckets, unit.param_group.transports, strict=True):
+            if bucket in held or transports.gather is None:
                 continue
             facts = self._facts_of(unit, bucket)
-            link = links.gather
-            if regrouped and links.regather is not None and bucket.regrouped is not None:
-                link = links.regather
+            link = transports.gather
+            if (
+                secondary
+                and transports.secondary_gather is not None
+                and bucket.secondary is not None
+            ):
+                link = transports.secondary_gather
             num_ranks = max(num_ranks, link.group.size())
             nbytes += facts.numel * facts.gather_dtype.itemsize
             sent += facts.sent_by_regather(link.group.size())
@@ -299,7 +303,7 @@ class Recorder:
             self._gathering[unit] = operation
         self._note_memory(unit)
 
-    def _finish_gather(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
+    def _wait_unshard(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
         operation = self._gathering.pop(unit, None)
         begin = self.clock.mark()
         original(streams)

@@ -37,7 +37,7 @@ _MEMORY = {
     "gradients": ("gradients (this rank's part)", "#3182bd"),
     "activations": ("activations", "#fdd0a2"),
     "gathered parameters": ("gathered parameters", "#74c476"),
-    "regrouped parameters": ("parameters kept after forward", "#a1d99b"),
+    "secondary shards": ("parameters kept after forward", "#a1d99b"),
     "unreduced gradients": ("gradients not summed yet", "#fd8d3c"),
     "communication buffers": ("communication buffers", "#bcbddc"),
     "all else": ("all else: activations,\noptimizer state, ...", "#eeeeee"),

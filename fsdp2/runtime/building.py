@@ -31,9 +31,11 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     _check_finalization(root, units)
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
-    lent = [x for u in units for x in u.registration.set_aside()] if in_functional_call() else ()
+    lent = (
+        [x for u in units for x in u.registration.take_overrides()] if in_functional_call() else ()
+    )
     for unit in units:
-        unit.contents.adopt_replaced(keep_objects=False)
+        unit.param_group.adopt_replaced(keep_objects=False)
     _check_ties(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
@@ -50,7 +52,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime = Runtime(root, units, root.device)
     for unit in units:
         unit.runtime = runtime
-    runtime.choose_kept()
+    runtime.choose_cached()
     runtime.first_forward = FirstForward.of(root_module, units)
     watch_optimizers(units)
     for parameters, name, value in lent:
@@ -63,7 +65,7 @@ def _check_finalization(root: Unit, units: list[Unit]) -> None:
     for unit in units:
         if unit.runtime is not None:
             unit.runtime.finalization.check_forward()
-        if unit is not root and unit.settings.manual_finalization:
+        if unit is not root and unit.config.manual_finalization:
             raise RuntimeError(
                 "set_manual_backward_finalization must be called on the root FSDP module "
                 f"'{root.name}', not on '{unit.name}'"
@@ -105,4 +107,4 @@ def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
                     "over, or put the modules into one unit with fully_shard([module_a, module_b])"
                 )
     for unit in touched:
-        unit.contents.register_sharded()
+        unit.param_group.register_sharded()

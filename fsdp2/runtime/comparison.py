@@ -66,7 +66,7 @@ _SETTINGS = (
     "manual_finalization",
     "forward_prefetch",
     "backward_prefetch",
-    "link_options",
+    "comm_options",
 )
 
 
@@ -78,7 +78,7 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
     for unit, name in unit_names.items():
         found[f"mesh of '{name}'"] = f"{unit.mesh.num_replicas} x {unit.mesh.num_shards}"
         for key in _SETTINGS:
-            found[f"{key} of '{name}'"] = _as_text(getattr(unit.settings, key), names)
+            found[f"{key} of '{name}'"] = _as_text(getattr(unit.config, key), names)
         for i, param in enumerate(unit.params):
             its_name = full_name(param, names)
             found[f"unit of '{its_name}'"] = f"'{name}'"
@@ -154,7 +154,7 @@ def initial_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, s
     """
     found: dict[str, dict[str, str]] = {}
     for unit in units:
-        taken = unit.contents.initial
+        taken = unit.param_group.initial
         for param, sample in taken.unwritten() if taken is not None else ():
             part = _part(param.tensor_parallel)
             found.setdefault(part, {})[f"'{full_name(param, names)}'"] = _checksum(sample)

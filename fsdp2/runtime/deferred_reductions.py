@@ -22,7 +22,7 @@ from ..sharding.param import ShardedParam
 LATE_MAX_BYTES = 256 * 1024
 
 
-class LateSums:
+class DeferredReductions:
     """Of one unit: whose reduced gradients are still to be summed, and over whom."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LateSums:
         self.groups.clear()
 
 
-def sum_late(sums: Iterable[LateSums]) -> None:
+def run_deferred(sums: Iterable[DeferredReductions]) -> None:
     """Complete the ``.grad`` of all parameters concerned."""
     late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for of_unit in sums:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.store_exchange import MAX_LINES, TITLE, Meeting, RanksDisagreeError, can_meet
+from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange, can_meet
 from ..comm.transports import backend_name
 from ..sharding.process_groups import timeout_of
 from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
@@ -87,21 +87,21 @@ class FirstForward:
         with torch.no_grad():
             for ranks, units in by_ranks(self._units).items():
                 timeout_s = min(map(_timeout_s, units))
-                meetings.append(Meeting("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
+                meetings.append(StoreExchange("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
                 # Said to all before any is heard: ranks may come to them in another order.
                 meetings[-1].say(_topics(units, names), about)
         try:
-            for meeting in meetings:
-                _tell(meeting.hear(), is_first=dist.get_rank() == meeting.ranks[0])
+            for exchange in meetings:
+                _tell(exchange.hear(), is_first=dist.get_rank() == exchange.ranks[0])
         except RanksDisagreeError:
             # These units took other numbers of message tags on other ranks. A corrected model
             # in the same processes begins with equal ones.
             for unit in self._units:
                 if unit.state is State.SHARDED:
-                    unit.contents.give_back_tags()
+                    unit.param_group.give_back_tags()
             raise
         for unit in self._units:
-            unit.contents.initial = None
+            unit.param_group.initial = None
 
 
 def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, dict[str, str]]:

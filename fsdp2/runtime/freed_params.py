@@ -2,7 +2,7 @@
 
 Backward does not need it any more, as far as autograd knows. But activations may be recomputed
 in backward, by code that uses the parameter again. So until the unit is freed, the module holds
-a `ReleasedParameter`: any operation on it first gathers the unit again and then runs on the
+a `FreedParameterProxy`: any operation on it first gathers the unit again and then runs on the
 unsharded parameter.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from ..common.pytree import map_tensors
 
 
-class ReleasedParameter(torch.Tensor):
+class FreedParameterProxy(torch.Tensor):
     """Stands for ``unsharded``; calls ``recall`` before the first operation on it."""
 
     _is_param = True
@@ -25,10 +25,10 @@ class ReleasedParameter(torch.Tensor):
     _recall: Callable[[], None]
 
     @staticmethod
-    def make(unsharded: nn.Parameter, recall: Callable[[], None]) -> ReleasedParameter:
+    def make(unsharded: nn.Parameter, recall: Callable[[], None]) -> FreedParameterProxy:
         """A stand-in with the metadata of ``unsharded`` and no memory."""
         stand_in = torch.Tensor._make_wrapper_subclass(
-            ReleasedParameter,
+            FreedParameterProxy,
             unsharded.shape,
             dtype=unsharded.dtype,
             device=unsharded.device,
@@ -44,7 +44,7 @@ class ReleasedParameter(torch.Tensor):
         needs_data = getattr(func, "__name__", "") not in ("__get__", "__set__")
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, ReleasedParameter):
+            if not isinstance(tensor, FreedParameterProxy):
                 return tensor
             if needs_data:
                 tensor._recall()

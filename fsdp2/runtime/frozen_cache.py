@@ -1,9 +1,9 @@
 """Which frozen parameters stay gathered, within a number of bytes.
 
 Nothing changes a frozen parameter between steps, so what one gather brought is good for the next
-forward too. A unit's frozen parameters are buckets of their own; such a bucket that is ``kept`` is
-not freed with its unit, and is gathered again only when a forward begins and one of its shards was
-written: see `Bucket.holds`.
+forward too. A unit's frozen parameters are buckets of their own; such a bucket that is ``cached``
+is not freed with its unit, and is gathered again only when a forward begins and one of its shards
+was written: see `Bucket.cache_is_current`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class KeepFrozen:
     max_bytes: int | None
 
 
-def free_held(buckets: Iterable[Bucket], streams: Streams) -> None:
+def free_cached(buckets: Iterable[Bucket], streams: Streams) -> None:
     """Give back gathered storages that were held beyond their units' use."""
     for bucket in buckets:
-        bucket.held = False
+        bucket.cache_valid = False
         streams.before_free()
         with streams.gathering():
             bucket.free()
@@ -47,7 +47,7 @@ def mixes_frozen(buckets: Sequence[Bucket]) -> bool:
     return any(len(kind) > 1 for kind in kinds)
 
 
-def choose(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
+def choose_cached(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
     """For each unit that a choice was made for, the buckets to keep gathered.
 
     Greedy, in the order of the modules: each that still fits. The units that run first come first,
@@ -56,7 +56,7 @@ def choose(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
     used: dict[KeepFrozen, int] = {}
     chosen: dict[Any, list[Bucket]] = {}
     for unit in units:
-        budget: KeepFrozen | None = unit.settings.keep_frozen
+        budget: KeepFrozen | None = unit.config.keep_frozen
         if budget is None:
             continue
         chosen[unit] = []

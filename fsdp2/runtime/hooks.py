@@ -22,7 +22,7 @@ from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from .building import build_runtime
 from .forwards import Forward
-from .torch_modes import apart, between_graphs, is_transformed, type_checker
+from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Unit
 
 
@@ -31,7 +31,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        policy = unit.settings.mp_policy
+        policy = unit.config.mp_policy
         self._cast_input = (
             cast_floating(policy.param_dtype)
             if policy.param_dtype is not None and policy.cast_forward_inputs
@@ -47,8 +47,8 @@ class UnitHooks:
         self._watched_generation = -1
         self._num_accumulated = 0
         self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
-        self._pre_forward = between_graphs(self.pre_forward)
-        self._post_forward = between_graphs(self.post_forward)
+        self._pre_forward = skip_compile(self.pre_forward)
+        self._post_forward = skip_compile(self.post_forward)
 
     def install(self) -> None:
         """Register the hooks of forward."""
@@ -92,9 +92,9 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
-        apart(self._gather, module)
-        if self.unit.registration.substitutes:
-            self.unit.registration.show_substitutes()  # where transforms see it
+        outside_torch_modes(self._gather, module)
+        if self.unit.registration.overrides:
+            self.unit.registration.register_overrides()  # where transforms see it
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             checker = type_checker()
@@ -136,7 +136,9 @@ class UnitHooks:
                     differentiable = True
                     if tensor._base is not None:
                         self._watch_base(tensor._base, args, enter)
-        apart(runtime.post_forward, unit, differentiable=differentiable, forward=forward)
+        outside_torch_modes(
+            runtime.post_forward, unit, differentiable=differentiable, forward=forward
+        )
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -180,7 +182,7 @@ class UnitHooks:
 
     def enter_backward(self, forward: Forward, grad: Any) -> None:
         """Backward reached an output of the unit, of that ``forward``."""
-        apart(self._enter_backward, forward)
+        outside_torch_modes(self._enter_backward, forward)
 
     def _enter_backward(self, forward: Forward) -> None:
         unit = self.unit
@@ -200,7 +202,7 @@ class UnitHooks:
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Backward left the unit by its inputs, whose gradients are ``grads``."""
-        apart(self.unit.runtime.post_backward, self.unit)
+        outside_torch_modes(self.unit.runtime.post_backward, self.unit)
         if torch.is_grad_enabled():
             # With create_graph=True. A second backward, through the first one, comes in here.
             enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
@@ -233,9 +235,9 @@ class UnitHooks:
     def notice_accumulation(self) -> None:
         """Call `_accumulated` whenever autograd has accumulated a gradient."""
         unit = self.unit
-        if self._watched_generation == unit.contents.generation:
+        if self._watched_generation == unit.param_group.generation:
             return
-        self._watched_generation = unit.contents.generation
+        self._watched_generation = unit.param_group.generation
         for handle in self._watched:
             handle.remove()
         myself = weakref.ref(self)
@@ -256,7 +258,7 @@ class UnitHooks:
     def _accumulated(self) -> None:
         unit = self.unit
         unit.runtime.begin_backward()
-        if not self._watching or unit.settings.reduce_unused:
+        if not self._watching or unit.config.reduce_unused:
             return  # (ranks that use different parameters reduce at the end of backward)
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
@@ -326,8 +328,8 @@ def about_to_write(unit: Unit) -> None:
         unit.runtime.reshard(unit)  # what was gathered is about to be out of date
         unit.runtime.optimizer_event = None  # loading writes after the optimizer
     else:
-        unit.contents.adopt_replaced(keep_objects=False)
-    unit.registration.show("sharded")
+        unit.param_group.adopt_replaced(keep_objects=False)
+    unit.registration.register("sharded")
 
 
 def _is_whole(value: Any, param: DTensor) -> bool:
@@ -352,7 +354,7 @@ def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
 def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
     """The unit whose ``param`` it is that ``module`` holds, if any."""
     for unit in units_holding([module]):
-        kinds = ((p.sharded, p.unsharded, p.regrouped) for p in unit.params)
+        kinds = ((p.sharded, p.unsharded, p.secondary) for p in unit.params)
         if any(held is param for held_kinds in kinds for held in held_kinds):
             return unit
     return None
@@ -399,7 +401,7 @@ class StateDictHooks:
 
     def before_save(self, *_: Any) -> None:
         if self.unit.runtime is None:
-            self.unit.contents.adopt_replaced(keep_objects=False)
+            self.unit.param_group.adopt_replaced(keep_objects=False)
         self.unit.registration.check_writes()
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
@@ -418,4 +420,4 @@ class StateDictHooks:
                     states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
 
     def after_load(self, *_: Any) -> None:
-        self.unit.contents.adopt_replaced()
+        self.unit.param_group.adopt_replaced()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
-from ..comm.mesh_transports import Links, make_groups
+from ..comm.mesh_transports import MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket
@@ -28,14 +28,14 @@ from ..sharding.reduce_plan import ReducePlan
 from ..sharding.tensor_subclass import inner_tensors
 from .frozen_cache import mixes_frozen
 from .registration import Registration
-from .unit_config import Settings, direct_min_bytes_for
+from .unit_config import UnitConfig, direct_min_bytes_for
 from .unwritten import Mark
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 
 
-class UnitContents:
+class ParamGroup:
     """Parameters and storages of one unit.
 
     Attributes:
@@ -57,16 +57,16 @@ class UnitContents:
         self,
         mesh: DataParallelMesh,
         device: torch.device,
-        settings: Settings,
+        config: UnitConfig,
         registration: Registration,
     ) -> None:
         self.mesh = mesh
         self.device = device
-        self._settings = settings
+        self._settings = config
         self._registration = registration
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
-        self.links: list[Links] = []
+        self.transports: list[MeshTransports] = []
         self.gather_tags: list[int] = []
         self.reduce_tags: list[int] = []
         self.unsharded: list[nn.Parameter | None] = []
@@ -82,7 +82,7 @@ class UnitContents:
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
-        self._regrouped_for: Any = None  # what the parameters to show were made for
+        self._secondary_for: Any = None  # what the parameters to show were made for
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class UnitContents:
 
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
-        settings, policy = self._settings, self._settings.mp_policy
+        config, policy = self._settings, self._settings.mp_policy
         groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
         for param in self.params:
             alone = param if param.extension else None
@@ -166,13 +166,13 @@ class UnitContents:
                 reduce_dtype=self._reduce_dtype_of(params[0]),
                 grad_dtype=self._grad_dtype_of(params[0]),
                 device=self.device,
-                shard_device=torch.device("cpu") if settings.offload else self.device,
-                pin_memory=settings.pins_memory(self.device),
-                direct_min_bytes=direct_min_bytes_for(settings.direct_min_bytes),
+                shard_device=torch.device("cpu") if config.offload else self.device,
+                pin_memory=config.pins_memory(self.device),
+                direct_min_bytes=direct_min_bytes_for(config.direct_min_bytes),
             )
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
-        self.keep_storage(settings.keep_unsharded_storage)
+        self.keep_storage(config.keep_unsharded_storage)
         self._forget_plans()
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
@@ -223,10 +223,10 @@ class UnitContents:
             bucket.keeps_storage = keep
 
     def change_links(self, **options: Any) -> None:
-        """Communicate in another way from the next gather on; fields of `LinkOptions`."""
-        settings = self._settings
-        settings.link_options = replace(settings.link_options, **options)
-        self.links.clear()
+        """Communicate in another way from the next gather on; fields of `CommOptions`."""
+        config = self._settings
+        config.comm_options = replace(config.comm_options, **options)
+        self.transports.clear()
         self._forget_plans()
         self.make_groups(bucket.mesh for bucket in self.buckets)
 
@@ -236,8 +236,8 @@ class UnitContents:
         Raises:
             ValueError: a group of ``meshes`` cannot communicate what is on the device.
         """
-        settings = self._settings
-        make_groups(meshes, self.device, settings.link_options, settings.reshard_after_forward)
+        config = self._settings
+        make_groups(meshes, self.device, config.comm_options, config.reshard_after_forward)
 
     def _forget_plans(self) -> None:
         self.materialized = False
@@ -261,20 +261,20 @@ class UnitContents:
         key = (index, sums, tuple(present))
         plan = self._reduce_plans.get(key)
         if plan is None:
-            bucket, scatter = self.buckets[index], self.links[index].scatter
-            stageable = () if scatter is None else scatter.stageable(bucket)
+            bucket, scatter = self.buckets[index], self.transports[index].scatter
+            must_copy_in = () if scatter is None else scatter.must_copy_in(bucket)
             casts = scatter is not None and not sums and scatter.casts(bucket)
-            plan = ReducePlan(bucket.layout, sorted(present), stageable, casts=casts)
+            plan = ReducePlan(bucket.layout, sorted(present), must_copy_in, casts=casts)
             self._reduce_plans[key] = plan
         return plan
 
     # -- what the first gather needs --------------------------------------------------------
 
-    def materialize(self, *, regroup_to: bool | int, split: bool) -> None:
+    def materialize(self, *, secondary_size: bool | int, split: bool) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
         Args:
-            regroup_to: an int: the ranks that larger shards are kept over after forward.
+            secondary_size: an int: the ranks that larger shards are kept over after forward.
             split: give large parameters memory of their own.
 
         Raises:
@@ -286,8 +286,10 @@ class UnitContents:
         self._check_materialized()
         with torch.inference_mode(False), torch.no_grad():
             self._make_links()
-            for bucket, links in zip(self.buckets, self.links, strict=True):
-                bucket.materialize(regroup_to=links.regroup(regroup_to), split=split)
+            for bucket, transports in zip(self.buckets, self.transports, strict=True):
+                bucket.materialize(
+                    secondary_size=transports.make_secondary(secondary_size), split=split
+                )
                 bucket.keep_dtypes()
         self.materialized = True
         self.incomplete = any(param.unsharded is None for param in self.params)
@@ -313,11 +315,11 @@ class UnitContents:
             )
 
     def _make_links(self) -> None:
-        made = {links.mesh: links for links in self.links}
+        made = {transports.mesh: transports for transports in self.transports}
         for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
             if mesh not in made:
-                made[mesh] = Links(mesh, self.device, self._settings.link_options)
-        self.links = [made[bucket.mesh] for bucket in self.buckets]
+                made[mesh] = MeshTransports(mesh, self.device, self._settings.comm_options)
+        self.transports = [made[bucket.mesh] for bucket in self.buckets]
         if self._reserved_tags[0] < 0:
             self._reserve_tags()
         first, count = self._reserved_tags
@@ -356,21 +358,21 @@ class UnitContents:
     def register_sharded(self) -> None:
         """After parameters were made anew or got other owners: these see the sharded ones."""
         self.plan_registration()
-        self._registration.show("sharded")
+        self._registration.register("sharded")
 
-    def make_regrouped(self) -> None:
+    def make_secondary(self) -> None:
         """Make the parameters to show while larger shards are kept after forward."""
-        saved = [b.regrouped is not None and b.regrouped.saved for b in self.buckets]
-        if self._regrouped_for == (self.generation, saved):
+        saved = [b.secondary is not None and b.secondary.saved for b in self.buckets]
+        if self._secondary_for == (self.generation, saved):
             return
-        self._regrouped_for = (self.generation, saved)
-        for bucket, links in zip(self.buckets, self.links, strict=True):
-            regrouped, mesh = bucket.regrouped, links.regroup_mesh
+        self._secondary_for = (self.generation, saved)
+        for bucket, transports in zip(self.buckets, self.transports, strict=True):
+            secondary, mesh = bucket.secondary, transports.secondary_mesh
             for i, param in enumerate(bucket.params):
-                param.regrouped = None  # show the sharded one
-                if regrouped is None or mesh is None or not regrouped.saved:
+                param.secondary = None  # show the sharded one
+                if secondary is None or mesh is None or not secondary.saved:
                     continue
-                param.make_regrouped(regrouped.locals[i], mesh, regrouped.layout.slots[i])
+                param.make_secondary(secondary.locals[i], mesh, secondary.layout.slots[i])
         self.plan_registration()
 
     def follow_freezing(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm.mesh_transports import Links
+from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish
 from ..sharding.bucket import Bucket, GradientStore
@@ -48,7 +48,7 @@ class Reduction:
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
         *,
-        links: Links,
+        transports: MeshTransports,
         all_reduce: bool,
         factor: float | None,
         hook: Callable[[torch.Tensor], None] | None,
@@ -59,10 +59,10 @@ class Reduction:
         self.plan = plan
         self.grads = grads
         self.only_partial = all(grad is None for grad in grads)
-        self.scatter = links.scatter
-        self.replicate = links.replicate
+        self.scatter = transports.scatter
+        self.replicate = transports.replicate
         self.waits = self.replicate is not None and not all_reduce
-        self.num_ranks = links.mesh.size
+        self.num_ranks = transports.mesh.size
         self.factor = factor
         self.hook = hook
         self.hook_stream = hook_stream

@@ -1,4 +1,4 @@
-"""Which parameters the modules of a unit hold: sharded, unsharded or regrouped ones.
+"""Which parameters the modules of a unit hold: sharded, unsharded or secondary ones.
 
 Swapping is one dictionary assignment per parameter, from lists made once. While plain modules
 hold sharded parameters they also have a forward pre-hook, the guard: a call that nobody gathered
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..common.classes import original_class
 from ..sharding.param import ShardedParam
-from .freed_params import ReleasedParameter
+from .freed_params import FreedParameterProxy
 from .functional_call import fits, in_functional_call, whole_of
 from .lost_writes import LostWrites
 
@@ -50,8 +50,8 @@ class Registration:
     """What is registered in the modules that own the parameters of a unit.
 
     Attributes:
-        shown: "sharded", "unsharded" or "regrouped".
-        substitutes: in `torch.func.functional_call`, the parameters that it replaced, and with
+        registered: "sharded", "unsharded" or "secondary".
+        overrides: in `torch.func.functional_call`, the parameters that it replaced, and with
             what.
     """
 
@@ -62,10 +62,10 @@ class Registration:
         """
         self.unit_modules = unit_modules
         self.unit_name = type(unit_modules[0]).__name__
-        self.shown = "sharded"
-        self.substitutes: list[tuple[ShardedParam, torch.Tensor]] = []
-        self._shown_before = ""  # them
-        self._released: list[tuple[ShardedParam, ReleasedParameter]] = []
+        self.registered = "sharded"
+        self.overrides: list[tuple[ShardedParam, torch.Tensor]] = []
+        self._registered_before = ""  # them
+        self._proxies: list[tuple[ShardedParam, FreedParameterProxy]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
         self._expected: dict[
@@ -81,13 +81,13 @@ class Registration:
         self._params = params
         self._lost_writes.follow(params)
         owners = [(module, name, param) for param in params for module, name in param.owners]
-        for kind in ("sharded", "unsharded", "regrouped"):
+        for kind in ("sharded", "unsharded", "secondary"):
             fast = self._fast[kind] = []
             expected: list[tuple[dict[str, Any], str, Any]] = []
             slow = self._slow[kind] = []
             for module, name, param in owners:
                 value = getattr(param, kind)
-                if value is None and kind == "regrouped":
+                if value is None and kind == "secondary":
                     value = param.sharded  # on a mesh that has no such groups
                 if value is None:
                     continue
@@ -103,7 +103,7 @@ class Registration:
         guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
         self._guarded = [module._forward_pre_hooks for module in guarded]
 
-    def show(self, kind: str, *, for_forward: bool = True) -> None:
+    def register(self, kind: str, *, for_forward: bool = True) -> None:
         """Make the modules hold their parameters of this kind.
 
         Args:
@@ -114,32 +114,32 @@ class Registration:
             parameters[name] = value
         for set_attribute in self._slow[kind]:
             set_attribute()
-        self.shown = kind
+        self.registered = kind
         guards_on = kind != "unsharded"
         if guards_on != self._guards_are_on and (guards_on or for_forward):
             self._switch_guards(guards_on)
-        if self._released:
-            self._released.clear()
+        if self._proxies:
+            self._proxies.clear()
 
     def check(self) -> None:
         """Before forward: the modules hold what they were last made to hold.
 
         Else somebody put something else there, and `show` would take it away without a word. In
-        `torch.func.functional_call` that is noted as ``substitutes``.
+        `torch.func.functional_call` that is noted as ``overrides``.
 
         Raises:
             RuntimeError: if a parameter was replaced or removed, or written in vain.
         """
         self.check_writes()
-        if self.substitutes:  # of a forward that failed
-            self.substitutes = []
-        dicts, names, values = self._expected[self.shown]
-        if self._released or all(map(is_, map(dict.get, dicts, names), values)):
+        if self.overrides:  # of a forward that failed
+            self.overrides = []
+        dicts, names, values = self._expected[self.registered]
+        if self._proxies or all(map(is_, map(dict.get, dicts, names), values)):
             return
         for param in self._params:
-            shown = getattr(param, self.shown)
+            shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
-        self._shown_before = self.shown
+        self._registered_before = self.registered
 
     def check_writes(self) -> None:
         """Before shards are read: no write to them was lost.
@@ -157,13 +157,13 @@ class Registration:
         first = given[0]
         if all(value is first for value in given) and in_functional_call() and fits(first, param):
             assert first is not None
-            self.substitutes.append((param, first))
+            self.overrides.append((param, first))
             return
         module, name = param.owners[changed[0]]
         gone = name not in module._parameters
         raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
 
-    def set_aside(self) -> list[tuple[dict[str, Any], str, Any]]:
+    def take_overrides(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Take out what others have registered in place of the sharded parameters.
 
         Returns:
@@ -177,26 +177,26 @@ class Registration:
             parameters[name] = own
         return [(parameters, name, value) for parameters, name, value, _ in found]
 
-    def show_substitutes(self) -> None:
+    def register_overrides(self) -> None:
         """Before forward, after `show`: let them compute."""
-        for param, given in self.substitutes:
+        for param, given in self.overrides:
             whole = whole_of(given, param)
             for module, name in param.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 
     def put_back_substitutes(self) -> None:
         """After forward: what `torch.func.functional_call` registered, for it to take away."""
-        if self.shown != self._shown_before:
-            self.show(self._shown_before)
-        for param, given in self.substitutes:
+        if self.registered != self._registered_before:
+            self.register(self._registered_before)
+        for param, given in self.overrides:
             for module, name in param.owners:
                 module._parameters[name] = given  # type: ignore[assignment]
-        self.substitutes = []
+        self.overrides = []
 
     def forget_substitutes(self) -> None:
         """Of a forward that failed, before backward recomputes an earlier one."""
-        self.substitutes = []
-        self.show(self.shown)
+        self.overrides = []
+        self.register(self.registered)
 
     def _switch_guards(self, on: bool) -> None:
         self._guards_are_on = on
@@ -208,23 +208,23 @@ class Registration:
             for hooks in self._guarded:
                 hooks.pop(GUARD, None)
 
-    def show_released(self, param: ShardedParam, stand_in: ReleasedParameter) -> None:
+    def register_proxy(self, param: ShardedParam, stand_in: FreedParameterProxy) -> None:
         """Of one parameter, whose memory was given back early, a stand-in, until `show`."""
-        self._released.append((param, stand_in))
+        self._proxies.append((param, stand_in))
         for module, name in param.owners:
             module._parameters[name] = stand_in  # type: ignore[assignment]
 
     @contextmanager
     def showing_sharded(self) -> Iterator[None]:
         """Sharded parameters inside, whatever was shown before after it."""
-        before, released = self.shown, list(self._released)
-        self.show("sharded")
+        before, released = self.registered, list(self._proxies)
+        self.register("sharded")
         try:
             yield
         finally:
-            self.show(before)
+            self.register(before)
             for item in released:
-                self.show_released(*item)
+                self.register_proxy(*item)
 
     def __deepcopy__(self, memo: dict) -> Registration:
         unit_type = original_class(type(self.unit_modules[0])).__name__
@@ -235,7 +235,7 @@ class Registration:
         )
 
     def _guard(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.shown == "unsharded" or any(isinstance(arg, DTensor) for arg in args):
+        if self.registered == "unsharded" or any(isinstance(arg, DTensor) for arg in args):
             return
         names = ", ".join(p.fqn for p in self._params if any(m is module for m, _ in p.owners))
         unit_type = type(self.unit_modules[0]).__name__

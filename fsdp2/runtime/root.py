@@ -21,11 +21,11 @@ from torch.autograd import Variable
 
 from ..comm.streams import streams_for
 from ..common.failures import accumulation_lost, reraise
-from .deferred_reductions import sum_late
+from .deferred_reductions import run_deferred
 from .finalization import Finalization, GradientReductionHandle
 from .first_forward import FirstForward
 from .forwards import Forward, Forwards, modules_being_called
-from .frozen_cache import choose
+from .frozen_cache import choose_cached
 from .reduction import Reduction
 from .torch_modes import NOT_TRACED
 from .unit import State, Unit
@@ -54,15 +54,15 @@ class Runtime:
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
         self.root = root
         self.units = list(units)
-        shared = (unit.settings.shared_streams for unit in units)
+        shared = (unit.config.shared_streams for unit in units)
         before = (unit.runtime.streams for unit in units if unit.runtime is not None)
         self.streams = next(filter(None, (*shared, *before)), None) or streams_for(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
         self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
-        self._offloads = any(unit.settings.offload for unit in units)
+        self._offloads = any(unit.config.offload for unit in units)
         self.is_last_backward = True
-        self.finalization = Finalization(root.settings.manual_finalization)
+        self.finalization = Finalization(root.config.manual_finalization)
         self.first_forward: FirstForward | None = None
         self.optimizer_event: Any = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
@@ -79,7 +79,7 @@ class Runtime:
         self.forwards = Forwards()
         self._attached: list[nn.Parameter] = []  # whose .grad this backward made
         self._reductions: deque[list[Reduction]] = deque()
-        self._kept: Unit | None = None
+        self._carried_unit: Unit | None = None
         self._finalizing = False  # inside of `finalize_backward`
 
     # -- forward ----------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Runtime:
         if self.in_backward and not _autograd_is_running():
             self.reset()
         if self.in_backward:  # recomputation of activations
-            if unit.registration.substitutes:
+            if unit.registration.overrides:
                 unit.registration.forget_substitutes()
             unit.unshard(self.streams)
             if not unit.backward_began and not unit.has_graph:
@@ -102,7 +102,7 @@ class Runtime:
         unit.running += 1
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
-        by_hand = unit.settings.forward_prefetch
+        by_hand = unit.config.forward_prefetch
         if by_hand:
             self._prefetch(by_hand)
             return
@@ -132,19 +132,19 @@ class Runtime:
         self._free_written(self.units)
         for other in self.units:
             self.take_weight_gradients(other)
-            for bucket in other.contents.buckets:
+            for bucket in other.param_group.buckets:
                 bucket.release_gradients()
 
     def _free_written(self, among: Sequence[Unit]) -> None:
         """Free what is gathered and was written since: it is gathered again."""
         for unit in among:
             if unit.state is not State.SHARDED and unit.is_stale():
-                unit.free(self.streams)
-            if unit.settings.keep_frozen is not None:
-                written = [b for b in unit.buckets if b.held and not b.holds()]
+                unit.reshard(self.streams)
+            if unit.config.keep_frozen is not None:
+                written = [b for b in unit.buckets if b.cache_valid and not b.cache_is_current()]
                 if written:
-                    unit.free(self.streams)
-                    unit.drop_kept(self.streams, written)
+                    unit.reshard(self.streams)
+                    unit.drop_cache(self.streams, written)
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
@@ -162,20 +162,20 @@ class Runtime:
             self.forwards.note(unit, forward if differentiable else None)
         outermost = self.forward_root is unit
         policy = unit.reshard_after_forward
-        if not differentiable and unit.settings.reshard_after_forward is None:
+        if not differentiable and unit.config.reshard_after_forward is None:
             policy = True  # what a root keeps for backward is of no use without one
         if policy is not False and not self._runs_next(unit):
             if differentiable and not outermost and self._ends_forward(unit):
                 # The last unit of forward is the first of backward: keep its memory.
-                self._kept = unit
-                unit.show_sharded()
+                self._carried_unit = unit
+                unit.register_sharded()
             else:
                 # Larger shards are for the gather in backward: of no use where there is none.
-                again = differentiable and unit.settings.unshard_in_backward
-                unit.free(self.streams, regroup=type(policy) is int and again)
+                again = differentiable and unit.config.unshard_in_backward
+                unit.reshard(self.streams, to_secondary=type(policy) is int and again)
         elif unit.encloses and differentiable and unit.keeps_only_for_backward:
-            unit.release_embeddings(self.streams)
-        if unit.registration.substitutes:
+            unit.free_embeddings_early(self.streams)
+        if unit.registration.overrides:
             unit.registration.put_back_substitutes()
         if outermost:
             self._end_forward()
@@ -202,7 +202,7 @@ class Runtime:
     def _end_forward(self) -> None:
         for unit in self.units:
             if unit.state is State.GATHERING:  # prefetched, but did not run
-                unit.free(self.streams)
+                unit.reshard(self.streams)
         assert self.forward_root is not None
         self._orders[self.forward_root] = self._this_forward
         self.forward_root = None
@@ -210,7 +210,7 @@ class Runtime:
     def _prefetch(self, units: Iterable[Unit]) -> None:
         for unit in units:
             if unit.state is State.SHARDED:
-                unit.launch_gather(self.streams)
+                unit.start_unshard(self.streams)
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -228,11 +228,11 @@ class Runtime:
         if self.in_backward and not self.will_end_backward:
             self.reset()  # an earlier backward raised, and no forward ran since
         self.begin_backward()
-        settings = unit.settings
+        config = unit.config
         entered = self.forwards.enter(unit, forward)
         before = None if entered is None else entered.unit_before()
         if unit.backward_began:
-            if unit.state is not State.UNSHARDED and settings.unshard_in_backward:
+            if unit.state is not State.UNSHARDED and config.unshard_in_backward:
                 unit.unshard(self.streams)
             return
         unit.backward_began = True
@@ -240,25 +240,25 @@ class Runtime:
             unit.weight_grads_deferred = True
         elif self.ends_iteration:
             unit.weight_grads_deferred = False
-        if not settings.reduce_grads or unit.gradients.widened:
-            unit.gradients.let_autograd_widen(wanted=not settings.reduce_grads)
-        if unit is self._kept:
-            self._kept = None
+        if not config.reduce_grads or unit.gradients.widened:
+            unit.gradients.let_autograd_widen(wanted=not config.reduce_grads)
+        if unit is self._carried_unit:
+            self._carried_unit = None
             if unit.is_rewritten():
-                unit.free(self.streams)
+                unit.reshard(self.streams)
         # If some were released, all that backward reads is there still.
-        if not unit.released and settings.unshard_in_backward:
+        if not unit.freed_early and config.unshard_in_backward:
             unit.unshard(self.streams)
-        if settings.backward_prefetch:
+        if config.backward_prefetch:
             if entered is not None:
                 # Not those that have been through backward already: nobody would use what is
                 # gathered, and an optimizer in backward may be writing their shards.
-                self._prefetch(filter(entered.follows, settings.backward_prefetch))
-        elif before is not None and before.settings.unshard_in_backward:
+                self._prefetch(filter(entered.follows, config.backward_prefetch))
+        elif before is not None and before.config.unshard_in_backward:
             self._prefetch((before,))
         unit.next_in_backward = before
         for parent in unit.enclosing:
-            if parent.contents.params:
+            if parent.param_group.params:
                 self._reduce_early(parent)
 
     def begin_backward(self) -> None:
@@ -302,32 +302,32 @@ class Runtime:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
         if self._frees(unit) and not runs_next and not unit.running:
-            unit.free(self.streams)
+            unit.reshard(self.streams)
 
     def _frees(self, unit: Unit) -> bool:
         """Whether backward frees ``unit``: not if another one is to go through it."""
-        return unit.settings.reshard_after_backward and not self.creates_graph
+        return unit.config.reshard_after_backward and not self.creates_graph
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
         """Start the reduction of the gradients that ``unit`` has."""
-        settings, gradients = unit.settings, unit.gradients
-        if not settings.reduce_grads:
+        config, gradients = unit.config, unit.gradients
+        if not config.reduce_grads:
             gradients.accumulate()
             return
         unit.reduced = True
-        taken = gradients.take(direct_only=direct_only, may_sum_late=self.ends_iteration)
+        taken = gradients.take(direct_only=direct_only, may_defer=self.ends_iteration)
         if unit.encloses and self.in_backward and self._frees(unit):
-            unit.release_reduced(taken, self.streams)
+            unit.free_reduced_early(taken, self.streams)
         reductions = gradients.make_reductions(
             taken,
             final=final,
             sums=unit.holds_earlier_gradients,
-            fill_unused=settings.reduce_unused,
+            fill_unused=config.reduce_unused,
         )
         if not reductions:
             return
         nbytes = sum(reduction.nbytes for reduction in reductions)
-        self._make_room(nbytes, settings.max_input_buffers)
+        self._make_room(nbytes, config.max_input_buffers)
         for reduction in reductions:
             if reduction.collides():
                 self._complete_all()
@@ -339,7 +339,7 @@ class Runtime:
         if not self.streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
                 self._advance(tuple(self._reductions)[:-1])
-            if nbytes > self.max_bytes_in_flight and settings.max_input_buffers is None:
+            if nbytes > self.max_bytes_in_flight and config.max_input_buffers is None:
                 self._complete_all()
 
     def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
@@ -377,10 +377,10 @@ class Runtime:
         The head of a language model belongs to the root, and its gradient is done when backward
         enters the last block. Without this it would be held until the embedding's is done too.
         """
-        settings = parent.settings
-        if not (parent.backward_began and settings.reduce_grads) or parent.holds_earlier_gradients:
+        config = parent.config
+        if not (parent.backward_began and config.reduce_grads) or parent.holds_earlier_gradients:
             return
-        if settings.reduce_unused:
+        if config.reduce_unused:
             return  # which gradients are complete by now differs from rank to rank
         self.reduce(parent, direct_only=True)
 
@@ -409,7 +409,7 @@ class Runtime:
         if self.ends_iteration:
             self._complete_iteration()
         self._free_units()
-        self._kept = None
+        self._carried_unit = None
         self.forwards.end_pass()
         self.in_backward = False
 
@@ -452,24 +452,24 @@ class Runtime:
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         leaves_sync = self.finalization.manual and not self._finalizing
         for unit in reversed(self.units):
-            settings, gradients = unit.settings, unit.gradients
-            leave = leaves_sync and settings.sync_grads
+            config, gradients = unit.config, unit.gradients
+            leave = leaves_sync and config.sync_grads
             if leave:
                 gradients.accumulate()  # or autograd would, in the dtype of computation
             else:
-                if gradients.are_left() or (settings.reduce_unused and not unit.reduced):
+                if gradients.are_left() or (config.reduce_unused and not unit.reduced):
                     self.reduce(unit, final=True)
                 unit.reduced = False
             unit.backward_began = False
-            unit.holds_earlier_gradients = leave or not settings.reduce_grads
-            unit.holds_partial_sums = not settings.all_reduce_grads
+            unit.holds_earlier_gradients = leave or not config.reduce_grads
+            unit.holds_partial_sums = not config.all_reduce_grads
 
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""
         self._complete_all()
-        sum_late(unit.gradients.late_sums for unit in self.units)
+        run_deferred(unit.gradients.deferred for unit in self.units)
         for unit in self.units:
-            unit.gradients.late_sums.forget()
+            unit.gradients.deferred.forget()
             if self.creates_graph:
                 unit.gradients.refuse_graph()
         self._attached.clear()
@@ -481,11 +481,11 @@ class Runtime:
             if unit.running:
                 pass  # backward ran inside of its forward, which goes on
             elif unit.state is not State.SHARDED and self._frees(unit):
-                unit.free(self.streams)
+                unit.reshard(self.streams)
             elif unit.state is State.GATHERING:
-                unit.finish_gather(self.streams)  # or the optimizer would overtake it
-            if self.creates_graph and unit.settings.reshard_after_backward and not unit.running:
-                unit.show_sharded()
+                unit.wait_unshard(self.streams)  # or the optimizer would overtake it
+            if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
+                unit.register_sharded()
         self._join()
 
     def _join(self) -> None:
@@ -505,7 +505,7 @@ class Runtime:
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
             self._free_written([unit])
-            unit.launch_gather(self.streams)
+            unit.start_unshard(self.streams)
         unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
 
     def take_weight_gradients(self, unit: Unit) -> None:
@@ -527,11 +527,11 @@ class Runtime:
         if deferred:
             unit.unshard(self.streams)
             return
-        if unit.released:
-            unit.free(self.streams)
+        if unit.freed_early:
+            unit.reshard(self.streams)
         if unit.state is State.SHARDED:
-            unit.launch_gather(self.streams)
-        unit.show_unsharded()
+            unit.start_unshard(self.streams)
+        unit.register_unsharded()
 
     def choose_finalization(self, *, manual: bool) -> None:
         """Whether the caller ends iterations."""
@@ -542,19 +542,19 @@ class Runtime:
 
     def look_for_unwritten(self) -> None:
         """Before the first gather after ``to_empty``: warn of what nothing wrote since."""
-        marks = [mark for unit in self.units for mark in unit.contents.unwritten]
+        marks = [mark for unit in self.units for mark in unit.param_group.unwritten]
         for unit in self.units:
-            unit.contents.unwritten = []
+            unit.param_group.unwritten = []
         warn_of_unwritten(self.root.modules[0], marks)
 
     def reshard(self, unit: Unit) -> None:
         """Free ``unit``, with what it keeps gathered."""
-        unit.free(self.streams)
-        unit.drop_kept(self.streams)
+        unit.reshard(self.streams)
+        unit.drop_cache(self.streams)
 
-    def choose_kept(self) -> None:
+    def choose_cached(self) -> None:
         """Decide anew which frozen parameters stay gathered."""
-        for unit, buckets in choose(self.units).items():
+        for unit, buckets in choose_cached(self.units).items():
             unit.keep(buckets, self.streams)
 
     # -- recovery ---------------------------------------------------------------------------
@@ -578,8 +578,8 @@ class Runtime:
                 param.sharded.grad = None
         self._complete_all()
         for unit in self.units:
-            unit.free(self.streams)
-            unit.drop_kept(self.streams)
+            unit.reshard(self.streams)
+            unit.drop_cache(self.streams)
             unit.backward_began = False
             unit.forwards.clear()
             unit.running = 0
@@ -587,7 +587,7 @@ class Runtime:
             self.streams.synchronize()
         self.forwards.forget_ungraphed()
         self.forwards.end_pass()
-        self._kept = None
+        self._carried_unit = None
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None

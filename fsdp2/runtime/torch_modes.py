@@ -35,7 +35,7 @@ NOT_TRACED = (
 )
 
 
-def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+def skip_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, as a function that torch.compile calls and does not trace.
 
     There are two ways to come here. Where the call of the module is compiled (`Module.compile`),
@@ -81,7 +81,7 @@ def type_checker() -> Any:
     return spmd if spmd is not None and spmd.is_type_checking() else None
 
 
-def apart(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def outside_torch_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers.
 
     Were a gather cached, its recomputation would return what was cached and gather nothing.

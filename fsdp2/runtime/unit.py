@@ -2,9 +2,9 @@
 
 States, one method per transition::
 
-    SHARDED --launch_gather--> GATHERING --finish_gather--> UNSHARDED
+    SHARDED --start_unshard--> GATHERING --wait_unshard--> UNSHARDED
        ^                                                        |
-       +--------------------------- free -----------------------+
+       +-------------------------- reshard ---------------------+
 
 What is *registered* in the modules is a second, independent question: a unit may keep its
 gathered storage while users see the sharded parameters (after forward, or in ``state_dict``).
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.mesh_transports import Links
+from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Streams
 from ..comm.transports import Finish, Transport
 from ..common.failures import reraise
@@ -33,12 +33,12 @@ from ..sharding.bucket import Bucket
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
 from .forwards import Forward, are_awaited
-from .freed_params import ReleasedParameter
-from .frozen_cache import free_held
-from .param_group import UnitContents
+from .freed_params import FreedParameterProxy
+from .frozen_cache import free_cached
+from .param_group import ParamGroup
 from .registration import Registration
-from .unit_config import Settings
-from .unit_grads import Taken, UnitGradients
+from .unit_config import UnitConfig
+from .unit_grads import Taken, UnitGrads
 
 _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 
@@ -57,33 +57,33 @@ class Unit:
     Attributes:
         modules: those that were given to that call.
         name: their qualified names, as far as sharded modules around them are known.
-        settings, contents, gradients: see the modules of these names.
+        config, param_group, gradients: see `unit_config`, `param_group`, `unit_grads`.
         registration: which parameters the modules hold.
-        reshard_after_forward: what the choice in ``settings`` means here, root or not.
+        reshard_after_forward: what the choice in ``config`` means here, root or not.
         runtime: of the tree that the unit is in; None before the first forward.
         hooks: on ``modules``.
         enclosing: units whose modules contain this one's; ``encloses``: whether others are inside
             of this one.
     """
 
-    contents_type: type[UnitContents] = UnitContents
-    gradients_type: type[UnitGradients] = UnitGradients
+    param_group_type: type[ParamGroup] = ParamGroup
+    grads_type: type[UnitGrads] = UnitGrads
 
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
         mesh: DataParallelMesh,
         device: torch.device,
-        settings: Settings,
+        config: UnitConfig,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
         self.device = device
-        self.settings = settings
+        self.config = config
         self.name = type(modules[0]).__name__
         self.registration = Registration(modules)
-        self.contents = self.contents_type(mesh, device, settings, self.registration)
-        self.gradients = self.gradients_type(self.contents, settings)
+        self.param_group = self.param_group_type(mesh, device, config, self.registration)
+        self.gradients = self.grads_type(self.param_group, config)
         self.reshard_after_forward: bool | int = True
         # Its place in the tree.
         self.runtime: Any = None
@@ -92,8 +92,8 @@ class Unit:
         self.encloses = False
         # The state.
         self.state = State.SHARDED
-        self.regrouped = False  # the data to gather next lies in the regrouped shards
-        self.released = False  # some parameters may have been freed early
+        self.gathers_secondary = False  # the data to gather next lies in the secondary shards
+        self.freed_early = False  # some parameters may have been freed early
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -117,15 +117,15 @@ class Unit:
 
     @property
     def params(self) -> list[ShardedParam]:
-        return self.contents.params
+        return self.param_group.params
 
     @property
     def buckets(self) -> list[Bucket]:
-        return self.contents.buckets
+        return self.param_group.buckets
 
     def choose_reshard(self, *, is_root: bool) -> None:
         """Whether to free after forward, or to how many ranks: as chosen, or what is usual."""
-        chosen = self.settings.reshard_after_forward
+        chosen = self.config.reshard_after_forward
         self.reshard_after_forward = (not is_root) if chosen is None else chosen
 
     @property
@@ -136,12 +136,12 @@ class Unit:
     @property
     def keeps_only_for_backward(self) -> bool:
         """Whether what forward leaves gathered is there for its backward only."""
-        settings = self.settings
-        return settings.reshard_after_forward is None and settings.reshard_after_backward
+        config = self.config
+        return config.reshard_after_forward is None and config.reshard_after_backward
 
     def materialize(self) -> None:
         """Make what is needed from the first gather on."""
-        self.contents.materialize(regroup_to=self.reshard_after_forward, split=self.encloses)
+        self.param_group.materialize(secondary_size=self.reshard_after_forward, split=self.encloses)
 
     # -- gathering --------------------------------------------------------------------------
 
@@ -150,28 +150,28 @@ class Unit:
         """Bytes of the gathered storages."""
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
-    def launch_gather(self, streams: Streams) -> None:
+    def start_unshard(self, streams: Streams) -> None:
         """SHARDED -> GATHERING: allocate and start the all-gathers of all buckets."""
         assert self.state is State.SHARDED
-        contents, settings = self.contents, self.settings
-        if contents.dirty or not contents.materialized:
-            self.drop_kept(streams)
+        param_group, config = self.param_group, self.config
+        if param_group.dirty or not param_group.materialized:
+            self.drop_cache(streams)
             self.materialize()
-            self.runtime.choose_kept()
+            self.runtime.choose_cached()
             streams.before_root_forward()  # compute has just written the new shards
-        if contents.unwritten:
+        if param_group.unwritten:
             self.runtime.look_for_unwritten()
         if not self.runtime.in_backward:
-            if contents.follow_freezing():
-                self.runtime.choose_kept()
-            self._versions = contents.versions()
-        elif not settings.reshard_after_backward:
-            self._versions = contents.versions()
-        buckets = contents.buckets
-        if settings.keep_frozen is not None:
-            free_held((b for b in buckets if b.held and b.is_rewritten()), streams)
+            if param_group.follow_freezing():
+                self.runtime.choose_cached()
+            self._versions = param_group.versions()
+        elif not config.reshard_after_backward:
+            self._versions = param_group.versions()
+        buckets = param_group.buckets
+        if config.keep_frozen is not None:
+            free_cached((b for b in buckets if b.cache_valid and b.is_rewritten()), streams)
         self._waits_for_gather = False
-        gathering = [index for index, bucket in enumerate(buckets) if not bucket.held]
+        gathering = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
         with streams.gathering():
             if gathering:
                 self._launch(gathering)
@@ -184,22 +184,22 @@ class Unit:
     def _launch(self, gathering: list[int]) -> None:
         """Start the all-gathers of the buckets of these indices: one call over the same ranks where
         the transport can."""
-        contents = self.contents
+        param_group = self.param_group
         plans: dict[Transport, list[Any]] = {}
         tags: dict[Transport, list[int]] = {}
         group = self.mesh.shard_group
         try:
             for index in gathering:
-                bucket, links = contents.buckets[index], contents.links[index]
-                group = links.mesh.shard_group
-                transport, plan = self._prepare(bucket, links)
+                bucket, transports = param_group.buckets[index], param_group.transports[index]
+                group = transports.mesh.shard_group
+                transport, plan = self._prepare(bucket, transports)
                 if transport is not None:
                     plans.setdefault(transport, []).append(plan)
-                    tags.setdefault(transport, []).append(contents.gather_tags[index])
+                    tags.setdefault(transport, []).append(param_group.gather_tags[index])
             for transport, given in plans.items():
                 group = transport.group
                 if transport.coalesces and len(given) > 1:
-                    given = [contents.gather_batch(given)]
+                    given = [param_group.gather_batch(given)]
                 for plan, tag in zip(given, tags[transport], strict=False):
                     finish = transport.all_gather(plan, tag)
                     if finish is not None:
@@ -207,9 +207,9 @@ class Unit:
         except RuntimeError as error:
             reraise(error, self._current_gather(), group)
         for index in gathering:
-            bucket = contents.buckets[index]
-            if bucket.staged is not None:
-                bucket.free_staged()
+            bucket = param_group.buckets[index]
+            if bucket.offload_buffer is not None:
+                bucket.free_offload_buffer()
             if self.encloses:
                 bucket.note_references()
 
@@ -218,25 +218,25 @@ class Unit:
         for bucket in self.buckets:
             bucket.free_pack()
 
-    def _prepare(self, bucket: Bucket, links: Links) -> tuple[Transport | None, Any]:
+    def _prepare(self, bucket: Bucket, transports: MeshTransports) -> tuple[Transport | None, Any]:
         """Before the gather of a bucket: memory, and what it reads. Returns who gathers what."""
-        if bucket.kept:
-            bucket.hold()
-        if self.regrouped and bucket.regrouped is not None and bucket.regrouped.saved:
+        if bucket.cached:
+            bucket.mark_cached()
+        if self.gathers_secondary and bucket.secondary is not None and bucket.secondary.saved:
             bucket.allocate()
-            return links.regather, bucket.regrouped.plan
+            return transports.secondary_gather, bucket.secondary.plan
         if bucket.aliases_shards:
             return None, None
         bucket.allocate()
         if bucket.fills_own_slices:
             bucket.fill_own_slices()
-        return links.gather, bucket.plan
+        return transports.gather, bucket.plan
 
     def _current_gather(self) -> str:
         phase = "backward" if self.runtime.in_backward else "forward"
         return f"the all-gather of unit '{self.name}' in {phase}"
 
-    def finish_gather(self, streams: Streams) -> None:
+    def wait_unshard(self, streams: Streams) -> None:
         """GATHERING -> UNSHARDED: compute may use the parameters."""
         assert self.state is State.GATHERING
         try:
@@ -249,79 +249,79 @@ class Unit:
             self._free_packs()
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)
-        if self.regrouped:
-            self._drop_regrouped()
+        if self.gathers_secondary:
+            self._drop_secondary()
         self.state = State.UNSHARDED
-        if self.contents.incomplete:
-            self.contents.complete()
-            self.runtime.choose_kept()
+        if self.param_group.incomplete:
+            self.param_group.complete()
+            self.runtime.choose_cached()
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
-        if self.released:
-            self.free(streams)
+        if self.freed_early:
+            self.reshard(streams)
         if self.state is State.SHARDED:
-            self.launch_gather(streams)
+            self.start_unshard(streams)
         if self.state is State.GATHERING:
-            self.finish_gather(streams)
-        self.show_unsharded()
+            self.wait_unshard(streams)
+        self.register_unsharded()
 
-    def show_unsharded(self) -> None:
+    def register_unsharded(self) -> None:
         """Register what computes."""
-        if self.registration.shown != "unsharded":
-            self.registration.show("unsharded", for_forward=not self.runtime.in_backward)
+        if self.registration.registered != "unsharded":
+            self.registration.register("unsharded", for_forward=not self.runtime.in_backward)
 
-    def free(self, streams: Streams, *, regroup: bool = False) -> None:
+    def reshard(self, streams: Streams, *, to_secondary: bool = False) -> None:
         """UNSHARDED -> SHARDED: give the gathered storage back; sharded parameters registered.
 
         Args:
-            regroup: keep larger shards for a cheaper gather in backward.
+            to_secondary: keep larger shards for a cheaper gather in backward.
         """
         if self.state is State.GATHERING:
-            self.finish_gather(streams)
+            self.wait_unshard(streams)
         if self.state is State.UNSHARDED:
-            going = self.contents.buckets
-            if self.settings.keep_frozen is not None:
-                going = [bucket for bucket in going if not bucket.held]
+            going = self.param_group.buckets
+            if self.config.keep_frozen is not None:
+                going = [bucket for bucket in going if not bucket.cache_valid]
             for bucket in going:
-                if regroup and bucket.regrouped is not None:
-                    bucket.regrouped.save()  # by compute: users may look at them
+                if to_secondary and bucket.secondary is not None:
+                    bucket.secondary.save()  # by compute: users may look at them
             if going:
                 streams.before_free()
                 with streams.gathering():
                     for bucket in going:
                         bucket.free()
             self.state = State.SHARDED
-            self.regrouped = regroup
-            self.released = False
-        elif self.regrouped and not regroup:
-            self._drop_regrouped()
-        self.show_sharded()
+            self.gathers_secondary = to_secondary
+            self.freed_early = False
+        elif self.gathers_secondary and not to_secondary:
+            self._drop_secondary()
+        self.register_sharded()
 
     def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
         """Leave these buckets gathered from the next gather on, and no others."""
         for bucket in self.buckets:
-            bucket.kept = bucket in chosen
-        self.drop_kept(streams, [bucket for bucket in self.buckets if not bucket.kept])
+            bucket.cached = bucket in chosen
+        self.drop_cache(streams, [bucket for bucket in self.buckets if not bucket.cached])
 
-    def drop_kept(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
+    def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
-        held = [b for b in (self.buckets if buckets is None else buckets) if b.held]
+        held = [b for b in (self.buckets if buckets is None else buckets) if b.cache_valid]
         if self.state is State.SHARDED:
-            free_held(held, streams)
+            free_cached(held, streams)
         for bucket in held:
-            bucket.held = False
+            bucket.cache_valid = False
 
-    def release_embeddings(self, streams: Streams) -> None:
+    def free_embeddings_early(self, streams: Streams) -> None:
         """After forward: give back embeddings, whose weights backward does not read."""
         for bucket in self.buckets:
-            for i in () if bucket.kept else bucket.layout.direct:
+            for i in () if bucket.cached else bucket.layout.direct:
                 param = bucket.params[i]
                 is_embedding = type(param.owners[0][0]) is nn.Embedding
                 if is_embedding and len(param.owners) == 1 and param not in self._recalled:
                     self._release(bucket, i, streams)
 
-    def release_reduced(self, taken: Taken, streams: Streams) -> None:
+    def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
         """In backward: give back parameters whose gradient is complete."""
         for bucket, grads in zip(self.buckets, taken, strict=True):
             for i in grads:
@@ -339,18 +339,18 @@ class Unit:
         streams.before_free()
         with streams.gathering():
             bucket.free_early(i)
-        self.released = True
-        self._show_released(bucket.params[i])
+        self.freed_early = True
+        self._register_proxy(bucket.params[i])
 
-    def _show_released(self, param: ShardedParam) -> None:
+    def _register_proxy(self, param: ShardedParam) -> None:
         assert param.unsharded is not None
-        stand_in = ReleasedParameter.make(param.unsharded, partial(self._recall, param))
-        self.registration.show_released(param, stand_in)
+        stand_in = FreedParameterProxy.make(param.unsharded, partial(self._recall, param))
+        self.registration.register_proxy(param, stand_in)
 
     def _recall(self, param: ShardedParam) -> None:
         """Backward needs a released parameter after all, to recompute activations."""
         self._recalled.add(param)
-        if self.released:
+        if self.freed_early:
             self.runtime.wait_unshard(self)
 
     @property
@@ -364,28 +364,28 @@ class Unit:
         self.gradients.drop()
         self.holds_earlier_gradients = self.holds_partial_sums = False
 
-    def show_sharded(self) -> None:
+    def register_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
         kind = "sharded"
-        if self.regrouped:
-            self.contents.make_regrouped()
-            kind = "regrouped"
-        if self.registration.shown != kind:
-            self.registration.show(kind)
+        if self.gathers_secondary:
+            self.param_group.make_secondary()
+            kind = "secondary"
+        if self.registration.registered != kind:
+            self.registration.register(kind)
 
-    def _drop_regrouped(self) -> None:
+    def _drop_secondary(self) -> None:
         for bucket in self.buckets:
-            if bucket.regrouped is not None:
-                bucket.regrouped.free()
-        self.regrouped = False
+            if bucket.secondary is not None:
+                bucket.secondary.free()
+        self.gathers_secondary = False
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""
-        return self.contents.versions() != self._versions
+        return self.param_group.versions() != self._versions
 
     def is_rewritten(self) -> bool:
         """The same, of writes that all ranks know of: by operators on the DTensors."""
-        return self.contents.versions()[1] != self._versions[1]
+        return self.param_group.versions()[1] != self._versions[1]
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:

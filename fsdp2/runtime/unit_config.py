@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..comm.mesh_transports import LinkOptions
+from ..comm.mesh_transports import CommOptions
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .frozen_cache import KeepFrozen
 
@@ -30,7 +30,7 @@ def direct_min_bytes_for(chosen: int | None) -> int:
 
 
 @dataclass
-class Settings:
+class UnitConfig:
     """The choices for one unit; but for ``strategy`` the same on every rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Settings:
         all_reduce_hook, all_reduce_stream: called on reduced gradients, on that stream.
         max_input_buffers: units whose gradients may be on their way; None: a number of bytes
             limits them.
-        link_options: how to communicate.
+        comm_options: how to communicate.
         shared_streams: the streams of units of other trees, to use too; see `share_comm_ctx`.
     """
 
@@ -81,7 +81,7 @@ class Settings:
     all_reduce_stream: Any = None
     max_input_buffers: int | None = None
     # How to communicate.
-    link_options: LinkOptions = field(default_factory=LinkOptions)
+    comm_options: CommOptions = field(default_factory=CommOptions)
     shared_streams: Any = None
 
     @property
@@ -114,6 +114,6 @@ class Settings:
 
         return restore
 
-    def for_copy(self) -> Settings:
+    def for_copy(self) -> UnitConfig:
         """The same for a copy of the unit, which knows the units to prefetch itself."""
         return replace(self, forward_prefetch=[], backward_prefetch=[])

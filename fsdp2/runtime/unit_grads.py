@@ -15,31 +15,31 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from ..sharding.bucket import Bucket
-from .deferred_reductions import LateSums
-from .param_group import UnitContents
+from .deferred_reductions import DeferredReductions
+from .param_group import ParamGroup
 from .reduction import Reduction, reduced_without_graph
-from .unit_config import Settings
+from .unit_config import UnitConfig
 
 Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
 
 
-class UnitGradients:
+class UnitGrads:
     """Unreduced gradients of one unit.
 
     Attributes:
         accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
         widened: whether autograd makes gradients in the dtype of the reduction by itself.
-        late_sums: what is still to be summed over tensor-parallel ranks.
+        deferred: what is still to be summed over tensor-parallel ranks.
     """
 
     reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
 
-    def __init__(self, contents: UnitContents, settings: Settings) -> None:
-        self._contents = contents
-        self._settings = settings
-        self._offloads = settings.offload
+    def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
+        self._contents = param_group
+        self._settings = config
+        self._offloads = config.offload
         self.accumulated: dict[int, torch.Tensor] = {}
-        self.late_sums = LateSums()
+        self.deferred = DeferredReductions()
         self._accumulators: list[Any] = []  # the nodes that accumulate them, of
         self._generation = -1  # the contents
         self.widened = False
@@ -56,12 +56,12 @@ class UnitGradients:
         ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, go
         through the unit and do not. To be called inside of such a run.
         """
-        contents = self._contents
-        if self._generation != contents.generation:
-            self._generation = contents.generation
+        param_group = self._contents
+        if self._generation != param_group.generation:
+            self._generation = param_group.generation
             self._accumulators = [
                 node
-                for param in contents.unsharded
+                for param in param_group.unsharded
                 if param is not None
                 and param.requires_grad
                 and (node := _accumulator(param)) is not None
@@ -77,14 +77,14 @@ class UnitGradients:
 
     # -- taking and keeping -----------------------------------------------------------------
 
-    def take(self, *, direct_only: bool = False, may_sum_late: bool = False) -> Taken:
+    def take(self, *, direct_only: bool = False, may_defer: bool = False) -> Taken:
         """Remove the gradients from the unsharded parameters.
 
         Args:
             direct_only: only of parameters that are not packed.
             may_sum_late: whether this is the last backward before somebody looks at ``.grad``.
         """
-        may_sum_late = may_sum_late and self._may_sum_late()
+        may_defer = may_defer and self._may_defer()
         taken = []
         for bucket in self._contents.buckets:
             grads: dict[int, torch.Tensor] = {}
@@ -101,20 +101,20 @@ class UnitGradients:
                         or not grad.is_contiguous()
                     ):
                         param = bucket.params[i]
-                        may_wait = may_sum_late and not bucket.is_reducing(i)
-                        grad = self.late_sums.local_gradient(param, grad, may_wait=may_wait)
+                        may_wait = may_defer and not bucket.is_reducing(i)
+                        grad = self.deferred.local_gradient(param, grad, may_wait=may_wait)
                     grads[i] = grad
             if self.accumulated:
                 self._add_accumulated(bucket, grads)
             taken.append(grads)
         return taken
 
-    def _may_sum_late(self) -> bool:
+    def _may_defer(self) -> bool:
         """Whether nobody looks at sharded gradients before the end of the last backward."""
-        settings = self._settings
+        config = self._settings
         return (
-            settings.all_reduce_grads
-            and settings.all_reduce_hook is None
+            config.all_reduce_grads
+            and config.all_reduce_hook is None
             and not self.accumulated
             and not self._offloads
         )
@@ -164,7 +164,7 @@ class UnitGradients:
     def drop(self) -> None:
         """Forget them, after a backward that failed."""
         self.accumulated.clear()
-        self.late_sums.forget()
+        self.deferred.forget()
         for param in self._contents.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -196,16 +196,16 @@ class UnitGradients:
                 the dtype of the reduction.
             fill_unused: reduce zeros for trained parameters without a gradient.
         """
-        contents, settings = self._contents, self._settings
+        param_group, config = self._contents, self._settings
         reductions = []
-        for index, (bucket, grads) in enumerate(zip(contents.buckets, taken, strict=True)):
+        for index, (bucket, grads) in enumerate(zip(param_group.buckets, taken, strict=True)):
             if fill_unused:
                 self._fill_unused(bucket, grads)
             if grads and self._follows_autograd(bucket):
                 bucket.widen(grads.values())
             bucket.choose_wire(narrow=not sums)
             present: Collection[int] = grads.keys()
-            if final and settings.all_reduce_grads and bucket.partial_present:
+            if final and config.all_reduce_grads and bucket.partial_present:
                 if not grads:
                     present = bucket.partial_present  # nothing new: only the all-reduce is due
                 for i in bucket.partial_present - set(present):
@@ -216,14 +216,14 @@ class UnitGradients:
             reductions.append(
                 self.reduction_type(
                     bucket,
-                    contents.reduce_plan(index, present, sums=sums),
+                    param_group.reduce_plan(index, present, sums=sums),
                     [grads.get(i) for i in range(len(bucket.params))],
-                    links=contents.links[index],
-                    all_reduce=settings.all_reduce_grads,
-                    factor=settings.divide_factor,
-                    hook=settings.all_reduce_hook,
-                    hook_stream=settings.all_reduce_stream,
-                    tag=contents.reduce_tags[index],
+                    transports=param_group.transports[index],
+                    all_reduce=config.all_reduce_grads,
+                    factor=config.divide_factor,
+                    hook=config.all_reduce_hook,
+                    hook_stream=config.all_reduce_stream,
+                    tag=param_group.reduce_tags[index],
                 )
             )
         return reductions

@@ -20,7 +20,7 @@ import torch
 from ..common.pinned import pinned_arena
 from ..policy import MixedPrecisionPolicy
 from .gather_plan import GatherPlan
-from .layout import BucketLayout, Slot, plan_bucket, regroup
+from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows, storage_part, with_own_storage
 from .references import References
@@ -147,7 +147,9 @@ class GradientStore:
             self._storage_uses += len(outs)
         return outs
 
-    def kept_elsewhere(self, detached: Collection[int] | None = None, *, idle: bool = True) -> bool:
+    def referenced_outside(
+        self, detached: Collection[int] | None = None, *, idle: bool = True
+    ) -> bool:
         """Whether somebody else holds a gradient of ours that is not attached.
 
         Args:
@@ -195,10 +197,10 @@ class Bucket:
         reduce_dtype, grad_dtype: in which gradients are summed over ranks, and left to users.
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
-        plan: of the gather over all shards; ``regrouped`` of the one after forward, if any.
+        plan: of the gather over all shards; ``secondary`` of the one after forward, if any.
         own_pieces: direct slots with a piece of ``gathered`` each.
-        kept: whether to leave it gathered; ``held``: whether it is, since a gather that began when
-            the shards were as `held_versions` says. See `frozen_cache`.
+        cached: whether to leave it gathered; ``cache_valid``: whether it is, since a gather that
+            began when the shards were as `_cached_versions` says. See `frozen_cache`.
     """
 
     def __init__(
@@ -252,11 +254,11 @@ class Bucket:
         self.partial_present: set[int] = set()
         self.gathered: Segments | None = None
         self.own_pieces: frozenset[int] = frozenset()
-        self.regrouped: RegroupedShards | None = None
+        self.secondary: SecondaryShards | None = None
         self.keeps_storage = False  # so that addresses stay: for graphs that were captured
-        self.kept = False
-        self.held = False
-        self._held_versions = (0, 0)
+        self.cached = False
+        self.cache_valid = False
+        self._cached_versions = (0, 0)
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -284,63 +286,63 @@ class Bucket:
     def is_meta(self) -> bool:
         return self.shards.is_meta
 
-    def materialize(self, *, regroup_to: int | None = None, split: bool = False) -> None:
+    def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         """Make the gathered storage (without memory), the unsharded parameters and the plan.
 
         Args:
-            regroup_to: number of ranks to reshard to after forward, if that is asked for.
+            secondary_size: number of ranks to reshard to after forward, if that is asked for.
             split: give large parameters a piece of memory of their own.
         """
-        self.staged: torch.Tensor | None = None
+        self.offload_buffer: torch.Tensor | None = None
         self.gathered = None
         self._references: dict[int, References] = {}
-        self.regrouped = None
+        self.secondary = None
         if self.aliases_shards:
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
         else:
-            self._materialize_gathered(regroup_to, split)
+            self._materialize_gathered(secondary_size, split)
         self._note_unsharded()
 
     def _note_unsharded(self) -> None:
         self.unsharded = []
         for i, param in enumerate(self.params):
             assert param.unsharded is not None
-            param.regrouped = None
+            param.secondary = None
             self.unsharded.append((i, param.unsharded))
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 
-    def _materialize_gathered(self, regroup_to: int | None, split: bool) -> None:
-        regrouped, bounds = self._plan_gathered(regroup_to, split)
+    def _materialize_gathered(self, secondary_size: int | None, split: bool) -> None:
+        secondary, bounds = self._plan_gathered(secondary_size, split)
         self.gathered = Segments(bounds, self.gather_dtype, self.device)
         source = self.shards
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
-            self.staged = source = torch.empty_like(self.shards, device=self.device)
+            self.offload_buffer = source = torch.empty_like(self.shards, device=self.device)
         self.plan = GatherPlan(self.layout, self.rank, source, self.gathered)
         self.fills_own_slices = (
-            self.staged is not None or self.plan.cast or self.layout.num_shards == 1
+            self.offload_buffer is not None or self.plan.cast or self.layout.num_shards == 1
         )
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             param.make_unsharded(
                 _alias(self.gathered.view(slot.full_offset, slot.full_numel), 0, slot.shape)
             )
-        if regrouped is not None:
-            rank = self.rank % regrouped.num_shards
-            self.regrouped = RegroupedShards(regrouped, rank, self.gathered)
-        self.free_staged()
+        if secondary is not None:
+            rank = self.rank % secondary.num_shards
+            self.secondary = SecondaryShards(secondary, rank, self.gathered)
+        self.free_offload_buffer()
         self.free()  # views could be made only while there was memory
 
     def _plan_gathered(
-        self, regroup_to: int | None, split: bool
+        self, secondary_size: int | None, split: bool
     ) -> tuple[BucketLayout | None, list[int]]:
         """The layout after forward, if that is another one, and between which elements of the
         gathered storage its pieces lie."""
         layout, enough = self.layout, OWN_PIECE_MIN_BYTES // self.itemsizes[0]
         end = layout.gathered_numel
-        regrouped = None
-        if regroup_to is not None:
-            regrouped = regroup(layout, regroup_to, itemsizes=self.itemsizes)
-            end = max(end, regrouped.gathered_numel)
+        secondary = None
+        if secondary_size is not None:
+            secondary = secondary_layout(layout, secondary_size, itemsizes=self.itemsizes)
+            end = max(end, secondary.gathered_numel)
         bounds = {0, end}
         if end - layout.pack_full_offset >= enough:
             bounds.add(layout.pack_full_offset)
@@ -350,7 +352,7 @@ class Bucket:
             slot = layout.slots[i]
             bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
         self.own_pieces = own
-        return regrouped, sorted(bounds)
+        return secondary, sorted(bounds)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -378,18 +380,18 @@ class Bucket:
             return
         resize(gathered.storages[-1], 0)
 
-    def hold(self) -> None:
+    def mark_cached(self) -> None:
         """What is gathered from now on stays valid until a shard is written."""
-        self.held = True
-        self._held_versions = self._versions()
+        self.cache_valid = True
+        self._cached_versions = self._versions()
 
-    def holds(self) -> bool:
+    def cache_is_current(self) -> bool:
         """Whether the gathered storage has what the shards have now."""
-        return self.held and self._versions() == self._held_versions
+        return self.cache_valid and self._versions() == self._cached_versions
 
     def is_rewritten(self) -> bool:
         """Whether since `hold` an operator on a DTensor has written, which all ranks call."""
-        return self._versions()[1] != self._held_versions[1]
+        return self._versions()[1] != self._cached_versions[1]
 
     def _versions(self) -> tuple[int, int]:
         """Grow with writes: those to this rank's rows; those of operators on the DTensors."""
@@ -398,15 +400,15 @@ class Bucket:
 
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
-        if self.staged is not None:
-            resize(self.staged.untyped_storage(), self.shards.nbytes)
-            self.staged.copy_(self.shards, non_blocking=True)
+        if self.offload_buffer is not None:
+            resize(self.offload_buffer.untyped_storage(), self.shards.nbytes)
+            self.offload_buffer.copy_(self.shards, non_blocking=True)
         if self.plan.cast or self.layout.num_shards == 1:
             torch._foreach_copy_(self.plan.own, self.plan.source)
 
-    def free_staged(self) -> None:
-        if self.staged is not None:
-            resize(self.staged.untyped_storage(), 0)
+    def free_offload_buffer(self) -> None:
+        if self.offload_buffer is not None:
+            resize(self.offload_buffer.untyped_storage(), 0)
 
     def note_references(self) -> None:
         """Remember how often the parameters that may be freed early are referred to by us alone.
@@ -492,7 +494,7 @@ class Bucket:
         """
         grads = self.grads
         write = detached is None or len(detached) > 0
-        if grads is None or (write and grads.kept_elsewhere(detached, idle=not self.in_flight)):
+        if grads is None or (write and grads.referenced_outside(detached, idle=not self.in_flight)):
             numel, dtype = self.layout.shard_numel, self.grad_dtype
             if self.pin_memory:
                 flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
@@ -507,13 +509,13 @@ class Bucket:
         grads = self.grads
         if grads is None or self.in_flight or self.has_gradients():
             return
-        if grads.kept_elsewhere():
+        if grads.referenced_outside():
             self.grads = None
         else:
             grads.free()
 
 
-class RegroupedShards:
+class SecondaryShards:
     """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
 
     __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "saved", "shards", "storage")

@@ -200,7 +200,9 @@ def plan_bucket(
     return _finish(num_shards, slots, shard_offset, full_offset, align)
 
 
-def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) -> BucketLayout:
+def secondary_layout(
+    layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]
+) -> BucketLayout:
     """The same gathered storage cut into fewer, larger shards.
 
     For ``reshard_after_forward=int``: after forward a rank keeps one of ``num_shards`` slices of
@@ -215,7 +217,7 @@ def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) 
     if layout.num_shards % num_shards != 0:
         raise ValueError(f"{num_shards} shards do not divide {layout.num_shards} shards")
     align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
-    cut = [_regrouped_shape(slot, num_shards) for slot in layout.slots]
+    cut = [_secondary_shape(slot, num_shards) for slot in layout.slots]
     chunks = [_chunk(shape, 0, num_shards) for shape in cut]
     numels = [_shard_numel(*args) for args in zip(cut, [0] * len(cut), chunks, strict=True)]
     direct = [i for i in layout.direct if numels[i] % align == 0]
@@ -236,7 +238,7 @@ def regroup(layout: BucketLayout, num_shards: int, *, itemsizes: Sequence[int]) 
     return _finish(num_shards, slots, offset, layout.pack_full_offset, align)
 
 
-def _regrouped_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
+def _secondary_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
     """The shape whose rows are dealt out; with their padding they fit into the slot's place."""
     whole_rows = slot.dim is not None and prod(slot.shape) == slot.full_numel
     if slot.dim == 0 or (whole_rows and slot.shape[0] % num_shards == 0):

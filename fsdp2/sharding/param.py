@@ -7,7 +7,7 @@ that own it:
   what optimizers, ``state_dict`` and users see outside of forward and backward.
 - ``unsharded``: the tensor that forward and backward compute with, a slice of the gathered
   storage. A plain tensor, or a DTensor on the tensor-parallel mesh if the original was one.
-- ``regrouped``: a DTensor over the smaller group of ``reshard_after_forward=int``; registered
+- ``secondary``: a DTensor over the smaller group of ``reshard_after_forward=int``; registered
   between forward and backward only.
 """
 
@@ -124,7 +124,7 @@ class ShardedParam:
         "mesh",
         "owners",
         "param_dtype",
-        "regrouped",
+        "secondary",
         "sharded",
         "sharded_spec",
         "tensor_parallel",
@@ -197,7 +197,7 @@ class ShardedParam:
         self.is_sharded = False
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
-        self.regrouped: nn.Parameter | None = None
+        self.secondary: nn.Parameter | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -293,7 +293,7 @@ class ShardedParam:
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)
 
-    def make_regrouped(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
+    def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that stands for the parameter resharded to a smaller group.
 
         None is made where those shards are no rows of the parameter, or of its tensor-parallel
@@ -304,10 +304,10 @@ class ShardedParam:
         shape = self.sharded_spec.shape
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
-        self.regrouped = nn.Parameter(
+        self.secondary = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )
-        _managed[id(self.regrouped)] = self
+        _managed[id(self.secondary)] = self
 
     def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
         """The ranks over which ``grad`` has to be summed to be laid out like the parameter.
@@ -365,9 +365,9 @@ class ShardedParam:
 
 
 def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
-    """Whose sharded (or regrouped) form ``tensor`` is, if any."""
+    """Whose sharded (or secondary) form ``tensor`` is, if any."""
     param = _managed.get(id(tensor))
-    if param is None or (tensor is not param.sharded and tensor is not param.regrouped):
+    if param is None or (tensor is not param.sharded and tensor is not param.secondary):
         return None
     return param
 

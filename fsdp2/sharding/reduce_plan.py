@@ -31,6 +31,7 @@ class ReducePlan:
 
     __slots__ = (
         "all_simple",
+        "copied_in",
         "covered",
         "direct",
         "numel",
@@ -39,44 +40,43 @@ class ReducePlan:
         "shapes",
         "spans",
         "stage_offset",
-        "staged",
     )
 
     def __init__(
         self,
         layout: BucketLayout,
         present: Sequence[int],
-        stageable: Sequence[int],
+        must_copy_in: Sequence[int],
         *,
         casts: bool = False,
     ) -> None:
         """
         Args:
             present: slots that have a gradient, ascending.
-            stageable: slots that may only be sent through the buffer: the last ones in the storage.
+            must_copy_in: slots that are only ever sent through the buffer: the storage's last.
             casts: whether gradients are cast on their way, so that others may as well be cast into
                 the buffer: one kernel, and one entry of the batch.
         """
         self.present = tuple(present)
-        has_stage = any(i in stageable and layout.slots[i].shard_numel for i in present)
-        self.staged = tuple(stageable) if has_stage else ()
-        if casts and (has_stage or not stageable):
-            self.staged = _neighbours_before(layout, present, stageable) + self.staged
-        joined = {*stageable, *self.staged}
+        has_stage = any(i in must_copy_in and layout.slots[i].shard_numel for i in present)
+        self.copied_in = tuple(must_copy_in) if has_stage else ()
+        if casts and (has_stage or not must_copy_in):
+            self.copied_in = _neighbours_before(layout, present, must_copy_in) + self.copied_in
+        joined = {*must_copy_in, *self.copied_in}
         self.direct = tuple(i for i in present if i not in joined)
         self.spans = [
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
         self.shapes = [(layout.slots[i].chunk, *layout.slots[i].shape[1:]) for i in self.direct]
-        self.covered = frozenset(self.direct + self.staged)
+        self.covered = frozenset(self.direct + self.copied_in)
         self.numel = sum(prod(layout.slots[i].shape) for i in self.present)
         self.stage_offset = layout.shard_numel
-        if self.staged:
-            self.stage_offset = min(layout.slots[i].shard_offset for i in self.staged)
+        if self.copied_in:
+            self.stage_offset = min(layout.slots[i].shard_offset for i in self.copied_in)
             self.spans.append((self.stage_offset, layout.shard_numel - self.stage_offset))
         # Staged slots whose gradients need no rearrangement before they are cut into chunks.
-        self.all_simple = set(self.staged) <= set(present) and all(
-            _is_simple(layout.slots[i], layout.num_shards) for i in self.staged
+        self.all_simple = set(self.copied_in) <= set(present) and all(
+            _is_simple(layout.slots[i], layout.num_shards) for i in self.copied_in
         )
         self.ranges: list[tuple[int, int]] = []
         for offset, numel in sorted(self.spans):
@@ -95,14 +95,14 @@ class ReducePlan:
 
 
 def _neighbours_before(
-    layout: BucketLayout, present: Sequence[int], stageable: Sequence[int]
+    layout: BucketLayout, present: Sequence[int], must_copy_in: Sequence[int]
 ) -> tuple[int, ...]:
-    """The slots that lie before the stageable ones, as far as each has a gradient."""
-    end = min((layout.slots[i].shard_offset for i in stageable), default=layout.shard_numel)
+    """The slots that lie before those that must be copied in, as far as each has a gradient."""
+    end = min((layout.slots[i].shard_offset for i in must_copy_in), default=layout.shard_numel)
     found: list[int] = []
     for i in reversed(layout.direct):
         slot = layout.slots[i]
-        if i in stageable:
+        if i in must_copy_in:
             continue
         if i not in present or slot.shard_offset + slot.shard_numel != end:
             break
@@ -111,7 +111,7 @@ def _neighbours_before(
     return tuple(reversed(found))
 
 
-def stage(
+def copy_in(
     layout: BucketLayout,
     plan: ReducePlan,
     grads: Sequence[torch.Tensor | None],
@@ -130,11 +130,11 @@ def stage(
     """
     num_shards = layout.num_shards
     if plan.all_simple:
-        pieces = [grad for i in plan.staged if (grad := grads[i]) is not None]
+        pieces = [grad for i in plan.copied_in if (grad := grads[i]) is not None]
     else:
         pieces = [
             _rows_first(layout.slots[i], grads[i], num_shards, dtype, device)
-            for i in plan.staged
+            for i in plan.copied_in
             if layout.slots[i].shard_numel
         ]
     if len({piece.dtype for piece in pieces}) > 1:  # `_chunk_cat` casts, but all from one dtype

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime
 from ..runtime.unit import Unit
-from ..runtime.unit_grads import UnitGradients
+from ..runtime.unit_grads import UnitGrads
 from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
 
 _UNREDUCED = ("on_param", "waiting", "taken")
@@ -80,7 +80,7 @@ def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable
 # -- the way of a gradient ------------------------------------------------------------------
 
 
-def _launch_gather(original: Any, unit: Unit, *args: Any) -> None:
+def _start_unshard(original: Any, unit: Unit, *args: Any) -> None:
     original(*args)
     _open(unit)
 
@@ -94,7 +94,7 @@ def _open(unit: Unit) -> Account | None:
     return account
 
 
-def _finish_gather(original: Any, unit: Unit, *args: Any) -> None:
+def _wait_unshard(original: Any, unit: Unit, *args: Any) -> None:
     """The first one makes unsharded parameters of tensor subclasses, which are watched before the
     runtime counts what they accumulate."""
     original(*args)
@@ -119,12 +119,12 @@ def _pre_backward(
         # (The hooks on outputs may run again in the backward of the weights.)
         first = forward is None or not forward.entered
         owes = first and not kwargs.get("accumulates", True) and not runtime.ends_iteration
-        shown = unit.registration.shown == "unsharded"
+        shown = unit.registration.registered == "unsharded"
         account.backward_entered(forward, owes=owes, shown=shown)
     original(unit, forward, **kwargs)
 
 
-def _take(original: Any, gradients: UnitGradients, **kwargs: Any) -> Any:
+def _take(original: Any, gradients: UnitGrads, **kwargs: Any) -> Any:
     account = account_of(gradients)
     if account is None:
         return original(**kwargs)
@@ -135,7 +135,7 @@ def _take(original: Any, gradients: UnitGradients, **kwargs: Any) -> Any:
     return taken
 
 
-def _accumulate(original: Any, gradients: UnitGradients) -> None:
+def _accumulate(original: Any, gradients: UnitGrads) -> None:
     account = account_of(gradients)
     if account is not None:
         account.observe()
@@ -144,7 +144,7 @@ def _accumulate(original: Any, gradients: UnitGradients) -> None:
         account.accumulated(gradients.accumulated)
 
 
-def _make_reductions(original: Any, gradients: UnitGradients, *args: Any, **kwargs: Any) -> Any:
+def _make_reductions(original: Any, gradients: UnitGrads, *args: Any, **kwargs: Any) -> Any:
     reductions = original(*args, **kwargs)
     account = account_of(gradients)
     if account is None:
@@ -180,7 +180,7 @@ def _discard(original: Any, reduction: Reduction, *args: Any) -> None:
         record.forget()
 
 
-def _drop(original: Any, gradients: UnitGradients) -> None:
+def _drop(original: Any, gradients: UnitGrads) -> None:
     original()
     account = account_of(gradients)
     if account is not None:
@@ -206,7 +206,7 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
         return
     account.is_queued = False
     runtime = unit.runtime
-    if not unit.settings.reduce_grads or runtime.finalization.manual:
+    if not unit.config.reduce_grads or runtime.finalization.manual:
         return
     if not runtime.in_backward:
         _raise(account.problems(_UNREDUCED, all_owed=False))
@@ -236,17 +236,17 @@ def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
     """At the end of a backward or an iteration."""
     problems = []
     for unit in runtime.units:
-        account, settings = account_of(unit.gradients), unit.settings
+        account, config = account_of(unit.gradients), unit.config
         if account is None:
             continue
         account.observe()
         places: list[str] = []
-        waits_for_caller = runtime.finalization.manual and settings.sync_grads and not explicit
-        if settings.reduce_grads and not waits_for_caller:
+        waits_for_caller = runtime.finalization.manual and config.sync_grads and not explicit
+        if config.reduce_grads and not waits_for_caller:
             places += _UNREDUCED
         if ended:
             places.append("flying")
-            if settings.all_reduce_grads and settings.reduce_grads:
+            if config.all_reduce_grads and config.reduce_grads:
                 places.append("partial")
         problems += account.problems(places, all_owed=ended and explicit)
         if ended:
@@ -282,14 +282,14 @@ def _raise(problems: list[str]) -> None:
 
 
 _FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-    (Unit, "launch_gather", _launch_gather),
-    (Unit, "finish_gather", _finish_gather),
+    (Unit, "start_unshard", _start_unshard),
+    (Unit, "wait_unshard", _wait_unshard),
     (Runtime, "post_forward", _post_forward),
     (Runtime, "pre_backward", _pre_backward),
-    (UnitGradients, "take", _take),
-    (UnitGradients, "accumulate", _accumulate),
-    (UnitGradients, "make_reductions", _make_reductions),
-    (UnitGradients, "drop", _drop),
+    (UnitGrads, "take", _take),
+    (UnitGrads, "accumulate", _accumulate),
+    (UnitGrads, "make_reductions", _make_reductions),
+    (UnitGrads, "drop", _drop),
     (Reduction, "complete", _complete),
     (Reduction, "discard", _discard),
     (Runtime, "end_backward", _end_backward),

@@ -245,7 +245,7 @@ class Account:
 
 
 def account_of(gradients: Any) -> Account | None:
-    """That of the unit whose `UnitGradients` these are; None if it is not watched."""
+    """That of the unit whose `UnitGrads` these are; None if it is not watched."""
     return vars(gradients).get(_KEY)
 
 
@@ -259,9 +259,9 @@ def open_account(unit: Unit) -> Account:
 
 def watch(account: Account, unit: Unit, on_made: Any) -> None:
     """Be told when autograd accumulates a gradient of the unit's parameters as they are now."""
-    if account.generation == unit.contents.generation:
+    if account.generation == unit.param_group.generation:
         return
-    account.generation = unit.contents.generation
+    account.generation = unit.param_group.generation
     before = account.records
     account.records = {}
     for param in unit.params:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from ..comm import extension
-from ..comm import mesh_transports as links
+from ..comm import mesh_transports as transports
 from ..comm import transports as collectives
 from ..comm.streams import simulating
 from ..runtime import unit
@@ -53,7 +53,7 @@ def recording(
     with ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
         if host_ordered:
-            patch(links, "make_transport", _messages(recorder, exchange))
+            patch(transports, "make_transport", _messages(recorder, exchange))
         else:
             stack.enter_context(simulating(recorder.device))
         if offload:
@@ -72,8 +72,8 @@ def recording(
 
 
 _MARKED = (
-    (unit.Unit, "launch_gather"),
-    (unit.Unit, "free"),
+    (unit.Unit, "start_unshard"),
+    (unit.Unit, "reshard"),
     (Runtime, "pre_forward"),
     (Runtime, "post_forward"),
     (Runtime, "pre_backward"),

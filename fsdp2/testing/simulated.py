@@ -344,13 +344,13 @@ def simulated_mesh(
         raise ValueError(f"{len(bandwidths)} bandwidths for a mesh of {len(shape)} dims")
     if dist.is_initialized():
         raise RuntimeError("simulated_mesh makes the default process group, but there is one")
-    links = {}
+    transports = {}
     stride = math.prod(shape)
     for size, dim_bandwidth in zip(shape, bandwidths, strict=True):
         stride //= size
-        links[tuple(range(0, size * stride, stride))] = Link(dim_bandwidth, latency)
+        transports[tuple(range(0, size * stride, stride))] = Link(dim_bandwidth, latency)
     _other_link = Link(min(bandwidths), latency)
-    _links.update(links)
+    _links.update(transports)
     try:
         world_size = math.prod(shape)
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)

@@ -268,7 +268,7 @@ def test_a_rank_that_stops_early() -> None:
             ):
                 model(x, "left", "scale")
     unit = vars(model)["_fsdp2_unit"]
-    assert "launch_gather" not in vars(unit)
+    assert "start_unshard" not in vars(unit)
     assert "make_reductions" not in vars(unit.gradients)
 
 

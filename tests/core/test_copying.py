@@ -29,7 +29,7 @@ from fsdp2 import (
     register_fsdp_forward_method,
 )
 from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_config import Settings
+from fsdp2.runtime.unit_config import UnitConfig
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, MLP, NESTED, TRANSFORMER, Case
 from reference import (
@@ -233,8 +233,8 @@ def test_one_unit_of_a_model() -> None:
     run_both(NESTED, model, plain, 0)
     block, plain_block = copy.deepcopy(model[1]), copy.deepcopy(plain[1])
     unit = vars(block)["_fsdp2_unit"]
-    assert [u.modules for u in unit.settings.forward_prefetch] == [(block.inner1,)]
-    assert [u.modules for u in unit.settings.backward_prefetch] == [(block.inner2,)]
+    assert [u.modules for u in unit.config.forward_prefetch] == [(block.inner1,)]
+    assert [u.modules for u in unit.config.backward_prefetch] == [(block.inner2,)]
     case = Case("block", lambda: plain_block, lambda model: [], six_wide)
     train_both(case, block, plain_block, range(3))
     assert_same_gradients(model, plain)
@@ -317,7 +317,7 @@ def test_policies(policy: str) -> None:
     model, _ = pair(MLP, dtype=torch.float32, **POLICIES[policy])
     other = copy.deepcopy(model)
     units = [vars(network[2])["_fsdp2_unit"] for network in (model, other)]
-    assert units[0].settings.offload == units[1].settings.offload == (policy == "offload")
+    assert units[0].config.offload == units[1].config.offload == (policy == "offload")
     for step in range(2):
         batch = MLP.batch(step, dist.get_rank(), torch.float32)
         losses = [MLP.loss(network, *batch) for network in (model, other)]
@@ -466,42 +466,42 @@ def test_a_copy_made_in_inference_mode_can_be_trained() -> None:
 
 def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     """A new attribute has to be put on one of these lists, or, if it is a choice of a user's, to be
-    a field of `Settings`."""
-    kept = {"mesh", "device", "settings", "name"}
+    a field of `UnitConfig`."""
+    kept = {"mesh", "device", "config", "name"}
     anew = {
-        "modules", "contents", "gradients", "registration", "reshard_after_forward",
+        "modules", "param_group", "gradients", "registration", "reshard_after_forward",
         "runtime", "hooks", "encloses", "enclosing",
         # the state, and one iteration
-        "state", "released", "regrouped", "_recalled", "_gather_finish", "_gather_event",
+        "state", "freed_early", "gathers_secondary", "_recalled", "_gather_finish", "_gather_event",
         "_waits_for_gather", "_versions", "forwards", "next_in_backward", "running",
         "backward_began", "weight_grads_deferred",
         "recomputes_all", "has_graph", "reduced", "holds_earlier_gradients",
         "holds_partial_sums",
     }  # fmt: skip
     contents = {
-        "params", "buckets", "links", "gather_tags", "reduce_tags", "unsharded", "is_trained",
+        "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
         "_reserved_tags",
-        "_sharded", "_versioned", "_regrouped_for", "unwritten", "initial",
+        "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
     }  # fmt: skip
     given = {"mesh", "device", "_settings", "_registration"}
     mesh: Any = None
-    unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), Settings())
+    unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), UnitConfig())
     assert vars(unit).keys() == kept | anew
-    assert vars(unit.contents).keys() == contents | given
+    assert vars(unit.param_group).keys() == contents | given
     gradients = {
-        "accumulated", "late_sums", "_contents", "_settings", "_offloads", "_accumulators",
+        "accumulated", "deferred", "_contents", "_settings", "_offloads", "_accumulators",
         "_generation", "widened",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients
-    assert vars(unit.gradients.late_sums).keys() == {"groups"}
+    assert vars(unit.gradients.deferred).keys() == {"groups"}
 
 
 def test_every_setting_is_copied() -> None:
-    """A new field of `Settings` is copied by itself; what can be changed in place must not be."""
+    """A new field of `UnitConfig` is copied by itself; what can be changed in place must not be."""
     mapped = {"forward_prefetch", "backward_prefetch"}  # to units of the copy
-    names = {field.name for field in fields(Settings)}
-    chosen = Settings()
+    names = {field.name for field in fields(UnitConfig)}
+    chosen = UnitConfig()
     for name in names - mapped:
         assert not isinstance(getattr(chosen, name), list | dict | set)
         setattr(chosen, name, object())

@@ -36,7 +36,7 @@ if not RUNS_ON_TORCH:
         shard_model,
     )
     from fsdp2.comm import store_exchange as meeting
-    from fsdp2.comm.store_exchange import Meeting
+    from fsdp2.comm.store_exchange import StoreExchange
     from fsdp2.runtime import first_forward
 
 X = torch.ones(2, 4)
@@ -192,7 +192,7 @@ def test_replicas_that_differ_are_an_error_until_they_are_made_equal() -> None:
 def test_once_per_root_and_not_where_ranks_need_not_come_together() -> None:
     rank = dist.get_rank()
     said: list[str] = []
-    say = Meeting.say
+    say = StoreExchange.say
 
     def noting(self: Any, topics: Any, about: str) -> None:
         said.append(about)
@@ -206,7 +206,7 @@ def test_once_per_root_and_not_where_ranks_need_not_come_together() -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Meeting, "say", noting)
+        patch.setattr(StoreExchange, "say", noting)
         assert steps(sharded(mlp())) == ["run the first forward of '(root)'"]
         model = sharded(mlp())
         assert isinstance(model[0], FSDPModule)
@@ -300,7 +300,7 @@ class Ranks:
         self.meetings = []
         for rank in range(num_ranks):
             self.here.rank = rank
-            self.meetings.append(Meeting("test", tuple(range(num_ranks)), 20.0))
+            self.meetings.append(StoreExchange("test", tuple(range(num_ranks)), 20.0))
 
     def say(self, rank: int, word: str) -> None:
         self.here.rank = rank

@@ -158,7 +158,7 @@ def test_what_fits_is_chosen_in_the_order_of_the_modules() -> None:
     """The first and the third fit; the second would be too much beside the first."""
     model, plain = kept(None)
     train(model, plain, range(1))
-    sizes = [sum(b.gathered_bytes for b in unit.buckets if b.kept) for unit in model._units(True)]
+    sizes = [sum(b.gathered_bytes for b in unit.buckets if b.cached) for unit in model._units(True)]
     _, first, second, third, _ = sizes
     assert second == third > first
     for budget, wanted in [(0, ()), (first, (0,)), (first + second, (0, 2)), (second, (0,))]:

@@ -46,15 +46,17 @@ def train(model: nn.Module, rows: int = 4) -> None:
 
 
 def links_of(model: Any) -> Any:
-    return model._fsdp2_unit.contents.links[0]
+    return model._fsdp2_unit.param_group.transports[0]
 
 
 def groups_of(model: nn.Module) -> set[Any]:
     """The groups that the units of ``model`` communicate over."""
     found = set()
     for module in model.modules():
-        for links in module._fsdp2_unit.contents.links if hasattr(module, "_fsdp2_unit") else ():
-            transports = (links.gather, links.scatter, links.replicate, links.regather)
+        for links in (
+            module._fsdp2_unit.param_group.transports if hasattr(module, "_fsdp2_unit") else ()
+        ):
+            transports = (links.gather, links.scatter, links.replicate, links.secondary_gather)
             found |= {transport.group for transport in transports if transport is not None}
     return found
 
@@ -86,7 +88,7 @@ def _smaller_groups_of_some_ranks() -> None:
             return
         model: Any = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
         train(nn.Sequential(model, nn.Linear(8, 8)))
-        assert links_of(model).regather.group.size() == 2
+        assert links_of(model).secondary_gather.group.size() == 2
 
 
 @needs_device

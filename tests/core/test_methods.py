@@ -145,7 +145,7 @@ def test_units_that_backward_need_not_gather() -> None:
     for gather in (True, False):
         model[0].set_unshard_in_backward(gather)
         for _ in range(2):  # the second has predictions
-            with calls_of(model[0]._fsdp2_unit.__class__, "launch_gather") as calls:
+            with calls_of(model[0]._fsdp2_unit.__class__, "start_unshard") as calls:
                 model(tokens).square().sum().backward()
             counts[gather] = sum(args[0] is model[0]._fsdp2_unit for args in calls)
             plain.zero_grad()
@@ -353,7 +353,7 @@ def test_sums_only(replicas: int) -> None:
         model.zero_grad()
         plain.zero_grad()
     for unit in MLP.units(model):
-        links = unit._fsdp2_unit.contents.links[0]
+        links = unit._fsdp2_unit.param_group.transports[0]
         for transport in (links.scatter, links.replicate):
             options = vars(transport) if transport is not None else {}
             for name in ("_reduce_options", "_all_reduce_options"):
@@ -370,7 +370,7 @@ def test_a_group_of_its_own_for_reductions() -> None:
     assert isinstance(model, FSDPModule)
 
     def groups() -> set[tuple[bool, str]]:
-        links = [unit._fsdp2_unit.contents.links[0] for unit in MLP.units(model)]
+        links = [unit._fsdp2_unit.param_group.transports[0] for unit in MLP.units(model)]
         return {(a.scatter.group is a.gather.group, a.scatter.group.group_name) for a in links}
 
     run_both(MLP, model, plain, 0)

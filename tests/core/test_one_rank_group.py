@@ -98,7 +98,7 @@ def reductions(device: str) -> None:
             for direct_min_bytes in (0, 10**9):
                 layout = layout_for(dtype, direct_min_bytes)
                 bucket: Any = SimpleNamespace(layout=layout, reduce_dtype=dtype, widens=False)
-                plan = ReducePlan(layout, range(len(SHAPES)), transport.stageable(bucket))
+                plan = ReducePlan(layout, range(len(SHAPES)), transport.must_copy_in(bucket))
                 sizes = [torch.Size(shape).numel() for shape in SHAPES]
                 grads = [
                     numbers(numel, dtype, device).view(shape)

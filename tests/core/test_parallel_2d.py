@@ -48,7 +48,7 @@ from reference import (
 )
 
 if not RUNS_ON_TORCH:
-    from fsdp2.runtime import deferred_reductions as late_sums
+    from fsdp2.runtime import deferred_reductions as deferred
 
 WRAPPER = "_checkpoint_wrapped_module."
 
@@ -330,17 +330,17 @@ def test_gradients_of_norms_are_summed_once() -> None:
 def noted_sums() -> Iterator[list[int]]:
     """How many tensors each late sum has."""
     sums: list[int] = []
-    original = late_sums.sum_together
+    original = deferred.sum_together
 
     def noted(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         sums.append(len(tensors))
         original(group, tensors)
 
-    late_sums.sum_together = noted
+    deferred.sum_together = noted
     try:
         yield sums
     finally:
-        late_sums.sum_together = original
+        deferred.sum_together = original
 
 
 @ours_only("a method of ours")

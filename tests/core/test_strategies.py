@@ -328,12 +328,12 @@ def test_arguments_that_do_not_fit() -> None:
 def test_the_reshard_policy_may_be_chosen_per_unit() -> None:
     flat = cached_mesh(2)
     model = shard_model(Even(), flat, wrap=Block, reshard_after_forward=lambda u: u.is_root)
-    assert [unit.settings.reshard_after_forward for unit in units_in(model)] == [
+    assert [unit.config.reshard_after_forward for unit in units_in(model)] == [
         True,
         *[False] * NUM_BLOCKS,
     ]
     model = shard_model(Even(), flat, wrap=Block, reshard_after_forward=False)
-    assert [unit.settings.reshard_after_forward for unit in units_in(model)] == [
+    assert [unit.config.reshard_after_forward for unit in units_in(model)] == [
         None,
         *[False] * NUM_BLOCKS,
     ]
@@ -343,13 +343,13 @@ def test_the_reshard_policy_may_be_chosen_per_unit() -> None:
 def test_units_gathered_ahead() -> None:
     model = shard_model(Even(), cached_mesh(2), wrap=Block, prefetch=2, direct_min_bytes=0)
     blocks = units_in(model)[1:]
-    assert [u.settings.forward_prefetch for u in blocks] == [
+    assert [u.config.forward_prefetch for u in blocks] == [
         blocks[1:3],
         blocks[2:4],
         blocks[3:],
         [],
     ]
-    assert [u.settings.backward_prefetch for u in blocks] == [
+    assert [u.config.backward_prefetch for u in blocks] == [
         [],
         [blocks[0]],
         [blocks[1], blocks[0]],

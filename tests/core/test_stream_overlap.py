@@ -61,8 +61,8 @@ class Run:
 
     def gather(self, unit: str, start: int | None = None) -> list[int]:
         """The first gather of a unit after ``start``."""
-        first = self.mark("launch_gather begins", unit, start)
-        last = self.mark("launch_gather ends", unit, first)
+        first = self.mark("start_unshard begins", unit, start)
+        last = self.mark("start_unshard ends", unit, first)
         return self.between(first, last, "gather", "gather")
 
     def reduction(self, unit: str) -> list[int]:
@@ -165,8 +165,8 @@ def test_a_runtime_without_overlap_is_seen_as_one() -> None:
     """Faults that the checker calls harmless: on one stream everything is in order."""
     with mock.patch.object(DeviceStreams, "gathering", _null):
         run = Run()
-        first = run.mark("launch_gather begins", "layers.1")
-        gather = run.between(first, run.mark("launch_gather ends", "layers.1"), "compute", "gather")
+        first = run.mark("start_unshard begins", "layers.1")
+        gather = run.between(first, run.mark("start_unshard ends", "layers.1"), "compute", "gather")
         assert not run.overlap(gather, run.forward("layers.0"))
     with mock.patch.object(DeviceStreams, "before_root_forward", return_value=None):
         assert Run().checker.violations

@@ -22,7 +22,7 @@ from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import State, Unit
-from fsdp2.sharding.bucket import Bucket, GradientStore, RegroupedShards
+from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
 from fsdp2.sharding.gather_plan import GatherPlan
 from fsdp2.sharding.references import References
 from fsdp2.testing import Kind
@@ -252,9 +252,9 @@ def _release_in_flight(self: Bucket) -> None:
         self.grads.free()
 
 
-def _free_regrouped(_: Unit, bucket: Bucket, *__: Any) -> None:
-    if bucket.regrouped is not None and bucket.regrouped.saved:
-        bucket.regrouped.free()
+def _free_secondary(_: Unit, bucket: Bucket, *__: Any) -> None:
+    if bucket.secondary is not None and bucket.secondary.saved:
+        bucket.secondary.free()
 
 
 def _finish_twice(self: Unit, streams: Any) -> None:
@@ -289,27 +289,27 @@ def _reset_lazily(self: Runtime) -> None:
 
 def _free_held_at_once(buckets: Any, streams: Any) -> None:
     for bucket in buckets:
-        bucket.held = False
+        bucket.cache_valid = False
         with streams.gathering():
             bucket.free()
 
 
 def _free_held_while_gathering(buckets: Any, streams: Any) -> None:
     for bucket in buckets:
-        bucket.held = False
+        bucket.cache_valid = False
         with streams.gathering():
             streams.before_free()
             bucket.free()
 
 
 def _wait_for_nothing_kept(unit: Unit, *_: Any) -> None:
-    if any(bucket.kept for bucket in unit.buckets):
+    if any(bucket.cached for bucket in unit.buckets):
         unit._waits_for_gather = False
 
 
 def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
     for bucket in unit.buckets:
-        if bucket.held and unit.state is State.SHARDED:
+        if bucket.cache_valid and unit.state is State.SHARDED:
             streams.before_free()
             bucket.free()
 
@@ -319,7 +319,7 @@ def _believe_gathered(self: Runtime, unit: Unit) -> None:
         return
     if unit.state is State.SHARDED:
         unit.state = State.UNSHARDED
-    unit.show_unsharded()
+    unit.register_unsharded()
 
 
 class _Never:
@@ -334,7 +334,7 @@ class _Never:
 def _free_when_accumulated(hooks: UnitHooks, *_: Any) -> None:
     unit = hooks.unit
     if hooks._watching and hooks._num_accumulated >= len(hooks._watched):
-        unit.free(unit.runtime.streams)
+        unit.reshard(unit.runtime.streams)
 
 
 # -- the table -----------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a gather does not wait for shards made anew": Mutation(
         "moves",
         READ,
-        lambda: inside(Unit, "launch_gather", lambda: nothing(D, "before_root_forward")),
+        lambda: inside(Unit, "start_unshard", lambda: nothing(D, "before_root_forward")),
     ),
     "compute does not wait for the gather": Mutation(
         "plain", READ, lambda: nothing(D, "use_gathered")
@@ -423,43 +423,43 @@ MUTATIONS: dict[str, Mutation] = {
         GONE,
         lambda: replace(References, "exceed", lambda *_, **__: False),
     ),
-    "regrouped shards are copied on the gather's stream": Mutation(
-        "regroups", READ, lambda: on_stream(RegroupedShards, "save", "gather")
+    "secondary shards are copied on the gather's stream": Mutation(
+        "regroups", READ, lambda: on_stream(SecondaryShards, "save", "gather")
     ),
     # frozen parameters that are kept gathered
     "what is kept is gathered anew without a wait for compute": Mutation(
         "writes_what_is_kept",
         FREED,
         lambda: inside(
-            Unit, "launch_gather", lambda: replace(unit_module, "free_held", _free_held_at_once)
+            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
         ),
     ),
     "what is no longer kept is freed without a wait for compute": Mutation(
         "keeps_no_more",
         FREED,
         lambda: inside(
-            Unit, "drop_kept", lambda: replace(unit_module, "free_held", _free_held_at_once)
+            Unit, "drop_cache", lambda: replace(unit_module, "free_cached", _free_held_at_once)
         ),
     ),
     "what is kept is freed inside of the gather's stream": Mutation(
         "writes_what_is_kept",
         FREED,
-        lambda: replace(unit_module, "free_held", _free_held_while_gathering),
+        lambda: replace(unit_module, "free_cached", _free_held_while_gathering),
     ),
     "compute does not wait for the gather of what is kept": Mutation(
-        "keeps_frozen", READ, lambda: before(Unit, "finish_gather", _wait_for_nothing_kept)
+        "keeps_frozen", READ, lambda: before(Unit, "wait_unshard", _wait_for_nothing_kept)
     ),
     "what is kept is freed with its unit": Mutation(
-        "keeps_frozen", GONE, lambda: after(Unit, "free", _free_what_is_held)
+        "keeps_frozen", GONE, lambda: after(Unit, "reshard", _free_what_is_held)
     ),
     "an embedding that is kept is given back early": Mutation(
         "keeps_an_embedding",
         GONE,
-        lambda: inside(Unit, "release_embeddings", lambda: replace(Bucket, "kept", _Never())),
+        lambda: inside(Unit, "free_embeddings_early", lambda: replace(Bucket, "cached", _Never())),
     ),
     # prefetches that nobody uses
     "a mispredicted prefetch still reads when the optimizer writes": Mutation(
-        "mispredicts", WRITE, lambda: before(Unit, "free", _drop_in_flight)
+        "mispredicts", WRITE, lambda: before(Unit, "reshard", _drop_in_flight)
     ),
     "the end of forward leaves gathers in flight": Mutation(
         "mispredicts", WRITE, lambda: replace(Runtime, "_end_forward", _end_forward_early)
@@ -470,7 +470,7 @@ MUTATIONS: dict[str, Mutation] = {
         lambda: inside(
             Runtime,
             "end_backward",
-            lambda: replace(Unit, "free", lambda unit, *_, **__: unit.show_sharded()),
+            lambda: replace(Unit, "reshard", lambda unit, *_, **__: unit.register_sharded()),
         ),
     ),
     "units that have been through backward are prefetched": Mutation(
@@ -561,7 +561,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a gradient that the user kept is overwritten": Mutation(
         "keeps_a_gradient",
         HELD,
-        lambda: replace(GradientStore, "kept_elsewhere", lambda *_, **__: False),
+        lambda: replace(GradientStore, "referenced_outside", lambda *_, **__: False),
     ),
     "sharded gradients are allocated on the reduce-scatter's stream": Mutation(
         "plain", FREED, lambda: on_stream(Bucket, "gradient_store", "reduce")
@@ -569,10 +569,10 @@ MUTATIONS: dict[str, Mutation] = {
     "sharded gradients are given back while a reduction writes them": Mutation(
         "goes_on", FREED, lambda: replace(Bucket, "release_gradients", _release_in_flight)
     ),
-    "regrouped shards are freed before they are gathered": Mutation(
+    "secondary shards are freed before they are gathered": Mutation(
         "regroups",
         GONE,
-        lambda: after(Unit, "_prepare", _free_regrouped),
+        lambda: after(Unit, "_prepare", _free_secondary),
     ),
     # after exceptions
     "a failed backward forgets its reductions": Mutation(
@@ -597,20 +597,20 @@ MUTATIONS: dict[str, Mutation] = {
         "offload_in_backward", READ, lambda: nothing(D, "wait_on_host")
     ),
     "the staged copy is freed before it is gathered": Mutation(
-        "offload", GONE, lambda: after(Bucket, "fill_own_slices", lambda b: b.free_staged())
+        "offload", GONE, lambda: after(Bucket, "fill_own_slices", lambda b: b.free_offload_buffer())
     ),
     "the staged copy is made on compute": Mutation(
         "offload", READ, lambda: on_stream(Bucket, "fill_own_slices", "compute")
     ),
     # ordered by the host
     "a double wait for a gather": Mutation(
-        "host", TWICE, lambda: replace(Unit, "finish_gather", _finish_twice)
+        "host", TWICE, lambda: replace(Unit, "wait_unshard", _finish_twice)
     ),
     "a double wait for a reduction": Mutation(
         "host", TWICE, lambda: replace(Reduction, "_run_finish", _run_finish_twice)
     ),
     "no wait for a gather": Mutation(
-        "host_exchange", READ, lambda: replace(Unit, "finish_gather", _finish_never)
+        "host_exchange", READ, lambda: replace(Unit, "wait_unshard", _finish_never)
     ),
     "no wait for a reduction": Mutation(
         "host_exchange",

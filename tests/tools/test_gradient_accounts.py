@@ -18,7 +18,7 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import unit_of
-from fsdp2.runtime.unit_grads import UnitGradients
+from fsdp2.runtime.unit_grads import UnitGrads
 from fsdp2.sharding.bucket import Bucket
 from fsdp2.testing import GradientLostError, account_gradients
 from harness import cached_mesh, distributed, ours_only
@@ -45,48 +45,48 @@ def accumulate_and_sync(model: nn.Module) -> None:
     backward(model, 2)
 
 
-def of_unit(gradients: UnitGradients, name: str) -> bool:
+def of_unit(gradients: UnitGrads, name: str) -> bool:
     return gradients._contents._registration.unit_name == name
 
 
 def take_and_forget() -> Any:
     """What `take` returns lacks a parameter."""
-    take = UnitGradients.take
+    take = UnitGrads.take
 
-    def forgetful(self: UnitGradients, **kwargs: Any) -> Any:
+    def forgetful(self: UnitGrads, **kwargs: Any) -> Any:
         taken = take(self, **kwargs)
         if of_unit(self, "2") and taken[0]:
             taken[0].pop(0)
         return taken
 
-    return mock.patch.object(UnitGradients, "take", forgetful)
+    return mock.patch.object(UnitGrads, "take", forgetful)
 
 
 def forget_to_take() -> Any:
     """No reduction ever sees the gradients of one unit, and nobody looks for them."""
-    take, left = UnitGradients.take, UnitGradients.are_left
+    take, left = UnitGrads.take, UnitGrads.are_left
 
-    def blind(self: UnitGradients, **kwargs: Any) -> Any:
+    def blind(self: UnitGrads, **kwargs: Any) -> Any:
         return [{} for _ in self._contents.buckets] if of_unit(self, "2") else take(self, **kwargs)
 
-    def nothing_left(self: UnitGradients) -> bool:
+    def nothing_left(self: UnitGrads) -> bool:
         return False if of_unit(self, "2") else left(self)
 
     both = contextlib.ExitStack()
-    both.enter_context(mock.patch.object(UnitGradients, "take", blind))
-    both.enter_context(mock.patch.object(UnitGradients, "are_left", nothing_left))
+    both.enter_context(mock.patch.object(UnitGrads, "take", blind))
+    both.enter_context(mock.patch.object(UnitGrads, "are_left", nothing_left))
     return both
 
 
 def drop_instead_of_accumulating() -> Any:
-    accumulate = UnitGradients.accumulate
+    accumulate = UnitGrads.accumulate
 
-    def dropping(self: UnitGradients) -> None:
+    def dropping(self: UnitGrads) -> None:
         accumulate(self)
         if of_unit(self, "2"):
             self.accumulated.clear()
 
-    return mock.patch.object(UnitGradients, "accumulate", dropping)
+    return mock.patch.object(UnitGrads, "accumulate", dropping)
 
 
 def reset_on_the_unsharded_parameter() -> Any:

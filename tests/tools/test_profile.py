@@ -347,12 +347,12 @@ def test_meshes_of_two_dims_and_smaller_groups_after_forward() -> None:
     assert p.measures.total.reduce_scatter.sent_bytes == told.totals.sent_by_reduction
     assert p.measures.total.all_reduce.sent_bytes == told.totals.sent_by_all_reduction
 
-    regrouped = shard_case(MLP, MLP.build(), mesh=cached_mesh(4), reshard_after_forward=2)
-    p = run(regrouped, x)
-    told = explain(regrouped)
+    secondary = shard_case(MLP, MLP.build(), mesh=cached_mesh(4), reshard_after_forward=2)
+    p = run(secondary, x)
+    told = explain(secondary)
     assert p.measures.total.gather.sent_bytes == told.totals.sent_by_gathers
     assert {c.num_ranks for c in p.recording.communications} == {2, 4}
-    assert max(s.parts["regrouped parameters"] for s in p.recording.memory) > 0
+    assert max(s.parts["secondary shards"] for s in p.recording.memory) > 0
 
 
 @distributed(4)
@@ -423,11 +423,18 @@ def state(model: nn.Module) -> dict[str, Any]:
     """Everything that a unit and what belongs to it has as attributes, by identity."""
     found = {}
     for unit in units_in(model):
-        owned = [unit, unit.hooks, unit.registration, unit.runtime, unit.gradients, unit.contents]
-        owned += [unit.runtime.streams, *unit.contents.links, *unit.buckets]
+        owned = [
+            unit,
+            unit.hooks,
+            unit.registration,
+            unit.runtime,
+            unit.gradients,
+            unit.param_group,
+        ]
+        owned += [unit.runtime.streams, *unit.param_group.transports, *unit.buckets]
         owned += [
             t
-            for links in unit.contents.links
+            for links in unit.param_group.transports
             for t in (links.gather, links.scatter)
             if t is not None
         ]

@@ -102,7 +102,7 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
     def counted_take(self: Runtime, unit: Unit) -> None:
         there = unit.weight_grads_deferred and unit.gradients.has_whole()
         take(self, unit)
-        seen["reduced" if unit.settings.reduce_grads else "added up"] += there
+        seen["reduced" if unit.config.reduce_grads else "added up"] += there
 
     monkeypatch.setattr(Runtime, "gather_for_backward", counted_gather)
     monkeypatch.setattr(Runtime, "take_weight_gradients", counted_take)
@@ -144,7 +144,7 @@ FOUND = {
     "a gather that waits for the optimizer's event, though a checkpoint was loaded after it": Plan(
         steps=(Step(event=True), Step(reloads=True))
     ),
-    "regrouped parameters that are looked at before the copy into them is done": Plan(
+    "secondary shards that are looked at before the copy into them is done": Plan(
         mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())
     ),
     "offloaded gradients freed while they are copied, after a backward that failed": Plan(

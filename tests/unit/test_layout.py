@@ -9,8 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2.sharding.layout import ALIGN_BYTES, MAX_DIRECT, BucketLayout, plan_bucket, regroup
-from fsdp2.sharding.reduce_plan import ReducePlan, stage
+from fsdp2.sharding.layout import (
+    ALIGN_BYTES,
+    MAX_DIRECT,
+    BucketLayout,
+    plan_bucket,
+    secondary_layout,
+)
+from fsdp2.sharding.reduce_plan import ReducePlan, copy_in
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 ITEMSIZES = [(4, 4, 4), (2, 4, 4), (8, 8, 8), (1, 1, 1), (2, 2, 4)]
@@ -89,9 +95,9 @@ def test_direct_slices_are_aligned_and_have_no_gaps(layout: BucketLayout, which:
 def test_regrouping_keeps_every_place(layout: BucketLayout, num_shards: int) -> None:
     if layout.num_shards % num_shards:
         with pytest.raises(ValueError, match="do not divide"):
-            regroup(layout, num_shards, itemsizes=(4, 4, 4))
+            secondary_layout(layout, num_shards, itemsizes=(4, 4, 4))
         return
-    fewer = regroup(layout, num_shards, itemsizes=(4, 4, 4))
+    fewer = secondary_layout(layout, num_shards, itemsizes=(4, 4, 4))
     for old, new in zip(layout.slots, fewer.slots, strict=True):
         assert new.full_offset == old.full_offset
         # All that is no padding; no more padding than there is room for.
@@ -167,13 +173,13 @@ def test_staged_gradients_reach_the_rank_that_owns_the_rows(
         torch.rand(slot.shape) if i in present else None for i, slot in enumerate(layout.slots)
     ]
     plan = ReducePlan(layout, present, layout.tail, casts=casts)
-    if not plan.staged:
+    if not plan.copied_in:
         assert not any(layout.slots[i].shard_numel for i in set(present) & set(layout.tail))
         return
-    assert set(plan.direct) | set(plan.staged) >= set(present)
+    assert set(plan.direct) | set(plan.copied_in) >= set(present)
     assert sum(numel for _, numel in plan.spans) == sum(numel for _, numel in plan.ranges)
-    rows = stage(layout, plan, grads, torch.float32, torch.device("cpu"))
-    for i in plan.staged:
+    rows = copy_in(layout, plan, grads, torch.float32, torch.device("cpu"))
+    for i in plan.copied_in:
         slot, grad = layout.slots[i], grads[i]
         for rank in range(layout.num_shards):
             start = slot.shard_offset - plan.stage_offset

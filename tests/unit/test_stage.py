@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2.sharding.layout import plan_bucket
-from fsdp2.sharding.reduce_plan import ReducePlan, stage
+from fsdp2.sharding.reduce_plan import ReducePlan, copy_in
 
 SHAPES = [(4, 3), (2,), (6,)]
 
@@ -31,7 +31,7 @@ def test_gradients_of_several_dtypes_or_none(dtypes: tuple[torch.dtype | None, .
     ]
     present = [i for i, grad in enumerate(grads) if grad is not None]
     plan = ReducePlan(layout, present, layout.packed)
-    staged = stage(layout, plan, grads, torch.float32, torch.device("cpu"))
+    staged = copy_in(layout, plan, grads, torch.float32, torch.device("cpu"))
     for slot, grad in zip(layout.slots, grads, strict=True):
         whole = torch.zeros(slot.shape) if grad is None else grad.float()
         start = slot.shard_offset - plan.stage_offset
