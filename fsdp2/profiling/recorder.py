@@ -90,7 +90,7 @@ class Recorder:
             wrap = partial(self._patches.wrap, unit)
             wrap("start_unshard", self._start_unshard)
             wrap("wait_unshard", self._wait_unshard)
-            wrap("free", self._free)
+            wrap("reshard", self._reshard)
             make_reductions = partial(self._make_reductions, unit)
             self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
             self._patches.wrap(unit.hooks, "_gather", partial(self._forward_begins, unit))
@@ -313,7 +313,7 @@ class Recorder:
             if not streams.stream_ordered:
                 operation.end = end
 
-    def _free(self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _reshard(self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         self._note_memory(unit)
 
