@@ -1,0 +1,244 @@
+"""How large the core is, and how much of it a step enters.
+
+    python -m benchmarks.structure          # a table
+    python -m benchmarks.structure --calls  # and every function that is entered
+
+Questions of somebody who reads the code for the first time: how many lines are there, how many
+files and functions does one call of ``fully_shard`` and one step of training go through, and how
+long does a step stay in one file. torch's FSDP2 is counted the same way, as a scale.
+
+Code lines are those that hold a statement: no blanks, no comments, no docstrings. Steps run as rank
+0 of a `fake` group of two, so that one process is enough and every collective is still called, on
+the path of the backends that coalesce them. ``tests/tools/test_structure.py`` holds the numbers
+to limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import io
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import fsdp2
+
+PACKAGE = Path(fsdp2.__file__).parent
+TORCH = Path(inspect.getfile(inspect.unwrap(torch_fully_shard))).parent
+# What a training step is made of; the rest of the package stands on it or beside it.
+CORE = ("policy.py", "sharding", "comm", "runtime", "api/fully_shard.py", "api/module.py")
+
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass
+class Size:
+    """Of some files: lines with code, functions, lines that are comments by themselves."""
+
+    files: int = 0
+    code_lines: int = 0
+    functions: int = 0
+    comments: int = 0
+    largest: tuple[int, str] = (0, "")
+
+    @property
+    def comments_per_100(self) -> float:
+        return 100 * self.comments / max(1, self.code_lines)
+
+
+@dataclass
+class Entered:
+    """The functions of a package that ran, as (file, name), in the order of their calls."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def functions(self) -> set[tuple[str, str]]:
+        return set(self.calls)
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.calls}
+
+    @property
+    def calls_per_file_change(self) -> float:
+        """How many calls stay in a file before one goes to another."""
+        changes = sum(before[0] != after[0] for before, after in pairwise(self.calls))
+        return len(self.calls) / max(1, changes)
+
+
+def core_files() -> list[Path]:
+    """The files of `CORE`, without the ``__init__.py`` of its folders."""
+    found: list[Path] = []
+    for name in CORE:
+        path = PACKAGE / name
+        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [path for path in found if path.name != "__init__.py"]
+
+
+def size_of(paths: list[Path]) -> Size:
+    """Count what is in ``paths``."""
+    size = Size(files=len(paths))
+    for path in paths:
+        text = path.read_text()
+        tree = ast.parse(text)
+        with_code: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                size.comments += token.line.lstrip().startswith("#")
+            elif token.type not in _NO_CODE:
+                with_code.update(range(token.start[0], token.end[0] + 1))
+        with_code -= _docstring_lines(tree)
+        size.code_lines += len(with_code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size.functions += 1
+                lines = with_code.intersection(range(node.lineno, (node.end_lineno or 0) + 1))
+                size.largest = max(size.largest, (len(lines), f"{path.stem}.{node.name}"))
+    return size
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return lines
+
+
+@contextmanager
+def entering(package: Path) -> Iterator[Entered]:
+    """Note the functions of ``package`` that are called inside.
+
+    In this thread only: that is where autograd runs a backward of tensors on the CPU. Lambdas and
+    comprehensions are not counted; Python 3.12 does not call the latter any more.
+    """
+    entered = Entered()
+    start = f"{package}/"
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(start) and code.co_name[0] != "<":
+            entered.calls.append((code.co_filename[len(start) :], code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(before)
+
+
+class Block(nn.Module):
+    """A normalization and two matrices, with a residual."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+FIRST, STEADY = "shard and train one step", "a steady step"
+
+
+def measure(
+    fully_shard: Callable[..., Any] = fsdp2.fully_shard, package: Path = PACKAGE
+) -> dict[str, Entered]:
+    """Shard a small model over the default process group and train it: what runs when."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Embedding(64, 32), Block(32), Block(32), nn.Linear(32, 64))
+    tokens = torch.randint(64, (2, 8))
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with entering(package) as first:
+        for block in (model[1], model[2]):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(optimizer)
+    for _ in range(3):
+        step(optimizer)
+    with entering(package) as steady:
+        step(optimizer)
+    return {FIRST: first, STEADY: steady}
+
+
+def make_group() -> None:
+    """A default process group of two ranks, of which this is the first."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+
+def show(measured: dict[str, Entered]) -> None:
+    """Print both tables."""
+    sizes = {
+        "core of a training step": size_of(core_files()),
+        "the package": size_of(sorted(PACKAGE.rglob("*.py"))),
+        "torch FSDP2": size_of(sorted(TORCH.glob("*.py"))),
+    }
+    print(
+        f"{'':38}{'files':>7}{'code lines':>12}{'functions':>11}{'comments/100':>14}"
+        "  largest function"
+    )
+    for name, size in sizes.items():
+        print(
+            f"{name:38}{size.files:7}{size.code_lines:12}{size.functions:11}"
+            f"{size.comments_per_100:14.1f}  {size.largest[1]}, {size.largest[0]} lines"
+        )
+    print(f"\n{'entered by':38}{'files':>7}{'functions':>12}{'calls':>11}{'calls/file change':>19}")
+    for name, entered in measured.items():
+        print(
+            f"{name:38}{len(entered.files):7}{len(entered.functions):12}{len(entered.calls):11}"
+            f"{entered.calls_per_file_change:19.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="size of the core, and what a step enters of it")
+    parser.add_argument("--calls", action="store_true", help="list the functions, by file")
+    options = parser.parse_args()
+    make_group()
+    measured = measure()
+    show(measured | {f"{k}, torch": v for k, v in measure(torch_fully_shard, TORCH).items()})
+    if options.calls:
+        for name, entered in measured.items():
+            print(f"\n{name}:")
+            for file in sorted(entered.files):
+                inside = sorted(function for path, function in entered.functions if path == file)
+                print(f"  {file}: {', '.join(inside)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Limits to the size of the core and to what a step enters: `python -m benchmarks.structure`.
+
+The limits are a little above what was measured when they were set. Whoever simplifies lowers them;
+whoever has to raise one says in the commit what the code is worth.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: about this package", allow_module_level=True)
+
+from benchmarks import structure
+from benchmarks.structure import FIRST, STEADY, Entered, Size
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[dict[str, Entered]]:
+    structure.make_group()
+    yield structure.measure()
+    dist.destroy_process_group()
+
+
+@cache
+def core() -> Size:
+    return structure.size_of(structure.core_files())
+
+
+def test_the_core_stays_small() -> None:
+    assert core().files <= 46
+    assert core().code_lines <= 6600
+    assert core().functions <= 710
+
+
+def test_no_function_of_the_core_is_long() -> None:
+    assert core().largest[0] <= 60, core().largest[1]
+
+
+def test_sharding_and_a_first_step_enter_few_files_and_functions(
+    measured: dict[str, Entered],
+) -> None:
+    assert len(measured[FIRST].files) <= 46
+    assert len(measured[FIRST].functions) <= 330
+
+
+def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
+    assert len(measured[STEADY].files) <= 22
+    assert len(measured[STEADY].functions) <= 148
+    assert len(measured[STEADY].calls) <= 530
+
+
+def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
+    assert measured[STEADY].calls_per_file_change >= 1.65
+
+
+def test_what_a_step_has_to_enter_is_counted(measured: dict[str, Entered]) -> None:
+    """What the limits rely on: hooks, gathers and reductions of the step are among the calls."""
+    names = {name for _, name in measured[STEADY].functions}
+    for hook in ("pre_forward", "post_forward", "enter_backward", "leave_backward"):
+        assert any(name.endswith(f".{hook}") for name in names), hook
+    folders = {file.partition("/")[0] for file in measured[STEADY].files}
+    assert folders >= {"runtime", "comm", "sharding"}
+    assert names >= {"GroupTransport.all_gather", "GroupTransport.reduce_scatter"}
+
+
+def test_lines_are_counted_by_what_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        '"""A module.\n\nTwo lines of it."""\n\n'
+        "# why\n"
+        "X = (\n    1,  # one\n\n    2,\n)\n\n\n"
+        'def f(y):\n    """What it gives."""\n\n    def g():\n        return """two\n'
+        'lines"""\n\n    return g() + y  # not alone on its line\n'
+    )
+    size = structure.size_of([tmp_path / "a.py"])
+    assert size == Size(files=1, code_lines=9, functions=2, comments=1, largest=(5, "a.f"))
+    assert size.comments_per_100 == pytest.approx(100 / 9)
+
+
+def test_calls_are_noted_in_order_and_only_those_of_the_package() -> None:
+    with structure.entering(Path(structure.__file__).parent) as entered:
+        structure.size_of([])
+        structure.core_files()
+        Path(".").exists()
+    assert entered.calls[:2] == [("structure.py", "size_of"), ("structure.py", "core_files")]
+    assert sys.getprofile() is None
+    entered.calls = [("a", "f"), ("a", "g"), ("b", "h"), ("a", "f")]
+    assert (entered.files, len(entered.functions)) == ({"a", "b"}, 3)
+    assert entered.calls_per_file_change == 2
