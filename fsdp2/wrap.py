@@ -22,8 +22,8 @@ from .render.text import bytes_of
 Group = tuple[str, ...]  # names of the modules of one unit
 WrapPolicy = Callable[[nn.Module], Iterable[str | Sequence[str]]]
 
-# `auto` makes no units smaller than this, nor smaller than this fraction of the model: a unit
-# costs messages and host time, however small it is.
+# `auto` makes no unit smaller than this, or than this fraction of the model: every unit costs
+# messages and host time, however small it is.
 AUTO_MIN_BYTES = 1024 * 1024
 AUTO_MIN_FRACTION = 1 / 128
 
@@ -39,7 +39,7 @@ class UnitDescription:
         modules: qualified names of its modules; ``("",)`` is the model itself.
         params: qualified names of its parameters in the order of the model, each under the first
             of its names.
-        is_root: whether it is the unit of the model itself, which takes what no other took.
+        is_root: whether it is the unit of the model itself, which takes the remaining parameters.
     """
 
     modules: Group
@@ -48,33 +48,33 @@ class UnitDescription:
 
     @property
     def name(self) -> str:
-        """As messages and tables call the unit."""
+        """The unit's name in messages and tables."""
         return ", ".join(name or "(root)" for name in self.modules)
 
 
 def units_of(
     model: nn.Module, wrap: Any = "auto", *, ignored_params: Collection[nn.Parameter] = ()
 ) -> list[UnitDescription]:
-    """The units that ``wrap`` makes of ``model``; the model is not changed.
+    """Return the units that ``wrap`` divides ``model`` into; the model is not changed.
 
     Args:
         model: not sharded yet; may be on the meta device.
         wrap: ``"auto"`` (see `auto`); ``"root"`` or None for one unit; a module class, or
             ``"class:Block,Embedding"``; ``"size:32MiB"`` (see `by_size`); a pattern of names; a
-            function of the model that gives names; or a list of such things, in which a tuple of
-            names is one unit of several modules.
+            function that takes the model and returns names; or a list of these, in which a tuple
+            of names is one unit of several modules.
         ignored_params: parameters that belong to no unit.
 
     Returns:
-        The units, each before those that enclose it, the root last: the order in which
-        `fully_shard` is to be called. A parameter that is tied across units is with the innermost
-        unit that contains all modules that hold it. Units without parameters are left out, apart
-        from the root.
+        The units, each before those that enclose it, the root last: the order in which to call
+        `fully_shard`. A parameter that is tied across units belongs to the innermost unit that
+        contains all modules that hold it. Units without parameters, other than the root, are left
+        out.
 
     Raises:
         ValueError: if a name matches no module, a module would be in two units or cannot be one,
-            or the model is sharded already.
-        TypeError: for a ``wrap`` of another kind.
+            or the model is already sharded.
+        TypeError: for any other kind of ``wrap``.
 
     Example:
         >>> for unit in units_of(model, [Block, "embedding", ("norm", "head")]):
@@ -83,8 +83,8 @@ def units_of(
     for name, module in model.named_modules():
         if "_fsdp2_unit" in vars(module):
             raise ValueError(
-                f"Module '{name or '(root)'}' is sharded already: units_of looks at models before "
-                "that; explain() tells what their units are afterwards"
+                f"Module '{name or '(root)'}' is sharded already: units_of needs a model before "
+                "sharding; explain() shows the units afterwards"
             )
     modules = dict(model.named_modules())
     groups = _in_call_order(model, _checked_groups(modules, as_policy(wrap)(model)))
@@ -107,10 +107,10 @@ def units_of(
 
 
 def as_policy(wrap: Any) -> WrapPolicy:
-    """The policy that a ``wrap`` argument stands for; see `units_of`.
+    """Convert a ``wrap`` argument to a policy; see `units_of`.
 
     Returns:
-        A function of the model that gives tuples of names of modules, a tuple for each unit.
+        A function that takes the model and returns tuples of module names, one tuple per unit.
 
     Raises:
         TypeError: for what is no ``wrap``.
@@ -136,7 +136,7 @@ def as_policy(wrap: Any) -> WrapPolicy:
 
 
 def _of_text(text: str) -> WrapPolicy:
-    """As the command line has it, apart from several names in one text."""
+    """The policy for a string, as on the command line; several names in one string do not work."""
     kind, _, rest = text.partition(":")
     if kind == "class" and rest:
         return by_class(*(name.strip() for name in rest.split(",")))
@@ -152,7 +152,7 @@ def _element(item: Any) -> WrapPolicy:
 
 
 def _union(policies: Sequence[WrapPolicy]) -> WrapPolicy:
-    """The units of all of them; one that several give is one."""
+    """A policy with the units of all ``policies``, without duplicates."""
 
     def policy(model: nn.Module) -> list[Group]:
         return list(dict.fromkeys(_group(g) for each in policies for g in each(model)))
@@ -161,7 +161,7 @@ def _union(policies: Sequence[WrapPolicy]) -> WrapPolicy:
 
 
 def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
-    """Every instance of these classes is a unit.
+    """Make every instance of these classes a unit.
 
     Args:
         classes: classes, or their names.
@@ -195,12 +195,12 @@ def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
 
 
 def by_name(*patterns: str | tuple[str, ...]) -> WrapPolicy:
-    """The modules with these names are units.
+    """Make the modules with these names units.
 
     Args:
         patterns: qualified names, whose parts between dots may have the wildcards ``*``, ``?`` and
-            ``[...]``: ``"layers.*"`` is every layer, and nothing inside of them. A tuple of them
-            is one unit.
+            ``[...]``: ``"layers.*"`` is every layer, but no module inside a layer. A tuple of
+            patterns is one unit.
 
     Raises:
         ValueError: (the policy) if a pattern matches nothing.
@@ -223,7 +223,7 @@ def by_name(*patterns: str | tuple[str, ...]) -> WrapPolicy:
 
 
 def by_function(chosen: Callable[[str, nn.Module], bool]) -> WrapPolicy:
-    """Every module for which ``chosen(name, module)`` is true is a unit.
+    """Make every module for which ``chosen(name, module)`` is true a unit.
 
     Example:
         >>> shard_model(model, wrap=by_function(lambda name, m: name.endswith(".mlp")))
@@ -236,11 +236,11 @@ def by_function(chosen: Callable[[str, nn.Module], bool]) -> WrapPolicy:
 
 
 def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> WrapPolicy:
-    """Units of at least so many parameters, as small as that allows.
+    """Make the smallest units that have at least this many elements or bytes.
 
-    Greedy and bottom-up: a module becomes a unit when what its inner units left of it is large
-    enough; the rest goes to the unit around it. ``nn.MultiheadAttention``, which uses weights of
-    its inner modules without calling them, is not cut. This is the rule of
+    Greedy and bottom-up: a module becomes a unit if the parameters that its inner units left are
+    large enough; otherwise they go to the enclosing unit. ``nn.MultiheadAttention``, which uses
+    weights of its inner modules without calling them, is not split. This is the rule of
     ``size_based_auto_wrap_policy`` of torch's first FSDP.
 
     Args:
@@ -265,7 +265,7 @@ def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> Wr
         groups: list[Group] = []
 
         def leave(name: str, module: nn.Module) -> int:
-            """Wrap inside of ``module``, perhaps itself; what is left for the unit around it."""
+            """Wrap within ``module``, maybe itself; return what is left for the enclosing unit."""
             left = 0
             for param in module._parameters.values():
                 if param is not None and id(param) not in seen:
@@ -291,22 +291,21 @@ def by_size(min_numel: int | None = None, *, min_bytes: int | None = None) -> Wr
 
 
 def auto(min_bytes: int | None = None) -> WrapPolicy:
-    """Units by repeated structure and bytes; what is done by hand for the usual models.
+    """Choose units by repeated structure and size, as one would by hand for common models.
 
-    - The *blocks*: elements of a ModuleList, ModuleDict or Sequential that are alike in class.
-      Where their structure differs and they consist of blocks themselves (stages of a network),
-      these are taken instead; the experts inside of a layer are not. Layers without inner modules
+    - The *blocks*: elements of the same class in a ModuleList, ModuleDict or Sequential. If their
+      structure differs and they consist of blocks themselves (stages of a network), the inner
+      blocks are used instead; the experts inside a layer are not. Layers without inner modules
       count too if they are large enough.
-    - Every embedding outside of the blocks.
-    - What comes after the last block (norm and head) as one unit, as torchtitan has it.
-    - Other parts outside of the blocks that are larger than the largest block.
+    - Every embedding outside the blocks.
+    - The modules after the last block (norm and head) as one unit, as in torchtitan.
+    - Other parts outside the blocks that are larger than the largest block.
 
-    The rest is the root's, and so is what has fewer bytes than ``min_bytes``, and what is tied: the
-    root gives back an embedding or a head that backward does not need, and reduces its gradient
-    early.
+    The root takes the rest, parts smaller than ``min_bytes``, and tied parameters. It frees an
+    embedding or head early if backward does not need it, and reduces its gradient early.
 
     Args:
-        min_bytes: of a unit's own parameters. None: 1 MiB, or 1/128 of a model that is small.
+        min_bytes: minimum size of a unit's own parameters. None: 1 MiB, or 1/128 of a small model.
 
     Example:
         >>> shard_model(model, wrap="auto")
@@ -378,7 +377,7 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
 def _outside(
     model: nn.Module, blocks: set[str]
 ) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """The largest modules with parameters that neither contain blocks nor are in one: those
+    """The largest modules with parameters that neither contain blocks nor lie in one: those
     before the last block, and those after it."""
     pieces: list[tuple[str, nn.Module]] = []
     last = 0
@@ -406,7 +405,7 @@ def _num_params(module: nn.Module) -> int:
 
 
 class _OwnBytes:
-    """Bytes of the parameters that no module outside of a group holds too."""
+    """Bytes of the parameters that only modules of a group hold."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -421,7 +420,7 @@ class _OwnBytes:
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, set[nn.Module]]]:
-    """Each parameter once: its first name, itself, and all modules that hold it."""
+    """Yield each parameter once: its first name, the parameter, and all modules that hold it."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -465,7 +464,7 @@ def _group(names: str | Sequence[str]) -> Group:
 def _checked_groups(
     modules: dict[str, nn.Module], groups: Iterable[str | Sequence[str]]
 ) -> list[Group]:
-    """The groups without repetitions, and with the model itself as the last."""
+    """The groups without duplicates, the model itself last."""
     taken: dict[str, Group] = {}
     checked: dict[Group, None] = {}
     for names in groups:
@@ -474,7 +473,7 @@ def _checked_groups(
             continue
         for name in group:
             if name not in modules or not name:
-                raise ValueError(f"A wrap policy named the module '{name}', which is not there")
+                raise ValueError(f"A wrap policy named the module '{name}', which does not exist")
             module = modules[name]
             if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
                 raise ValueError(
@@ -489,7 +488,7 @@ def _checked_groups(
 
 
 def _check_shared(modules: dict[str, nn.Module], groups: list[Group]) -> None:
-    """A module that is called in two units could not tell whose its parameters are."""
+    """Reject modules in two units: it would be undefined which one gathers their parameters."""
     tops = {modules[name] for group in groups for name in group}
     names = {module: name for name, module in modules.items()}
     taken: dict[nn.Module, Group] = {}
@@ -512,7 +511,7 @@ def _check_shared(modules: dict[str, nn.Module], groups: list[Group]) -> None:
 
 
 def _in_call_order(model: nn.Module, groups: list[Group]) -> list[Group]:
-    """Each unit before those that enclose it: the order of the last of its modules to end."""
+    """Each unit before those that enclose it, ordered by the last of its modules to finish."""
     ends: dict[str, int] = {}
     names = {module: name for name, module in model.named_modules()}
 

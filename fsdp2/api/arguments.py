@@ -1,4 +1,4 @@
-"""What `fully_shard` and `replicate` are called with, checked before anything is changed."""
+"""Validates the arguments of `fully_shard` and `replicate` before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the mod
 
 
 def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
-    """The modules of the unit to make, without those that lie inside of another of them."""
+    """The modules of the new unit, without those nested in another module of the list."""
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if not modules:
         raise ValueError(f"{caller} got an empty list of modules")
@@ -33,7 +33,7 @@ def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module
         if isinstance(item, FSDPModule):
             done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
             raise ValueError(
-                f"{original_class(type(item)).__name__} is {done} already: {caller} can only be "
+                f"{original_class(type(item)).__name__} is already {done}: {caller} can only be "
                 "applied to a module once. Call it on submodules first and on their parents later"
             )
         has_no_forward = type(item).forward in (
@@ -92,7 +92,7 @@ def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
 
 
 def check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    """Objects of torch's classes of these names will do too."""
+    """Check the policies; torch's classes of the same names are accepted too."""
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(mp_policy, name) for name in names):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
@@ -107,19 +107,19 @@ def checked_ignored(ignored: Any) -> set[nn.Parameter]:
     items = list(items) if isinstance(items, Iterable) else [] if items is None else [items]
     wrong = [item for item in items if not isinstance(item, torch.Tensor)]
     if isinstance(ignored, torch.Tensor):
-        raise TypeError("ignored_params must be a set of parameters, got one: put it into a set")
+        raise TypeError("ignored_params must be a set of parameters, got one: put it in a set")
     if wrong:
         advice = ""
         if isinstance(wrong[0], str):
-            advice = f". By its name it is model.get_parameter({wrong[0]!r})"
+            advice = f". To look it up by name, use model.get_parameter({wrong[0]!r})"
         raise TypeError(
-            f"ignored_params must be a set of parameters, but {wrong[0]!r} is none{advice}"
+            f"ignored_params must be a set of parameters, but {wrong[0]!r} is not one{advice}"
         )
     return set(items)
 
 
 def check_direct_min_bytes(value: Any) -> None:
-    """It is None, or a number of bytes."""
+    """Check that it is None or a number of bytes."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -127,44 +127,44 @@ def check_direct_min_bytes(value: Any) -> None:
     if not value >= 0:
         raise ValueError(
             f"direct_min_bytes must not be negative, got {value}: 0 gathers every parameter "
-            "straight into place, a huge number none"
+            "straight into place, a huge number gathers none that way"
         )
 
 
-# -- what is sharded already -----------------------------------------------------------------------
+# -- what is already sharded -----------------------------------------------------------------------
 
 
 def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, str]) -> None:
-    """No module that is to be sharded is torch's.
+    """Check that torch's `fully_shard` has not sharded any of these modules.
 
     Args:
-        modules: those whose parameters are to be taken.
-        names: of the modules.
+        modules: the modules whose parameters the new unit takes.
+        names: the modules' qualified names.
     """
     for module in modules:
         if isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule):
             raise ValueError(
-                f"Module '{names[module] or '(root)'}' ({type(module).__name__}) is sharded "
-                "already, by torch.distributed.fsdp.fully_shard: shard the whole model with one of "
-                "both. Is `fully_shard` imported from torch in another file?"
+                f"Module '{names[module] or '(root)'}' ({type(module).__name__}) is already "
+                "sharded by torch.distributed.fsdp.fully_shard: shard the whole model with one of "
+                "the two. Is `fully_shard` imported from torch in another file?"
             )
 
 
 def check_parameter(
     param: nn.Parameter, name: str, module: nn.Module, mesh: DataParallelMesh
 ) -> None:
-    """``param`` can be sharded over ``mesh``: nobody did so before.
+    """Check that ``param`` can be sharded over ``mesh`` and is not sharded yet.
 
     Args:
         name: its qualified name.
-        module: one that holds it.
+        module: a module that holds it.
     """
     if not isinstance(param, DTensor):
         return
     unit = unit_holding(module, param)
     if unit is not None:
         raise ValueError(
-            f"Parameter '{name}' is sharded already: it belongs to the unit '{unit.name}', made by "
+            f"Parameter '{name}' is already sharded: it belongs to the unit '{unit.name}', made by "
             f"an earlier call of fully_shard on a module around this one. {_BOTTOM_UP}"
         )
     own = param.device_mesh
@@ -184,11 +184,11 @@ def check_parameter(
     shared = sorted(_ranks(own) & _ranks(mesh.mesh))
     if len(shared) > 1:
         raise ValueError(
-            f"Parameter '{name}' is a DTensor already, {tuple(param.placements)} on {own}, whose "
-            f"ranks {shared} are also those that fully_shard is to shard it over ({mesh.mesh}). If "
-            "it was sharded by an earlier fully_shard, torch's too, on a module around this one: "
-            f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel: its mesh and that "
-            'of fully_shard must be different dims of one mesh, as mesh["tp"] and mesh["dp"]'
+            f"Parameter '{name}' is already a DTensor, {tuple(param.placements)} on {own}, whose "
+            f"ranks {shared} are also in the mesh passed to fully_shard ({mesh.mesh}). If "
+            "an earlier fully_shard (or torch's) on a module around this one sharded it, "
+            f"{_BOTTOM_UP[0].lower()}{_BOTTOM_UP[1:]}. If it is tensor parallel, its mesh and that "
+            'of fully_shard must be different dims of one mesh, like mesh["tp"] and mesh["dp"]'
         )
 
 
@@ -197,9 +197,9 @@ def _ranks(mesh: Any) -> set[int]:
 
 
 def warn_of_other_meshes(unit: Unit, tops: Iterable[nn.Module]) -> None:
-    """Tell of units inside of ``tops`` that a mesh of replicas forgets: by mistake, usually.
+    """Warn about units inside ``tops`` whose mesh leaves out replicas: usually a mistake.
 
-    Units on meshes of other ranks are experts', and those of `replicate` are meant to differ.
+    Units on meshes of other ranks hold experts, and those of `replicate` differ on purpose.
     """
     mesh = unit.mesh
     if mesh.shard_group is None or mesh.num_replicas == 1:
@@ -219,7 +219,7 @@ def warn_of_other_meshes(unit: Unit, tops: Iterable[nn.Module]) -> None:
         warnings.warn(
             f"Unit '{inner.name}' is sharded over {other.mesh}, but the module around it "
             f"('{unit.name}') over {mesh.mesh}: {what}. Pass the same mesh=... to every call of "
-            "fully_shard, unless this is what you want",
+            "fully_shard, unless that is intended",
             stacklevel=4,
         )
         return

@@ -1,9 +1,9 @@
 """`copy.deepcopy` of sharded modules: shards are copied, nothing is gathered.
 
-The copy is a sharded model of its own: own storages, units, hooks and, from its first forward on,
-an own runtime, over the same mesh with the same choices. `copy.deepcopy` walks through modules as
-always; all that is done here is to put the copies of units and of their sharded parameters into
-its memo before, and to wire units and modules together after.
+The copy is an independent sharded model on the same mesh with the same settings: it has its own
+storages, units and hooks and, from its first forward on, its own runtime. `copy.deepcopy` walks
+the modules as usual; this file only puts the copies of units and sharded parameters into its memo
+beforehand and connects units and modules afterwards.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .torch_compat import publish_state
 
 
 class ToBeCopied:
-    """Stands for a sharded module in what its ``__reduce_ex__`` returns.
+    """Represents a sharded module in the result of its ``__reduce_ex__``.
 
-    `copy.deepcopy` copies it, which makes the copy of the module; nothing else can be done with it.
+    `copy.deepcopy` copies it, which copies the module; every other use of it raises.
     """
 
     def __init__(self, module: nn.Module, copied: nn.Module | None = None) -> None:
@@ -58,7 +58,7 @@ def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
 
     def refuse(self: nn.Module, memo: dict[int, Any]) -> None:
         raise NotImplementedError(
-            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of sharding: "
+            f"{cls.__name__} has its own __deepcopy__, which does not know about sharding: "
             "build a second model, shard it and load this one's state_dict()"
         )
 
@@ -66,14 +66,14 @@ def refuse_own_deepcopy(cls: type) -> dict[str, Any]:
 
 
 def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """The copy of a sharded module.
+    """Copy a sharded module.
 
-    At any time, also between forward and backward or with parameters gathered: what is copied is
-    the shards, and the copy is as a model is between steps. As for plain modules, gradients are
-    not copied.
+    Works at any time, also between forward and backward or with parameters gathered: only the
+    shards are copied, and the copy is in the state of a model between steps. As with plain
+    modules, gradients are not copied.
     """
     units = [unit for unit in _units_reached(module) if id(unit) not in memo]
-    if not units:  # inside of a tree that is being copied
+    if not units:  # inside a tree that is being copied
         return _copy_object(module, memo)
     with ExitStack() as stack:
         for unit in units:
@@ -90,7 +90,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _units_reached(module: nn.Module) -> list[Unit]:
-    """The units under ``module``, and those under other modules of units of several modules."""
+    """The units under ``module``, and under the other modules of units that have several."""
     found: dict[Unit, None] = {}
     waiting = [module]
     while waiting:
@@ -102,7 +102,7 @@ def _units_reached(module: nn.Module) -> list[Unit]:
 
 
 def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """As `copy.deepcopy` copies a module of the original class."""
+    """Copy ``module`` the way `copy.deepcopy` copies a module of the original class."""
     new: Any = object.__new__(type(module))
     memo[id(module)] = new
     state = copy.deepcopy(module.__getstate__(), memo)
@@ -115,10 +115,10 @@ def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
-    """A unit with storages and parameters of its own, still on the modules of ``unit``."""
+    """Copy a unit's storages and parameters; the copy still refers to the modules of ``unit``."""
     config = unit.config.for_copy()
     if config.shared_streams is None and unit.runtime is not None:
-        # What the copy frees can be used by the original at once, and the other way round.
+        # Shared streams: each can reuse at once what the other frees.
         config.shared_streams = unit.runtime.streams
     new = Unit(unit.modules, unit.mesh, unit.device, config)
     new.name = unit.name
@@ -129,7 +129,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     locals_ = {id(q): p.local for p, q in zip(unit.params, param_group.params, strict=True)}
     param_group.make_buckets()
     for bucket in param_group.buckets:
-        # An extension keeps what it is given; the others copy it into their storage.
+        # An extension keeps the tensor it is given; the others copy it into their storage.
         sources = [
             copy_of(locals_[id(q)]) if q.extension else locals_[id(q)] for q in bucket.params
         ]
@@ -137,12 +137,12 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     for param, copied in zip(unit.params, param_group.params, strict=True):
         memo[id(param.sharded)] = copied.sharded
     for original, (owner, param) in list(ORIGINS.items()):
-        if owner is unit:  # a tie to another unit that nobody has resolved yet is one in the copy
+        if owner is unit:  # a tie to another unit that is not resolved yet stays a tie in the copy
             ORIGINS[copy.deepcopy(original, memo)] = (new, memo[id(param)])
 
 
 def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
-    """The same parameter, to be sharded anew: `attach` makes its Parameter."""
+    """Copy a parameter's description; `attach` creates its Parameter."""
     new = copy.copy(param)
     new.note_grad_dtype(param.sharded)
     new.is_sharded = False
@@ -154,7 +154,7 @@ def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
 
 
 def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
-    """Let the copied unit know its modules, and these their hooks."""
+    """Connect the copied unit with its modules, and these with their hooks."""
     new.modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
     new.registration.unit_modules = new.modules
     for param, copied in zip(unit.params, new.params, strict=True):

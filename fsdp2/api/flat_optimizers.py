@@ -1,8 +1,8 @@
-"""LBFGS over parameters whose shards are of unequal size, which DTensors cannot flatten.
+"""A clear error for LBFGS on unevenly sharded parameters, which DTensors cannot flatten.
 
-It makes one vector of all gradients. DTensors do that where all ranks have equally many rows, and
-give what one process gives; else the error comes from inside of torch. Only where a model has such
-parameters, a hook looks at the class of each optimizer that steps.
+LBFGS concatenates all gradients into one vector. That works for DTensors whose ranks all have the
+same number of rows and gives the single-process result; otherwise torch fails with an internal
+error. The optimizer hook is installed only if a model has unevenly sharded parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _hook: Any = None
 
 
 def watch_flattening(params: Iterable[ShardedParam]) -> None:
-    """Let the step of an LBFGS of ``params`` raise RuntimeError where it cannot work."""
+    """Make ``LBFGS.step`` raise RuntimeError for parameters that it cannot flatten."""
     global _hook
     if _hook is None and any(_is_uneven(param.sharded) for param in params):
         _hook = register_optimizer_step_pre_hook(_check)
@@ -42,9 +42,9 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if managed is not None:
                 raise RuntimeError(
                     f"Cannot flatten unevenly sharded tensor: {type(optimizer).__name__} makes one "
-                    "vector of all gradients, which DTensors can do only where all ranks have "
+                    "vector of all gradients, which DTensors support only if all ranks have "
                     f"equally many rows; '{managed.fqn}' of shape {tuple(param.shape)} is sharded "
-                    f"over {param.device_mesh.size()} ranks. Shard nothing for it: "
+                    f"over {param.device_mesh.size()} ranks. Do not shard the model: "
                     'shard_model(model, strategy="none"), or leave such parameters replicated: '
                     "shard_placement_fn=lambda param: Replicate()"
                 )

@@ -1,14 +1,14 @@
 """Whole tensors from a sharded model, and back, without holding the model twice.
 
-`full_state_dict` collects the state of a model on one rank (or some), tensor by tensor: shards are
-sent straight to where they are wanted, so other ranks need no memory but for a cast or a copy of
-their own shards, and the receiving rank little beside the result. `load_full_state_dict` is the
-way back: each rank is sent its own part of each tensor, and replicas pass it on.
+`full_state_dict` collects a model's state on one or several ranks, tensor by tensor. Shards are
+sent straight to the ranks that want them, so other ranks need memory only for a cast or a copy of
+their own shards, and the receiving rank little more than the result. `load_full_state_dict` is
+the inverse: each rank is sent its own part of each tensor, and replicas pass it on.
 
-It knows DTensors and plain tensors only, with any placements that are boxes of the whole tensor:
-HSDP, tensor parallelism, strided shards. Every rank works out the whole plan by itself, from what
-the DTensors say; only bytes of tensors travel, and the names that `load_full_state_dict` found. Of
-tensor subclasses the inner tensors travel, and what ranks tell each other of them.
+This file deals only with DTensors and plain tensors, in any placement whose shards are boxes of
+the whole tensor: HSDP, tensor parallelism, strided shards. Every rank derives the whole plan from
+the DTensors; only tensor bytes are sent, plus the names that `load_full_state_dict` found. For
+tensor subclasses, the inner tensors and their descriptions are sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..runtime.unit import units_in
 from .spread import Spread, spread_of
 from .whole_subclasses import Inner, agreed, assembled, describe, spread_of_inner
 
-# Tensors are sent together up to this many bytes (of whole tensors), or one by one if larger.
+# Tensors are sent in batches of up to this many bytes (of whole tensors); larger ones one by one.
 BATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -47,28 +47,29 @@ def full_state_dict(
     dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """The ``state_dict()`` of a sharded model with whole tensors, on some ranks.
+    """Return the ``state_dict()`` of a sharded model with whole tensors, on some ranks.
 
-    Collective: every rank of ``group`` has to call it. Frozen parameters, buffers (of the rank
-    that receives) and what is not a tensor are included; tied parameters are one tensor under
-    several names.
+    Collective: every rank of ``group`` must call it. Frozen parameters, buffers (those of the
+    receiving rank) and values other than tensors are included; tied parameters are one tensor
+    under several names.
 
     Args:
-        model: the model, or a state dict of it: a mapping of names to DTensors, tensors and other
+        model: the model, or its state dict: a mapping of names to DTensors, tensors and other
             values.
         device: where to put the tensors; None: where the shards are.
         ranks: global ranks that get the result.
-        dtype: cast floating-point tensors to this before they travel; not tensor subclasses.
+        dtype: cast floating-point tensors to this dtype before sending; tensor subclasses are
+            not cast.
         group: the ranks that share this model; None: all.
 
     Returns:
-        A dict in the order of ``state_dict()`` on ``ranks``, an empty one elsewhere. Its tensors
-        share no memory with the model. Parameters that are tensor subclasses (NF4, int8) are
-        whole ones of their class, in their own dtypes.
+        On ``ranks`` a dict in the order of ``state_dict()``, elsewhere an empty one. Its tensors
+        share no memory with the model. Parameters that are tensor subclasses (NF4, int8) come
+        back whole, as the same class with the same dtypes.
 
     Raises:
-        ValueError: if one of ``ranks`` has no part of a tensor, or shards of a tensor subclass
-            cannot be parts of one tensor (another table on each rank).
+        ValueError: if one of ``ranks`` has no part of a tensor, or the shards of a tensor subclass
+            do not form one tensor (each rank has a different lookup table).
         NotImplementedError: for a tensor subclass whose class does not show how its inner tensors
             belong to its rows, or that is not sharded on dim 0.
 
@@ -90,11 +91,10 @@ def iter_full_tensors(
     dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """The entries of `full_state_dict` one after the other, for writing them as they come.
+    """Yield the entries of `full_state_dict` one by one, so that they can be written as they come.
 
-    A few tensors are on their way together (up to 32 MiB). All ranks have to go on to the end; on
-    others than ``ranks`` the values are None. Arguments and errors are those of
-    `full_state_dict`.
+    Tensors are sent in batches of up to 32 MiB. All ranks must iterate to the end; on ranks not in
+    ``ranks`` the values are None. Arguments and errors are those of `full_state_dict`.
 
     Example:
         >>> for name, tensor in iter_full_tensors(model):
@@ -137,12 +137,12 @@ def load_full_state_dict(
     strict: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load whole tensors that one rank has into a sharded model.
+    """Load whole tensors from one rank into a sharded model.
 
-    Collective: every rank of ``group`` has to call it. Each rank is sent its own part of each
-    tensor, in the dtype of the model; replicas pass it on. Buffers become those of ``source``.
-    Parameters on the meta device are made on the device of their mesh, by
-    ``load_state_dict(..., assign=True)``; tensor subclasses need ``to_empty`` before.
+    Collective: every rank of ``group`` must call it. Each rank is sent its own part of each
+    tensor, in the model's dtype; replicas pass it on. Buffers take the values of ``source``.
+    Parameters on the meta device are created on the device of their mesh and assigned with
+    ``load_state_dict(..., assign=True)``; call ``to_empty`` first if they are tensor subclasses.
 
     Args:
         model: the model.
@@ -155,8 +155,8 @@ def load_full_state_dict(
         As ``load_state_dict``: ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
-        RuntimeError: on all ranks and before anything is written, for names that do not fit (if
-            ``strict``), shapes that do not, or a tensor subclass where the other is another.
+        RuntimeError: on all ranks and before anything is written, if names (with ``strict``),
+            shapes or tensor subclasses do not match.
 
     Example:
         >>> state = torch.load("model.pt", mmap=True) if dist.get_rank() == 0 else None
@@ -199,7 +199,7 @@ def load_full_state_dict(
     return _IncompatibleKeys(plan.missing, plan.unexpected)
 
 
-# -- what there is to do ------------------------------------------------------------------------
+# -- planning ------------------------------------------------------------------------
 
 
 def _entries(model: nn.Module | Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -210,7 +210,7 @@ def _entries(model: nn.Module | Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _batches(
     entries: Iterable[tuple[str, Any]], dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Entries that travel together: the same on all ranks, as it depends on whole shapes."""
+    """Batches of entries to send together; equal on all ranks, as only whole shapes count."""
     batch: list[tuple[str, Any]] = []
     size = 0
     for name, value in entries:
@@ -236,11 +236,11 @@ def _agree_on_subclasses(
     state: Mapping[str, Any] | None = None,
     source: int = 0,
 ) -> dict[str, dict[str, Inner]]:
-    """What the whole tensor subclasses consist of, by name and path; all ranks agree or raise.
+    """Agree on the inner tensors of each whole tensor subclass, or raise on all ranks.
 
     Args:
-        tensors: of the model.
-        state: with what is to be loaded, on rank ``source``; None: nothing is.
+        tensors: the model's tensors.
+        state: on rank ``source``, the tensors to load; None: nothing is loaded.
     """
     mine = {}
     for name, value in tensors.items():
@@ -264,7 +264,7 @@ def _agree_on_subclasses(
 
 
 def _with_name(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call it; errors say which tensor they are about."""
+    """Call ``function``; errors name the tensor."""
     try:
         return function(*args, **kwargs)
     except (NotImplementedError, ValueError) as error:
@@ -274,7 +274,7 @@ def _with_name(name: str, function: Callable[..., Any], *args: Any, **kwargs: An
 def _parts(
     into: Tensor, whole: Tensor | None, inner: Mapping[str, Inner] | None
 ) -> list[tuple[Tensor, Tensor | None, Inner | None]]:
-    """Where to write, what to write, and which inner tensor it is: of a plain tensor, itself."""
+    """(target, source, inner tensor) for each inner tensor; a plain tensor is its own only one."""
     if inner is None:
         return [(into, whole, None)]
     values = inner_of(whole) if whole is not None else {}
@@ -283,7 +283,7 @@ def _parts(
 
 @dataclass
 class _Plan:
-    """What the source found, as all ranks must know it."""
+    """What the source rank found and broadcasts to all ranks."""
 
     tensors: list[str]
     others: dict[str, Any]
@@ -295,7 +295,7 @@ class _Plan:
 def _agree(
     own: dict[str, Any], state: Mapping[str, Any] | None, source: int, strict: bool, wire: Wire
 ) -> _Plan:
-    """Let ``source`` compare names and shapes, and everybody know; raise everywhere or nowhere."""
+    """Compare names and shapes on ``source``, broadcast the result; raise on all ranks or none."""
     plan = _compare(own, state) if wire.rank == source else None
     plan = wire.share(plan, source)
     problems = list(plan.errors)
@@ -325,7 +325,7 @@ def _compare(own: dict[str, Any], state: Mapping[str, Any] | None) -> _Plan:
             plan.errors.append(f"'{name}' is a {type(state[name]).__name__}, not a whole tensor")
         elif _kind(state[name]) != _kind(target):
             kinds = f"a {_kind(state[name])}, and in the model a {_kind(target)}"
-            plan.errors.append(f"'{name}' is {kinds}: convert the one or the other before loading")
+            plan.errors.append(f"'{name}' is {kinds}: convert one of them before loading")
         elif state[name].shape != target.shape:
             shapes = f"{tuple(state[name].shape)}, and in the model {tuple(target.shape)}"
             plan.errors.append(f"size mismatch for {name}: {shapes}")
@@ -339,10 +339,10 @@ def _kind(tensor: Tensor) -> str:
 
 
 class _Targets:
-    """Where to write: the tensors of the model, or new ones for those on the meta device.
+    """The tensors to write to: the model's own, or new ones for those on the meta device.
 
     Attributes:
-        made: what took the place of tensors on the meta device, by name.
+        made: the new tensors that replace those on the meta device, by name.
     """
 
     def __init__(self, own: dict[str, Any]) -> None:
@@ -384,7 +384,7 @@ def _collect(
     dtype: torch.dtype,
     wire: Wire,
 ) -> Tensor | None:
-    """Start sending this rank's part to ``ranks``; on those, return what will be whole."""
+    """Start sending this rank's part to ``ranks``; there, return the tensor being filled."""
     whole = None
     for rank in ranks:
         for owner, box in spread.parts(rank):
@@ -412,7 +412,7 @@ def _collect_subclass(
     device: torch.device | str | None,
     wire: Wire,
 ) -> Tensor | None:
-    """As `_collect`: of each inner tensor, then the whole of their class around them."""
+    """`_collect` for each inner tensor; the subclass is then built around the whole ones."""
     found: dict[str, Any] = {}
     for path, part in inner_of(local).items():
         of_inner = _with_name(name, spread_of_inner, inner[path], spread)
@@ -423,7 +423,7 @@ def _collect_subclass(
 
 
 def _scatter(local: Tensor, whole: Tensor | None, spread: Spread, source: int, wire: Wire) -> None:
-    """Start sending its part to the first holder of each."""
+    """Start sending each part to its first holder."""
     for box, holders in spread.holders:
         first = source if source in holders else holders[0]
         if wire.rank == source:
@@ -438,7 +438,7 @@ def _scatter(local: Tensor, whole: Tensor | None, spread: Spread, source: int, w
 
 
 def _pass_on(local: Tensor, spread: Spread, source: int, wire: Wire) -> None:
-    """From the first holder of each part to the others."""
+    """Start sending each part from its first holder to the others."""
     for _, holders in spread.holders:
         if wire.rank not in holders:
             continue
@@ -458,7 +458,7 @@ def _part(whole: Tensor, box: Box) -> Tensor:
 
 
 def _own_copy(value: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> Any:
-    """What this rank has itself: buffers, ignored parameters, and what is not a tensor."""
+    """Copy a value this rank holds itself: a buffer, ignored parameter or other object."""
     if not isinstance(value, Tensor):
         return value
     where = torch.device(value.device if device is None else device)

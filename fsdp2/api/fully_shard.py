@@ -84,7 +84,8 @@ def fully_shard(
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     The parameters that no earlier call on a submodule took become one unit: they are gathered
-    together before forward and backward of ``module`` and their gradients are reduced together.
+    together before the forward and backward of ``module``, and their gradients are reduced
+    together.
     Call it bottom-up: on the blocks of a model first, then on the model. A parameter that is
     tied across units moves to the unit of the module that contains both.
 
@@ -93,31 +94,30 @@ def fully_shard(
         mesh: 1-D: shard over it. 2-D: replicate over dim 0, shard over dim 1 (HSDP). None: all
             ranks of the default process group.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them
-            again in backward; False keeps them; None is False for the root and True otherwise;
-            an int that divides the number of shards keeps larger shards, over groups of that
-            many consecutive ranks, so that the gather in backward stays within them.
-        shard_placement_fn: returns ``Shard(dim)`` for a parameter to shard on another dim than
-            0, ``Replicate()`` for one that every rank of the mesh is to hold whole, a
-            `ShardPlacementResult` to shard it over another mesh, or None.
-        mp_policy: dtypes of computation, reduction and outputs.
+            again in backward; False keeps them; None means False for the root and True otherwise.
+            An int that divides the number of shards reshards to larger shards within groups of
+            that many consecutive ranks, so that the gather in backward stays within a group.
+        shard_placement_fn: called with each parameter. Returns ``Shard(dim)`` to shard it on a
+            dim other than 0, ``Replicate()`` to keep it whole on every rank of the mesh, a
+            `ShardPlacementResult` to shard it over another mesh, or None for the default.
+        mp_policy: dtypes for computation, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too. Parameters
-            may be DTensors on that whole mesh, replicated over its data-parallel dims.
-        direct_min_bytes: parameters of which one rank sends at least this many bytes (the whole,
-            in the dtype of computation, divided by the number of shards) are gathered straight into
-            place; smaller ones are packed, which costs a copy and saves messages. 0 gathers all
-            that can be directly, a huge number nothing; of more than 128 the largest are direct.
-            None: 64 KiB.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
+            Parameters may be DTensors on that whole mesh, replicated over its data-parallel dims.
+        direct_min_bytes: a parameter whose shard is at least this many bytes (in the compute
+            dtype) is gathered straight into place; smaller ones are packed, which costs a copy and
+            saves messages. 0 gathers every eligible parameter directly, a huge number none. At
+            most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
 
     Raises:
-        ValueError: for a mesh that cannot be used, a module or parameter that is sharded already
-            (by torch's function of this name, too), a module that has no forward, or a
+        ValueError: for a mesh that cannot be used, a module or parameter that is already sharded
+            (also by torch's ``fully_shard``), a module that has no forward, or a
             ``reshard_after_forward`` that does not fit the mesh.
-        TypeError: for arguments of a wrong type. In either case nothing has been changed.
+        TypeError: for arguments of the wrong type. In either case nothing has been changed.
 
     Example:
         >>> for block in model.blocks:
@@ -159,34 +159,34 @@ def replicate(
 ) -> Any:
     """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
 
-    Data parallelism as in DDP, for units that are better not sharded: small ones, whose gathers
-    cost more than the memory they save, or ones that are called very often. It is a unit like
-    those of `fully_shard` and may be part of the same model, above, below or beside them; nothing
-    is gathered, and its gradients are all-reduced in backward beside what others compute. The
-    parameters are DTensors with ``Replicate()``; on the mesh that sharded units are on, so that
+    Data parallelism as in DDP, for units that are better left unsharded: small ones, whose gathers
+    cost more than the memory they save, or ones that are called very often. The unit mixes freely
+    with units of `fully_shard` in one model, above, below or alongside them. Nothing is gathered,
+    and its gradients are all-reduced in backward, overlapped with the computation of other units.
+    The parameters are DTensors with ``Replicate()`` on the same mesh as the sharded units, so that
     optimizers and gradient clipping see one mesh.
 
-    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``;
-    there ``mesh`` has to be 1-D. To replicate single parameters of a sharded unit, return
+    The name and the arguments are those of ``torch.distributed._composable.replicate_with_fsdp``,
+    where ``mesh`` must be 1-D. To replicate single parameters of a sharded unit, return
     ``Replicate()`` from its ``shard_placement_fn``.
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: 1-D or 2-D (that of HSDP): gradients are averaged over all of its ranks. None: all
+        mesh: 1-D, or 2-D as for HSDP: gradients are averaged over all of its ranks. None: all
             ranks of the default process group.
-        mp_policy: dtypes of computation, reduction and outputs.
+        mp_policy: dtypes for computation, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer on the
             CPU.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has others too.
+        dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
 
     Raises:
         ValueError: for a mesh that cannot be used, dims to shard over in ``dp_mesh_dims``, or a
-            module that is sharded or replicated already, or has no forward.
-        TypeError: for arguments of a wrong type.
+            module that is already sharded or replicated, or has no forward.
+        TypeError: for arguments of the wrong type.
 
     Example:
         >>> for block in model.blocks:
@@ -218,7 +218,7 @@ def _make_unit(
     shard_placement_fn: PlacementFn | None,
     config: UnitConfig,
 ) -> None:
-    """Make a unit of what is left in ``modules``, and give them its hooks and methods."""
+    """Make a unit of the parameters left in ``modules``; install its hooks and methods."""
     device = checked_device(mesh)
     check_policies(config.mp_policy, config.offload_policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
@@ -253,7 +253,7 @@ _sharded_classes: dict[type, type] = {}
 
 
 def _sharded_class(module: nn.Module) -> type:
-    """The subclass of `FSDPModule` that the class of ``module`` becomes; our methods come first.
+    """The subclass of `FSDPModule` for the class of ``module``; our methods come first.
 
     torch's class of the same name is the last one: see `torch_compat`.
     """
@@ -280,7 +280,7 @@ def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> No
 
 
 def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """Modules whose parameters no earlier call took, in the order of the tree, each once."""
+    """Modules whose parameters no earlier call took, in tree order, each once."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -297,7 +297,7 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
 
 @dataclass
 class _Found:
-    """A parameter to take, and who gives it up: it is tied to that unit inside."""
+    """A parameter to take and, if it is tied to an inner unit, the unit that gives it up."""
 
     original: nn.Parameter
     managed: ShardedParam
@@ -310,7 +310,7 @@ def _find_parameters(
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
 ) -> list[_Found]:
-    """The parameters of the modules in ``tree``, and those that they share with units inside.
+    """The parameters of the modules in ``tree``, including those shared with inner units.
 
     Checks all of them and changes nothing.
     """
@@ -323,7 +323,7 @@ def _find_parameters(
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            # In units inside, only what is tied to another unit is still as the user made it.
+            # In inner units, only parameters tied to another unit are still the user's own.
             if module in managed_here or param in ORIGINS:
                 owners.setdefault(param, []).append((module, name))
     found = []
@@ -332,7 +332,7 @@ def _find_parameters(
         if earlier is not None:
             theirs = earlier[1]
             if not all(module in names for module, _ in theirs.owners):
-                continue  # tied to a unit beside this one: a common parent will take both
+                continue  # tied to a sibling unit: a common parent will take both
             places = sorted(places + theirs.owners, key=lambda place: order[place[0]])
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
@@ -355,7 +355,7 @@ def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
 def _placement(
     function: PlacementFn | None, param: nn.Parameter, name: str, mesh: DataParallelMesh
 ) -> tuple[DataParallelMesh, int]:
-    """Over which mesh and on which dim to shard ``param``."""
+    """The mesh and the dim to shard ``param`` on."""
     placement: Any = function(param) if function is not None else None
     if hasattr(placement, "placement"):
         own = getattr(placement, "mesh", None)
@@ -377,7 +377,7 @@ def _placement(
 
 
 def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataParallelMesh:
-    # torch's `mesh_info` knows the larger mesh, too, where it was given dp_mesh_dims.
+    # torch's `mesh_info` also records the larger mesh if it was given dp_mesh_dims.
     dims, full_mesh = getattr(own, "dp_mesh_dims", None), getattr(own, "spmd_mesh", None)
     if dims is not None and full_mesh is not None:
         mesh = resolve_mesh(full_mesh, dims)
@@ -386,6 +386,6 @@ def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataPara
     if mesh.device_type != default.device_type:
         raise ValueError(
             f"shard_placement_fn gave parameter '{name}' a mesh of device type "
-            f"'{mesh.device_type}', but that of fully_shard is of '{default.device_type}'"
+            f"'{mesh.device_type}', but the mesh of fully_shard is on '{default.device_type}'"
         )
     return default if mesh == default else mesh

@@ -1,4 +1,4 @@
-"""Public functions on modules that are sharded already."""
+"""Public functions on modules that are already sharded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .module import FSDPModule, units_of_all
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of ``module`` be a forward: parameters are gathered before and freed after it.
+    """Treat a method like forward: gather parameters before it and free them after it.
 
-    For methods that compute with parameters beside ``forward``: ``generate``, ``encode``. Forward
-    may be called inside the method. Nothing happens if ``module`` is not sharded.
+    For methods other than ``forward`` that compute with parameters: ``generate``, ``encode``. The
+    method may call forward. Nothing happens if ``module`` is not sharded.
 
     Args:
         module: the module.
@@ -39,13 +39,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the stages of a pipeline on one rank) use the same streams.
+    """Make several roots (such as the pipeline stages of one rank) use the same streams.
 
-    Memory that one of them frees on a stream can then be used by the others at once. Roots whose
-    first forwards run on the same stream do so anyway; this is for those that do not.
+    Memory that one of them frees can then be reused by the others at once. Roots whose first
+    forwards run on the same stream share streams anyway; this is for those that do not.
 
     Raises:
-        ValueError: if one of them is no FSDPModule.
+        ValueError: if one of them is not an FSDPModule.
 
     Example:
         >>> share_comm_ctx([stage_0, stage_1])

@@ -1,9 +1,9 @@
-"""Memory and initial weights, which do not depend on how a model is sharded.
+"""Materialize and initialize sharded models, with weights that do not depend on the sharding.
 
-A random operation on a DTensor draws for the local shard: on the CPU the weights depend then on
-the world size, the mesh and the rows of a rank, and each rank's generator goes its own way. Inside
-`init_on_whole_tensors` every rank draws the whole tensor from the ordinary generator of the device
-and keeps its own part, so any code that initializes gives what it gives on one process.
+A random operation on a DTensor draws only the local shard. On the CPU, the weights then depend on
+the world size, the mesh and each rank's rows, and the ranks' generators diverge. Inside
+`init_on_whole_tensors` every rank draws the whole tensor from the device's ordinary generator and
+keeps its own part, so any initialization code gives the same weights as on one process.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..runtime.unwritten import never_written
 
 @contextmanager
 def init_on_whole_tensors(seed: int) -> Iterator[None]:
-    """Inside, initialization of sharded parameters gives the weights of the unsharded model.
+    """Context in which sharded parameters are initialized to the weights of the unsharded model.
 
-    For every world size, mesh, placement (uneven, HSDP, tensor parallel) and order of units, bit
-    by bit, as long as the code that initializes does the same operations on parameters of the same
-    device and dtype. In-place random operations (``normal_``, ``uniform_``, ...: all of
-    ``torch.nn.init`` comes down to them) and ``rand_like``, ``randn_like`` of a DTensor draw the
-    whole tensor, which is in memory meanwhile, one at a time.
+    The weights are bitwise equal for every world size, mesh, placement (uneven, HSDP, tensor
+    parallel) and order of units, as long as the initialization does the same operations on
+    parameters of the same device and dtype. In-place random operations (``normal_``, ``uniform_``
+    and so on, which all of ``torch.nn.init`` uses) and ``rand_like``, ``randn_like`` of a DTensor
+    draw the whole tensor; one whole tensor at a time is in memory.
 
     Args:
-        seed: of the default generators, inside; the same on all ranks. After it they go on from
-            where they were.
+        seed: seeds the default generators inside the context; must be equal on all ranks. On
+            exit, the generators continue from their earlier state.
 
     Raises:
         NotImplementedError: for other random operations on DTensors.
@@ -57,13 +57,13 @@ def init_on_whole_tensors(seed: int) -> Iterator[None]:
 
 
 class _WholeTensors(TorchDispatchMode):
-    """Random operations on DTensors are done on whole tensors of plain memory."""
+    """Runs random operations on DTensors on whole plain tensors instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(first, DTensor):
-            # ``if not mask.any()`` of a rejection loop: the answer of all ranks, not of this one.
+            # ``if not mask.any()`` in a rejection loop must ask all ranks, not only this one.
             with explained("init_on_whole_tensors", first.device_mesh.get_group(0)):
                 return first.full_tensor().item()
         if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(first, DTensor):
@@ -82,8 +82,8 @@ class _WholeTensors(TorchDispatchMode):
             in_place = {"rand_like": torch.Tensor.uniform_, "randn_like": torch.Tensor.normal_}
             return _draw(in_place[name], drawn, (), {})
         raise NotImplementedError(
-            f"{name} on a DTensor in init_on_whole_tensors: it knows in-place random operations, "
-            "rand_like and randn_like"
+            f"{name} on a DTensor in init_on_whole_tensors: only in-place random operations, "
+            "rand_like and randn_like are supported"
         )
 
 
@@ -96,14 +96,14 @@ def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str
 
 
 def broadcast_replicas(model: nn.Module) -> None:
-    """Give all ranks that hold the same part of a parameter the values of the first of them.
+    """Broadcast each replicated part of a parameter from the first rank that holds it.
 
     For units of `replicate`, for the replicas of a 2-D mesh and for 0-dim parameters: what
-    ``DistributedDataParallel`` does when it is made. Shards are not touched, nor are buffers. To
-    be called on all ranks, before training.
+    ``DistributedDataParallel`` does when it is constructed. Shards and buffers are not touched.
+    Collective: call it on all ranks, before training.
 
     Args:
-        model: sharded, or with sharded modules inside.
+        model: a sharded model, or one that contains sharded modules.
 
     Example:
         >>> shard_model(model, strategy="none")
@@ -133,28 +133,28 @@ def materialize(
 ) -> nn.Module:
     """Give a sharded model on the meta device memory and initial values, buffers included.
 
-    What ``to_empty`` and ``init_weights`` do, for what is on the meta device only. Before a
-    checkpoint is loaded, use ``parameters=False``: buffers that no checkpoint has (the frequencies
+    Like ``to_empty`` followed by ``init_weights``, but only for tensors on the meta device. Before
+    loading a checkpoint, use ``parameters=False``: buffers that no checkpoint has (the frequencies
     of rotary embeddings) are computed, and `fsdp2.checkpoint.load_model` gives the rest memory and
     values at once, reading every byte once.
 
     Args:
-        model: sharded; or plain.
+        model: a sharded or plain model.
         device: by default that of the parameters' mesh; for shards under `CPUOffloadPolicy` and
             plain models the CPU.
-        init: what gives values; called with the model. By default ``model.init_weights()`` (of
-            transformers, torchtitan and others), or where there is none ``reset_parameters()``
-            of every module that has it (all of torch.nn).
-        seed: the same weights for every world size and mesh, as by `init_on_whole_tensors`; None:
-            random operations draw as DTensors do.
-        parameters: False: buffers only.
+        init: sets the values; called with the model. The default is ``model.init_weights()``
+            (transformers, torchtitan and others have it), or else ``reset_parameters()`` of every
+            module that has it (all of torch.nn).
+        seed: gives the same weights for every world size and mesh, as in
+            `init_on_whole_tensors`. None: random operations draw as DTensors do.
+        parameters: False materializes buffers only.
 
     Returns:
         ``model``.
 
     Raises:
-        RuntimeError: naming buffers that are not saved in checkpoints and that ``init`` left
-            without values.
+        RuntimeError: if ``init`` gave no values to buffers that checkpoints do not hold; names
+            them.
 
     Example:
         >>> with torch.device("meta"):
@@ -176,7 +176,7 @@ def materialize(
     make.makes_empty = True  # type: ignore[attr-defined]
     model._apply(make)
     for module in model.modules():
-        # transformers notes which modules have values: these were made on the meta device.
+        # transformers records which modules have values; these were made on the meta device.
         vars(module).pop("_is_hf_initialized", None)
     with nullcontext() if seed is None else init_on_whole_tensors(seed):
         (init or _usual_init)(model)
@@ -196,7 +196,7 @@ def _usual_init(model: nn.Module) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Check that buffers which no checkpoint holds have values.
+    """Check that buffers that no checkpoint holds have values.
 
     Raises:
         RuntimeError: naming them.
@@ -211,5 +211,5 @@ def _check_buffers(model: nn.Module) -> None:
     if left:
         raise RuntimeError(
             f"Nothing gave values to these buffers, which no checkpoint holds: {', '.join(left)}. "
-            "Pass init=: a function of the model that computes them, too"
+            "Pass init=, a function of the model that also computes them"
         )

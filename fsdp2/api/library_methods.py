@@ -1,14 +1,14 @@
-"""Methods of other libraries' modules that want whole parameters, and are called between steps.
+"""Adapts methods of other libraries that need whole parameters and are called between steps.
 
-Layers of peft merge an adapter into a weight by ``weight.data = merged``, with their own values
-computed from ``weight``. Of a DTensor that assignment changes nothing, without a word, and while a
-root is gathered it changes what the next free throws away. So inside of `merge` and `unmerge` the
-parameters of such a layer are whole and plain, and what they are afterwards goes into the shards.
+Layers of peft merge an adapter into a weight with ``weight.data = merged``, computed from
+``weight``. On a DTensor that assignment silently does nothing, and while a root is gathered it
+changes memory that the next free discards. So inside `merge` and `unmerge` the parameters of such
+a layer are whole plain tensors, and their final values are written into the shards.
 
-torch.nn.utils.prune registers a parameter anew under another name, and a mask computed from it.
+torch.nn.utils.prune registers the parameter under another name, with a mask computed from it.
 
-``save_pretrained`` (peft, transformers) writes what ``state_dict()`` gives, and files of whole
-weights cannot be written from shards. ``share_memory`` of a DTensor ends the process.
+``save_pretrained`` (peft, transformers) writes what ``state_dict()`` returns, and files of whole
+weights cannot be written from shards. ``share_memory`` of a DTensor crashes the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _refuses_pruning = False
 
 
 def refuse_pruning() -> None:
-    """From now on, pruning a sharded parameter is an error before anything changes."""
+    """Make pruning a sharded parameter raise before anything changes, from now on."""
     global _refuses_pruning
     if not _refuses_pruning:
         _refuses_pruning = True
@@ -51,7 +51,7 @@ def _check_registration(module: nn.Module, name: str, param: Any) -> None:
 
 
 def adapt_layers(modules: Iterable[nn.Module]) -> None:
-    """Let the layers of peft among ``modules`` merge and unmerge adapters while sharded."""
+    """Make peft layers among ``modules`` merge and unmerge adapters while sharded."""
     layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     if layer is None:
         return
@@ -73,10 +73,10 @@ def _unmerge(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, the sharded parameters of ``module`` and modules in it are whole, plain parameters.
+    """Context in which the parameters of ``module`` and its submodules are whole and plain.
 
-    What they are at the end is written into the shards. Collective: every rank gathers all of them,
-    and has to do the same to them. An exception leaves the shards as they were.
+    Their final values are written into the shards. Collective: every rank gathers all of them and
+    must make the same changes. An exception leaves the shards as they were.
     """
     for unit in units_holding(module.modules()):
         about_to_write(unit)
@@ -105,7 +105,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 def _share_memory(self: nn.Module) -> Any:
     raise RuntimeError(
         f"{type(self).__name__}.share_memory: its parameters are sharded, and a shard is a part of "
-        "the memory of its unit. Share whole tensors: state = fsdp2.full_state_dict(model), which "
+        "its unit's memory. Share whole tensors: state = fsdp2.full_state_dict(model), which "
         "rank 0 gets"
     )
 

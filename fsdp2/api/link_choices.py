@@ -1,4 +1,4 @@
-"""Changes of how a unit communicates, after it was made: what goes together, and what does not."""
+"""Changes how an existing unit communicates, and rejects settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ..runtime.unit import Unit
 
 
 def change_links(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) -> None:
-    """Communicate in another way from the next gather on.
+    """Change a unit's communication options from the next gather on.
 
     Args:
-        method: the public one that was called, for messages.
-        one_mesh: whether it makes sense for parameters on one mesh only.
+        method: the public method that was called, for messages.
+        one_mesh: whether the option needs all parameters on one mesh.
         options: fields of `CommOptions`.
     """
     if one_mesh:
         check_one_mesh(unit, method)
         if unit.config.comm_options.memory is not None:
             raise RuntimeError(
-                f"{method} cannot be combined with memory of the process group or symmetric "
-                "memory, which has collectives of its own"
+                f"{method} cannot be combined with process-group or symmetric memory, "
+                "which has collectives of its own"
             )
     if unit.runtime is not None:
         unit.runtime.reshard(unit)
@@ -29,7 +29,7 @@ def change_links(unit: Unit, method: str, *, one_mesh: bool = False, **options: 
 
 
 def check_one_mesh(unit: Unit, method: str) -> None:
-    """Raises ValueError if parameters of ``unit`` are on several meshes."""
+    """Raise ValueError if the parameters of ``unit`` are on several meshes."""
     meshes = {param.mesh for param in unit.params}
     if len(meshes) > 1:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_one_mesh(unit: Unit, method: str) -> None:
 
 
 def change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
-    """Communicate on memory of this ``kind``, "group" or "symmetric", or on the usual one again.
+    """Communicate on memory of this ``kind``, "group" or "symmetric", or on ordinary memory again.
 
     Raises:
         RuntimeError: without CUDA and NCCL, or with a custom collective.

@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a sharded module offers beside being the module that it was."""
+"""`FSDPModule`: the methods that sharding adds to a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .torch_compat import PipelineState, state_of
 
 
 class FSDPModule:
-    """A module after `fully_shard`: its class is a subclass of this and of what it was.
+    """A sharded module: `fully_shard` makes its class a subclass of this and the original class.
 
     Outside of forward and backward its parameters are DTensors, sharded over the mesh.
 
@@ -37,18 +37,18 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class, as slicing a sharded ``nn.Sequential`` does."""
+        """Construct the original class; slicing a sharded ``nn.Sequential`` relies on it."""
         return original_class(cls)(*args, **kwargs)
 
     # -- parameters by hand -----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters; not those of sharded submodules.
+        """Gather this module's parameters, but not those of sharded submodules.
 
         The gather follows the mixed-precision policy.
 
         Args:
-            async_op: return a handle at once instead of waiting; forward waits by itself.
+            async_op: return a handle at once instead of waiting; forward waits on its own.
 
         Returns:
             A handle if ``async_op``, else None.
@@ -75,12 +75,12 @@ class FSDPModule:
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
 
-    # -- choices ----------------------------------------------------------------------------
+    # -- settings ---------------------------------------------------------------------------
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; if not, they accumulate unsharded.
+        """Set whether backward reduces gradients; if not, they accumulate unsharded.
 
         With `shard_model`'s strategy ``"optimizer"``, parameters stay gathered after a backward
         that does not sync gradients.
@@ -99,21 +99,21 @@ class FSDPModule:
                     unit.runtime.take_weight_gradients(unit)
 
     def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
-        """Whether backwards without gradient sync accumulate gradients sharded.
+        """Set whether backwards without gradient sync accumulate sharded gradients.
 
         Without gradient sync (see `set_requires_gradient_sync`, which pipeline schedules call),
-        gradients accumulate unsharded by default: one reduce-scatter per step, and memory for all
-        gradients in whole, in the dtype of the reduction. With True every backward
+        gradients accumulate unsharded by default. That takes one reduce-scatter per step and
+        memory for all whole gradients, in the reduce dtype. With True every backward
         reduce-scatters and adds to the sharded gradients: one reduce-scatter per micro-batch,
-        and memory for a unit or two. On a 2-D mesh the all-reduce still waits for the backward
-        with sync, so that there is one per step. Shards accumulate in the dtype of the
-        parameters (on a 2-D mesh: of the reduction).
+        and memory for one or two units. On a 2-D mesh the all-reduce still waits for the backward
+        with sync, so there is one per step. Shards accumulate in the parameters' dtype (on a 2-D
+        mesh: in the reduce dtype).
 
-        Where a schedule computes the gradients of weights apart (zero bubble), they are reduced
-        when the next forward or backward of this module begins, or at the end of the step.
+        If a schedule computes weight gradients separately (zero bubble), they are reduced when
+        the next forward or backward of this module begins, or at the end of the step.
 
         Args:
-            accumulate_sharded: the same on every rank.
+            accumulate_sharded: whether to do so; must be equal on all ranks.
             recurse: whether to set it for sharded submodules too.
 
         Example:
@@ -125,18 +125,17 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication: for the backward of all but the last
-        micro-batch.
+        """Context in which backward accumulates gradients without communication.
 
-        The same as `set_requires_gradient_sync` with False, and back to what it was at the end.
-        What counts is where backward runs; forward may run outside.
+        For all but the last micro-batch. Sets `set_requires_gradient_sync` to False and restores
+        the earlier setting on exit. Only backward must run inside; forward may run outside.
 
         Raises:
-            RuntimeError: if this module lies inside of another sharded one that runs as the root:
-                the others' gradients would be reduced. (`set_requires_gradient_sync` does that.)
+            RuntimeError: if this module is not the root: the gradients of the rest of the model
+                would be reduced. (`set_requires_gradient_sync` allows that.)
 
         Warns:
-            UserWarning: if no backward ran inside, so that nothing was accumulated here.
+            UserWarning: if no backward ran inside, so that nothing was accumulated.
 
         Example:
             >>> for micro_batch in batch[:-1]:
@@ -147,9 +146,9 @@ class FSDPModule:
         unit, runtime = self._unit_and_runtime()
         if runtime.root is not unit:
             raise RuntimeError(
-                f"no_sync() was called on '{unit.name}', which is a part of the sharded "
-                f"'{runtime.root.name}': gradients of the rest would be reduced. Call it on that, "
-                "or use set_requires_gradient_sync(False) if that is what you want"
+                f"no_sync() was called on '{unit.name}', which is part of the sharded "
+                f"'{runtime.root.name}': the gradients of the rest would be reduced. Call it on "
+                "that module, or use set_requires_gradient_sync(False) if this is intended"
             )
         restore = [each.config.keep_sync() for each in self._units(recurse=True)]
         num_backwards = runtime.num_backwards
@@ -167,33 +166,34 @@ class FSDPModule:
             )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces gradients over replicas (2-D mesh).
+        """Set whether backward all-reduces gradients over replicas (2-D mesh).
 
-        With False, gradients are reduce-scattered only and wait for a backward with True.
+        With False, gradients are only reduce-scattered; the next backward with True all-reduces
+        them.
         """
         for unit in self._units(recurse):
             unit.config.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of the next backward waits for gradient reductions in flight.
+        """Set whether the next backward waits at its end for gradient reductions in flight.
 
-        With False, ``.grad`` of the last units reduced may not be there after backward.
+        With False, ``.grad`` of the units reduced last may not be set yet after backward.
         """
         self._unit_and_runtime()[1].is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the caller ends an iteration, by `finalize_backward`, and not its last backward.
+        """Set whether the caller ends each iteration with `finalize_backward`.
 
-        For schedules that run several backwards, or parts of them, and none that is known to be
-        the last: pipelines. What `set_is_last_backward` says is ignored then. Whether backwards
-        reduce, and whether they free parameters, stays what it was set to.
+        For schedules that run several backwards, or parts of them, without knowing which one is
+        the last, such as pipelines. `set_is_last_backward` is ignored then. Whether backwards
+        reduce gradients and free parameters still follows their own settings.
 
         Args:
-            enabled: to be called on the root, before backward.
+            enabled: whether to end iterations by hand. Call this on the root, before backward.
 
         Raises:
-            RuntimeError: if this is not the root; or if the mode would change after a backward
-                began, before `finalize_backward` or `reset_iter_state`.
+            RuntimeError: if this is not the root, or if a backward has begun and neither
+                `finalize_backward` nor `reset_iter_state` has ended the iteration.
 
         Example:
             >>> model.set_manual_backward_finalization(True)
@@ -212,21 +212,21 @@ class FSDPModule:
         unit.config.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End an iteration: reduce the gradients that its backwards have left, free parameters.
+        """End an iteration: reduce the remaining gradients and free parameters.
 
-        Follows the choices of the moment, so turn gradient sync and resharding on again before.
-        Does nothing before the first forward.
+        Follows the current settings, so turn gradient sync and resharding back on first. Does
+        nothing before the first forward.
 
         Args:
-            async_op: return at once, while gradients are on their way. The handle must be waited
-                for before gradients are used and before the next forward.
+            async_op: return while reductions are still in flight. Wait for the handle before
+                using gradients and before the next forward.
 
         Returns:
             A handle if ``async_op``, else None.
 
         Raises:
-            RuntimeError: without `set_manual_backward_finalization`, inside of backward, while the
-                handle of an earlier call is to be waited for, or if this is not the root.
+            RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
+                handle of an earlier call has not been waited for, or if this is not the root.
         """
         runtime = unit_of(self).runtime
         if runtime is None:
@@ -238,7 +238,7 @@ class FSDPModule:
         """Change the ``reshard_after_forward`` argument of `fully_shard`.
 
         Raises:
-            ValueError: if ``reshard_after_forward`` is no bool.
+            ValueError: if ``reshard_after_forward`` is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
@@ -251,13 +251,13 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether to free parameters after backward.
+        """Set whether to free parameters after backward.
 
-        With False they stay gathered for the next micro-batch; set it back to True for the last
-        one before the optimizer step, which changes the shards only. After
+        With False they stay gathered for the next micro-batch. Set it back to True for the last
+        one before the optimizer step, which changes only the shards. After
         ``set_is_last_backward(False)``, between a forward and its backward, False registers the
-        unsharded parameters and starts their gather at once: pipelines that compute the gradients
-        of inputs and weights apart (zero bubble) ask for ``parameters()`` after these calls and
+        unsharded parameters and starts their gather at once: pipelines that compute input and
+        weight gradients separately (zero bubble) ask for ``parameters()`` after these calls and
         look for them in the graph.
         """
         units = self._units(recurse)
@@ -269,13 +269,13 @@ class FSDPModule:
                     unit.runtime.gather_for_backward(unit)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether gathered parameters keep their memory, and so their addresses, when freed.
+        """Set whether gathered parameters keep their memory, and so their addresses, when freed.
 
-        For CUDA graphs: what was captured reads and writes the same addresses in every replay.
-        Costs the memory of all parameters in whole; they are gathered as often as before.
+        For CUDA graphs, whose replays read and write the addresses that were captured. Costs the
+        memory of all whole parameters; they are gathered as often as before.
 
         Args:
-            keep: False gives the memory back when the parameters are freed next.
+            keep: False releases the memory the next time the parameters are freed.
             recurse: whether to set it for sharded submodules too.
         """
         for unit in self._units(recurse):
@@ -283,16 +283,16 @@ class FSDPModule:
             unit.param_group.keep_storage(keep)
 
     def set_keep_frozen_gathered(self, max_bytes: int | None = None) -> None:
-        """Keep frozen parameters gathered, from one micro-batch and step to the next.
+        """Keep frozen parameters gathered across micro-batches and steps.
 
-        They are gathered once, and again only after one of their shards was written or loaded.
-        Chosen are frozen parameters of this module and of sharded submodules, unit by unit in the
-        order of the modules, each unit's together if they still fit. Parameters that are trained
-        in the same unit are gathered and freed as before. `reshard` frees what its module keeps,
-        until the next use. What is written through ``.data`` goes unnoticed: call it after that.
+        They are gathered again only after one of their shards was written or loaded. The frozen
+        parameters of this module and its sharded submodules are selected unit by unit in module
+        order; those of a unit are kept together if they fit. Trained parameters of the same unit
+        are gathered and freed as before. `reshard` frees a module's kept parameters until their
+        next use. Writes through ``.data`` go unnoticed: call `reshard` after them.
 
         Args:
-            max_bytes: of gathered parameters to hold per rank, in their dtype of computation. 0
+            max_bytes: limit on the bytes of kept parameters per rank, in the compute dtype. 0
                 keeps nothing; None: no limit.
 
         Raises:
@@ -314,10 +314,10 @@ class FSDPModule:
             runtime.choose_cached()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` when the forward of this one begins.
+        """Gather ``modules`` when this module's forward begins.
 
-        Replaces the automatic choice (the one that ran next in the last forward); more than one
-        overlaps more and holds more memory.
+        Replaces the automatic choice (the module that ran next in the last forward). More than one
+        module overlaps more communication and holds more memory.
 
         Raises:
             ValueError: if one of them is no FSDPModule.
@@ -325,9 +325,9 @@ class FSDPModule:
         unit_of(self).config.forward_prefetch = units_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` when the backward of this one begins.
+        """Gather ``modules`` when this module's backward begins.
 
-        Replaces the automatic choice (the one that ran before it in forward).
+        Replaces the automatic choice (the module that ran before this one in forward).
 
         Raises:
             ValueError: if one of them is no FSDPModule.
@@ -335,14 +335,14 @@ class FSDPModule:
         unit_of(self).config.backward_prefetch = units_of_all(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by ``factor``, not by their number.
+        """Divide the gradient sum by ``factor`` instead of by the number of ranks.
 
         Not recursive. Works on every backend.
         """
         unit_of(self).config.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`; deprecated."""
+        """Deprecated name of `set_gradient_divide_factor`."""
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
             DeprecationWarning,
@@ -351,24 +351,22 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether to gather this module's parameters for backward. Not recursive.
+        """Set whether to gather this module's parameters for backward. Not recursive.
 
-        With False nothing is gathered: for modules whose backward does not read their parameters
-        (embeddings).
+        Use False for modules whose backward does not read their parameters, such as embeddings.
         """
         unit_of(self).config.unshard_in_backward = unshard_in_backward
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters without a gradient take part in the reduction, with zeros.
+        """Set whether parameters without a gradient are reduced as zeros.
 
-        For ranks that use different parameters (experts, modalities): the reductions of a unit
-        must cover the same parameters everywhere. Units that did not run at all take part at the
-        end of backward.
+        For ranks that use different parameters (experts, modalities): all ranks must reduce the
+        same parameters of a unit. Units that did not run at all take part at the end of backward.
 
         Args:
-            reduce_scatter_unused_params: True for every rank, or for none.
+            reduce_scatter_unused_params: must be equal on all ranks.
             recurse: whether to set it for sharded submodules too.
         """
         for unit in self._units(recurse):
@@ -377,12 +375,12 @@ class FSDPModule:
     # -- how to communicate -----------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, on the memory that it allocates. Not recursive.
+        """Gather with ``comm``, into memory that it allocates. Not recursive.
 
-        Parameters are copied out of one flat buffer then. Applies from the next gather on.
+        Parameters are then copied out of one flat buffer. Applies from the next gather on.
 
         Args:
-            comm: an object with the two methods of `fsdp2.custom.AllGather`; no base class.
+            comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
 
         Raises:
             ValueError: if parameters of this module are on different meshes.
@@ -401,7 +399,7 @@ class FSDPModule:
         change_links(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter with ``comm``, on the memory that it allocates. Not recursive.
+        """Reduce-scatter with ``comm``, in memory that it allocates. Not recursive.
 
         Args:
             comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
@@ -414,14 +412,14 @@ class FSDPModule:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` on reduced gradients before they are attached. Not recursive.
+        """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
 
         Args:
-            hook: gets contiguous 1-D parts of this rank's shard, in the dtype of the reduction,
+            hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
                 after the reduce-scatter (and the all-reduce over replicas, if any), and may
-                change them in place: all-reduce them over other ranks, say. It is called once per
-                part; large units of several dtypes have several.
-            stream: to run it on, with a 1-D mesh. None: the stream of the reduction.
+                change them in place, for example all-reduce them over other ranks. It is called
+                once per part; large units of several dtypes have several parts.
+            stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
 
         Raises:
             ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
@@ -434,31 +432,32 @@ class FSDPModule:
         config.all_reduce_hook, config.all_reduce_stream = hook, stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next gathers wait for ``event`` only, not for all work that was queued.
+        """Make the next gathers wait for ``event`` only, not for all queued work.
 
         Args:
-            event: recorded after the optimizer step; used once, so to be set every step. For the
+            event: recorded after the optimizer step. It is used once, so set it every step, on the
                 root.
         """
         self._unit_and_runtime()[1].optimizer_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether to reduce with SUM only and divide afterwards. Not recursive.
+        """Set whether to reduce with SUM only and divide afterwards. Not recursive.
 
-        Some implementations (zero-copy transfers of NCCL) know SUM only.
+        Some implementations (NCCL's zero-copy transfers) support only SUM.
         """
         change_links(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Whether reduce-scatters have a process group, and so a communicator, of their own.
+        """Set whether reduce-scatters have their own process group, and so their own communicator.
 
-        They have on NCCL and the like, where they would wait for all-gathers otherwise: it is made
-        when the module is sharded. Collective over the ranks of the mesh where one is to be made.
+        By default they have one on NCCL and similar backends, created when the module is sharded:
+        otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
+        group must be created.
 
         Args:
-            enable: True makes one on any backend; False shares the all-gathers' group.
+            enable: True creates one on any backend; False shares the all-gathers' group.
             recurse: whether to set it for sharded submodules too.
         """
         method = "set_separate_reduce_scatter_group"
@@ -468,12 +467,12 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many units' gradients may be on their way before compute waits for the oldest.
+        """Limit how many units' gradients may be in flight before compute waits for the oldest.
 
-        By default as many bytes as two of the largest blocks have (one on the CPU).
+        The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
 
         Raises:
-            TypeError: if it is no int.
+            TypeError: if it is not an int.
             ValueError: if it is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -486,10 +485,10 @@ class FSDPModule:
             unit.config.max_input_buffers = max_input_buffers
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether collectives work on flat buffers that the process group allocates (NCCL).
+        """Set whether collectives use flat buffers that the process group allocates (NCCL).
 
-        Lets NCCL reduce in the network where it can; costs the copies that flat buffers cost.
-        Not recursive.
+        Lets NCCL reduce in the network where supported, at the cost of copies into and out of
+        flat buffers. Not recursive.
 
         Raises:
             RuntimeError: without CUDA and NCCL, or with a custom collective.
@@ -505,19 +504,19 @@ class FSDPModule:
 
         Raises:
             RuntimeError: without CUDA and NCCL, or with a custom collective.
-            ValueError: for another ``backend`` than "NCCL".
+            ValueError: for a ``backend`` other than "NCCL".
         """
         if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm knows the backend 'NCCL', not {backend!r}")
+            raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
         change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
 
     def reset_iter_state(self) -> None:
-        """Forget an iteration that raised.
+        """Discard an iteration that raised.
 
-        Not needed to go on: the next forward of the root recovers by itself. Frees all gathered
-        parameters and drops all gradients, also those that earlier micro-batches have left, reduced
-        or not (which the next forward by itself would keep, so that a failed micro-batch can be
-        tried again). A `GradientReductionHandle` that was not waited for becomes invalid.
+        Not needed to continue: the next forward of the root recovers on its own, and keeps the
+        gradients of earlier micro-batches, so that a failed one can be retried. This method frees
+        all gathered parameters and drops all gradients, including those of earlier micro-batches,
+        reduced or not. A `GradientReductionHandle` that was not waited for becomes invalid.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -526,8 +525,8 @@ class FSDPModule:
         self._unit_and_runtime()[1].reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients: those of the sharded parameters too while others are registered, and
-        what backwards without gradient sync have accumulated."""
+        """Reset all gradients, including those of sharded parameters that are not registered now
+        and those accumulated without gradient sync."""
         for unit in self._units(recurse=True):
             if unit.accumulates:
                 unit.drop_accumulated()
@@ -540,7 +539,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """As of every module; says what to do about the prefix of a wrapper."""
+        """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
         try:
             return super().load_state_dict(state_dict, *args, **options)  # type: ignore[misc]
         except RuntimeError as error:
@@ -553,7 +552,7 @@ class FSDPModule:
     # -- inside -----------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves and casts (``.to``, ``.double``, ``to_empty``) act on the sharded parameters."""
+        """Apply moves and casts (``.to``, ``.double``, ``to_empty``) to the sharded parameters."""
         unit = unit_of(self)
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
@@ -568,8 +567,8 @@ class FSDPModule:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For `copy.deepcopy`. Not ``__deepcopy__``: wrappers that pass attributes on, as
-        ``torch.compile`` makes them, would be taken for the module inside."""
+        """Support `copy.deepcopy`. Not ``__deepcopy__``: wrappers that forward attributes, like
+        those of ``torch.compile``, would be mistaken for the module inside."""
         assert isinstance(self, nn.Module)
         return ToBeCopied.result, (ToBeCopied(self),)
 
@@ -591,7 +590,7 @@ class FSDPModule:
         return state
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Known from torch, where it changes which stream allocates; nothing to choose here."""
+        """Do nothing; torch's method selects the stream that allocates, which is fixed here."""
 
     def _units(self, recurse: bool) -> list[Unit]:
         assert isinstance(self, nn.Module)
@@ -612,7 +611,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Make the current stream wait; then the unsharded parameters are registered."""
+        """Make the current stream wait and register the unsharded parameters."""
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.runtime.wait_unshard(unit)

@@ -1,8 +1,8 @@
 """Sharding strategies by name, and `shard_model`, which applies one to a whole model.
 
-What a strategy costs, for P parameters, N ranks, and one step of one micro-batch. Memory in units
-of P elements in the dtype of the parameters (S: of the optimizer, 2 for Adam), apart from one or
-two units' worth that every strategy has in flight; traffic as what a rank sends:
+Costs of the strategies for P parameters, N ranks, and one step of one micro-batch. Memory is in
+units of P elements in the parameters' dtype (S: optimizer state, 2 for Adam), not counting the one
+or two units that every strategy has in flight. Traffic is what one rank sends:
 
 =========== ============================ ================ ===================================
 strategy    memory between steps         more in a step   traffic
@@ -19,11 +19,11 @@ hybrid      (1 + 1 + S) / G              a unit or two    3 P (G-1)/G in a node 
 ``optimizer``, ``grad`` and ``full`` are stages 1, 2 and 3 of ZeRO (arXiv 1910.02054), whose tables
 say (2 + 2 + K) P / N bytes for stage 3: 2 bytes of parameters, 2 of gradients, K = 12 of optimizer
 state in mixed precision; with parameters stored in float32 that is the (4 + 4 + 8) P / N of the
-table above. Two things differ: stages 1 and 2 gather whole parameters for the time of a step
-instead of keeping them, and gradients are reduced as backward makes them in all strategies, so
-that stage 1 holds whole gradients only where they are accumulated. Traffic is that of the FSDP
-paper (arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and hybrid sharding, which
-leaves 2 M/G for the links between nodes.
+table above. Two things differ. Stages 1 and 2 gather whole parameters for the duration of a step
+instead of keeping them. And all strategies reduce gradients as backward produces them, so stage 1
+holds whole gradients only while it accumulates them. Traffic matches the FSDP paper
+(arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and 2 M/G between nodes for hybrid
+sharding.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ReshardChoice = bool | int | Callable[[UnitDescription], bool | int | None] | No
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a name stands for.
+    """The settings behind a strategy name.
 
     Attributes:
         sharded: False: every rank holds all parameters.
         hybrid: sharded over one mesh dim and replicated over another.
-        reshard_after_forward: as of `fully_shard`.
+        reshard_after_forward: as in `fully_shard`.
         gathered_once: parameters stay gathered between micro-batches without gradient sync.
     """
 
@@ -80,7 +80,7 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name.
+    """Return the strategy called ``name``.
 
     Raises:
         ValueError: if there is none.
@@ -109,16 +109,15 @@ def shard_model(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
 ) -> Any:
-    """Shard a whole model by a strategy, in place: one call instead of one per unit.
+    """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
-    The same as `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of` gives
-    and then on the model. `explain` shows what came out of it.
+    Equivalent to calling `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of`
+    returns and then on the model. `explain` shows the result.
 
     Args:
         model: the model; may be on the meta device.
-        mesh: as of `fully_shard`. None: all ranks; for ``"hybrid"`` the ranks of a node
-            (``LOCAL_WORLD_SIZE``, which torchrun sets) hold the parameters together, and nodes are
-            replicas.
+        mesh: as in `fully_shard`. None: all ranks; for ``"hybrid"``, parameters are sharded over
+            the ranks of a node (``LOCAL_WORLD_SIZE``, which torchrun sets) and nodes are replicas.
         strategy: what is sharded over the ranks:
 
             - ``"full"``: parameters, gradients and optimizer state (ZeRO-3);
@@ -131,16 +130,16 @@ def shard_model(
             - ``"hybrid"``: as ``"full"`` within a node, replicated across nodes.
 
         wrap: which modules become units; see `units_of`.
-        mp_policy, offload_policy, shard_placement_fn, ignored_params: as of `fully_shard`, for all
+        mp_policy, offload_policy, shard_placement_fn, ignored_params: as in `fully_shard`, for all
             units.
-        dp_mesh_dims, direct_min_bytes: as of `fully_shard`, for all units.
+        dp_mesh_dims, direct_min_bytes: as in `fully_shard`, for all units.
         replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
-            kept whole on every rank, and their gradients all-reduced: a message less per gather,
-            for the memory of parameters that are small anyway.
-        reshard_after_forward: instead of the strategy's choice: a value for all units but the
-            root, or a function of the `UnitDescription` that gives one for each.
-        prefetch: how many units are gathered ahead of the one that computes. 1: the one that ran
-            next in the last step; more: those that follow in the order of the model.
+            kept whole on every rank and their gradients all-reduced. This saves one message per
+            gather and costs only the memory of small parameters.
+        reshard_after_forward: overrides the strategy's setting: a value for all units except the
+            root, or a function that takes a `UnitDescription` and returns the value for that unit.
+        prefetch: how many units to gather ahead of the one that computes. 1: the unit that ran
+            next in the last step; more: those that follow in model order.
 
     Returns:
         ``model``.
@@ -148,7 +147,7 @@ def shard_model(
     Raises:
         ValueError: for an unknown strategy, a mesh that does not fit it, or a ``wrap`` that does
             not fit the model.
-        TypeError: for arguments of a wrong type.
+        TypeError: for arguments of the wrong type.
 
     Example:
         >>> model = shard_model(model, strategy="full", wrap=Block)
@@ -172,7 +171,7 @@ def shard_model(
     modules = dict(model.named_modules())
     for unit in units:
         members = [modules[name] for name in unit.modules]
-        # The backward of an embedding reads the indices only.
+        # The backward of an embedding reads only the indices.
         needed_in_backward = any(type(module) is not nn.Embedding for module in members)
         whole: Any = members if len(members) > 1 else members[0]
         if not chosen.sharded:
@@ -213,7 +212,7 @@ def _mesh_for(
 ) -> DeviceMesh:
     if mesh is None:
         if dims is not None:
-            raise ValueError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=...")
+            raise ValueError("dp_mesh_dims needs the mesh whose dims it names: pass it as mesh=...")
         return _mesh_of_nodes() if strategy.hybrid else default_mesh()
     found = resolve_mesh(mesh, dims)
     if strategy.hybrid and (found.shard_group is None or found.replicate_group is None):
@@ -230,7 +229,7 @@ def _mesh_for(
 
 
 def _mesh_of_nodes() -> DeviceMesh:
-    """Replicas are nodes, shards the ranks of a node."""
+    """A mesh whose replicas are nodes and whose shards are the ranks of a node."""
     flat = default_mesh()
     num_ranks = dist.get_world_size()
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -258,7 +257,7 @@ def _placement(function: PlacementFn | None, replicate_below: int) -> PlacementF
 
 
 def _set_prefetch(units: list[UnitDescription], modules: dict[str, nn.Module], depth: int) -> None:
-    """Gather up to ``depth`` units ahead, in the order of the model and back."""
+    """Prefetch up to ``depth`` units, in model order for forward and reversed for backward."""
     order = {name: i for i, name in enumerate(modules)}
     inner = sorted((u for u in units if not u.is_root), key=lambda u: order[u.modules[0]])
     tops = [unit_of(modules[unit.modules[0]]).modules[0] for unit in inner]

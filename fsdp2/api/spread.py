@@ -1,4 +1,4 @@
-"""Which rank has which box of a tensor, as its DTensor says."""
+"""Maps ranks to the boxes of a tensor that they hold, according to its DTensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..dtensor.placement import box_of, slices_like
 
 @dataclass(frozen=True)
 class Spread:
-    """The ranks that hold a tensor, as an array with a dim per mesh dim, and how it is cut.
+    """How a tensor is split over ranks: an array of ranks, a dim per mesh dim, and their boxes.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         ranks: global ranks.
         placements: one per dim of ``ranks``.
         boxes: the box at each coordinate of ``ranks``.
-        name: of the tensor, for messages.
+        name: the tensor's name, for messages.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Spread:
     name: str
 
     def parts(self, rank: int) -> list[tuple[int, Box]]:
-        """Which rank sends which box, so that ``rank`` gets all: the nearest replicas."""
+        """(sender, box) pairs that give ``rank`` the whole tensor, from the nearest replicas."""
         mine = self._coordinate(rank)
         replicated = [d for d, p in enumerate(self.placements) if isinstance(p, Replicate)]
         return [
@@ -46,7 +46,7 @@ class Spread:
 
     @cached_property
     def holders(self) -> list[tuple[Box, list[int]]]:
-        """Every box, and the ranks that hold it."""
+        """Every box with the ranks that hold it."""
         found: dict[Box, list[int]] = {}
         for c, box in self.boxes:
             if box.numel:
@@ -54,11 +54,11 @@ class Spread:
         return list(found.items())
 
     def of_rows(self, shape: tuple[int, ...]) -> Spread:
-        """Of an inner tensor of a tensor subclass, which has as many rows for each row of the
-        whole: where its class cuts it, which is not always where `torch.chunk` would.
+        """The spread of a tensor subclass's inner tensor that scales with the rows of the whole.
+        It is cut where its class cuts it, which is not always where `torch.chunk` would.
 
         Raises:
-            ValueError: if a part of the whole does not end where a row of it does.
+            ValueError: if a shard boundary falls inside a row of the inner tensor.
         """
         rows = self.shape[0]
 
@@ -75,7 +75,7 @@ class Spread:
         return replace(self, shape=shape, boxes=boxes)
 
     def of_copies(self, shape: tuple[int, ...]) -> Spread:
-        """Of an inner tensor that is the same on all ranks."""
+        """The spread of an inner tensor that is the same on all ranks."""
         placements = tuple(Replicate() for _ in self.placements)
         boxes = [(c, Box.whole(shape)) for c, _ in self.boxes]
         return replace(self, shape=shape, placements=placements, boxes=boxes)
@@ -92,13 +92,13 @@ class Spread:
 
 
 def spread_of(tensor: DTensor, name: str, wire: Wire, made: dict[Any, Spread]) -> Spread:
-    """Where ``tensor`` is among the ranks of ``wire``; ``made``: what was found for others."""
+    """The spread of ``tensor`` over the ranks of ``wire``; ``made`` caches earlier results."""
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     key = (mesh, placements, tensor.shape)
     if key not in made:
         ranks, dims = mesh.mesh, placements
         if slices_like(mesh, wire.ranks)[1] > 1:
-            # On a slice of a larger mesh, whose other slices hold the same.
+            # A slice of a larger mesh: the other slices hold the same values.
             ranks, num = _with_other_slices(mesh, wire.ranks)
             dims = (*[Replicate()] * num, *placements)
         shape = tuple(tensor.shape)
@@ -114,7 +114,7 @@ def _boxes(
 
 
 def _with_other_slices(mesh: Any, ranks: tuple[int, ...]) -> tuple[Tensor, int]:
-    """The ranks of all slices like ``mesh``: dims across the slices first, and their number."""
+    """The ranks of all slices like ``mesh``, dims across slices first, and how many those are."""
     whole = mesh._get_root_mesh()
     names, coordinate = whole.mesh_dim_names, whole.get_coordinate()
     array, kept = whole.mesh, list(names)

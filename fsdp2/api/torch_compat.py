@@ -1,14 +1,14 @@
-"""What other libraries look for in modules sharded by torch's ``fully_shard``, for ours.
+"""Makes our sharded modules pass for torch's in the eyes of other libraries.
 
-Libraries ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and then call the methods
-that we have too. So that class is the last base of a sharded module's class: the answer is yes,
-and as every method of it is found earlier, in `fsdp2.FSDPModule`, none of its code runs.
+Libraries check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and then call methods
+that we have too. So that class is the last base of a sharded module's class: the check succeeds,
+and since `fsdp2.FSDPModule` comes first and has every method, none of torch's code runs.
 
-``torch.distributed.pipelining`` goes on from there to private state, which `fully_shard.state`
-looks up in the module's ``__dict__``. `PipelineState` has the few attributes that it reads.
+``torch.distributed.pipelining`` also reads private state, which `fully_shard.state` looks up in
+the module's ``__dict__``. `PipelineState` has the few attributes that it reads.
 
-What torch calls composable functions (``replicate``, ``checkpoint``) note in a registry of each
-module that they were applied, and leave alone what another one has: so do we.
+torch's composable functions (``replicate``, ``checkpoint``) record in a per-module registry that
+they were applied, and skip modules that another one has taken. We do the same.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class PipelineState:
 
     @property
     def _comm_ctx(self) -> Any:
-        """What stages share whose reductions could not overlap: by default nothing."""
+        """Shared by stages whose reductions could not overlap; by default nothing is."""
         return self._unit.runtime or self._unit
 
     @property
     def all_states(self) -> list[PipelineState]:
-        """Of all units of the tree."""
+        """The states of all units of the tree."""
         runtime = self._unit.runtime
         return [self] if runtime is None else [_state_of_unit(unit) for unit in runtime.units]
 
@@ -54,7 +54,7 @@ class PipelineState:
 
     @property
     def _fsdp_param_group(self) -> PipelineState:
-        """As torch 2.11 has it."""
+        """The name in torch 2.11."""
         return self
 
     def post_backward(self) -> None:
@@ -69,8 +69,8 @@ class PipelineState:
 
 
 def publish_state(unit: Unit) -> None:
-    """Let `fully_shard.state`, ours and torch's, find one `PipelineState` for the whole unit, and
-    let ``replicate`` see that the modules are taken."""
+    """Publish the unit's `PipelineState` for `fully_shard.state`, ours and torch's, and mark its
+    modules as taken for ``replicate``."""
     state = PipelineState(unit)
     for module in unit.modules:
         vars(module).setdefault(STATE_KEY, {})[_KEY] = state
@@ -78,9 +78,9 @@ def publish_state(unit: Unit) -> None:
 
 
 def state_of(module: nn.Module) -> PipelineState | None:
-    """The state of the unit that ``module`` was sharded as; None if it was not.
+    """The state of the unit that ``module`` belongs to; None if it is not sharded.
 
-    Exists for code that asks whether, or compares; what it has inside is private.
+    For code that tests whether a module is sharded, or compares states; the contents are private.
     """
     return vars(module).get(STATE_KEY, {}).get(_KEY)
 

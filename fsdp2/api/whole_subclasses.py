@@ -1,10 +1,10 @@
-"""What a whole tensor subclass is, from shards that each know a part.
+"""Reconstructs a whole tensor subclass from its shards.
 
-Shards are put together by their inner tensors (`checkpoint.inner`), because classes implement the
-operators that cut a whole one, and few that join. An inner tensor has rows for each row of the
-shard (codes, scales), or it is one for all of them (a table). Only the class knows which: it is
-asked for fewer rows, and what became shorter follows. All ranks tell each other what their shards
-say, and a whole is made only where all say the same.
+Shards are joined through their inner tensors (`checkpoint.inner`), because classes implement the
+operators that split a whole tensor but rarely those that join. An inner tensor has rows for each
+row of the shard (codes, scales), or there is one for all rows (a table). Only the class knows
+which: it is asked for fewer rows, and the inner tensors that get shorter scale with the rows. All
+ranks exchange what their shards say, and a whole is made only if they agree.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Inner:
     """An inner tensor of one part.
 
     Attributes:
-        follows: whether it has rows for each row of the part; None if the class does not show it.
-        digest: of its bytes, unless it follows.
+        follows: whether it scales with the rows of the part; None if the class does not show it.
+        digest: digest of its bytes, unless it follows.
     """
 
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class Part:
     """What one rank knows of a tensor subclass.
 
     Attributes:
-        rows: of the part; ``all_rows``: of the whole.
+        rows: rows of the part; ``all_rows``: rows of the whole.
         inner: the inner tensors, by path.
-        settings: what else the class says of the whole, in values that can be compared.
+        settings: the rest of what the class says about the whole, as comparable values.
         problem: why the whole cannot be described; empty if it can.
     """
 
@@ -59,7 +59,7 @@ class Part:
 
 
 def describe(part: Tensor, shape: Sequence[int]) -> Part:
-    """What ``part`` says of the whole tensor of ``shape``."""
+    """Describe the whole tensor of ``shape`` as far as ``part`` shows it."""
     inner = inner_of(part)
     rows, all_rows = (part.shape[0], shape[0]) if len(shape) else (1, 1)
     cut = rows != all_rows
@@ -82,12 +82,12 @@ def agreed(parts: Sequence[Part], *, equal_tables: bool = True) -> dict[str, Inn
     """The inner tensors of the whole, by path; ``follows`` is never None.
 
     Args:
-        parts: of all ranks that have one.
-        equal_tables: whether what does not follow the rows has to be the same in all parts.
+        parts: the parts of all ranks that have one.
+        equal_tables: whether inner tensors that do not follow the rows must be equal in all parts.
 
     Raises:
         NotImplementedError: if the class does not show how its parts make up the whole.
-        ValueError: if parts differ where they have to be the same.
+        ValueError: if parts differ where they must be equal.
     """
     first = parts[0]
     for part in parts:
@@ -130,7 +130,7 @@ def _agreed_inner(path: str, parts: Sequence[Part], equal_tables: bool) -> Inner
 
 
 def spread_of_inner(inner: Inner, outer: Spread) -> Spread:
-    """Where an inner tensor is, of a whole one that is where ``outer`` says.
+    """The spread of an inner tensor of a whole tensor with the spread ``outer``.
 
     Raises:
         NotImplementedError: if the tensor is not cut into rows, or not where blocks end.
@@ -138,7 +138,7 @@ def spread_of_inner(inner: Inner, outer: Spread) -> Spread:
     if not inner.follows:
         return outer.of_copies(inner.shape)
     if any(box.shape[1:] != outer.shape[1:] for _, box in outer.boxes):
-        raise NotImplementedError("it is sharded on another dim than 0")
+        raise NotImplementedError("it is sharded on a dim other than 0")
     try:
         return outer.of_rows(inner.shape)
     except ValueError as error:
@@ -148,7 +148,7 @@ def spread_of_inner(inner: Inner, outer: Spread) -> Spread:
 def assembled(
     part: Tensor, inner: Mapping[str, Tensor], shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """The whole tensor of ``shape`` like ``part``, of these ``inner`` tensors on ``device``."""
+    """Build the whole tensor of ``shape``, of the class of ``part``, from ``inner`` tensors."""
     fewer = fewer_rows(part) if len(shape) and part.shape[0] != shape[0] else None
     contexts = _contexts(part, fewer, shape, device)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def _assembled(
 
 
 def _scaled(size: Sequence[int], before: Sequence[int], now: Sequence[int]) -> tuple[int, ...]:
-    """The size of an inner tensor of a tensor whose rows are others now: it follows them."""
+    """The size of an inner tensor that follows the rows, after their number changed."""
     if not len(size) or tuple(before) == tuple(now) or size[0] != before[0]:
         return tuple(size)
     return (now[0], *size[1:])
@@ -210,7 +210,7 @@ def _contexts(
 
 
 def _for_shape(value: Any, other: Any, shapes: Any, device: torch.device | None) -> Any:
-    """``value`` of a tensor of the first of ``shapes``, for one of the last.
+    """Convert ``value`` of a tensor of the first of ``shapes`` to one of the last.
 
     Args:
         other: the same of a tensor of the second shape: what changed there depends on the rows.
@@ -245,13 +245,13 @@ def _for_shape(value: Any, other: Any, shapes: Any, device: torch.device | None)
 
 def _changes(value: Any, other: Any) -> str:
     return (
-        "its __tensor_flatten__ says something that changes with the number of rows, and only its "
-        f"class knows how: {value!r}, and {other!r} of fewer rows"
+        "its __tensor_flatten__ returns something that changes with the number of rows in a way "
+        f"only its class knows: {value!r}, and {other!r} for fewer rows"
     )
 
 
 def _comparable(value: Any, depth: int = 0) -> Any:
-    """``value`` as one that can be sent and compared: without devices, and objects by contents."""
+    """Convert ``value`` to one that can be sent and compared: no devices, objects by contents."""
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
     if isinstance(value, float | complex):

@@ -528,7 +528,7 @@ def test_what_cannot_be_copied_or_pickled() -> None:
         def __deepcopy__(self, memo: dict) -> Own:
             return Own(6, 6)
 
-    with pytest.raises(NotImplementedError, match="Own has a __deepcopy__ of its own"):
+    with pytest.raises(NotImplementedError, match="Own has its own __deepcopy__"):
         copy.deepcopy(fully_shard(Own(6, 6)))
     train_both(TRANSFORMER, model, plain, range(1, 2))
 

@@ -57,7 +57,7 @@ def unchanged(model: nn.Module, action: Callable[[], Any], *parts: str) -> None:
         assert (same.full_tensor() if isinstance(same, DTensor) else same).all(), name
 
 
-# ------------------------------------------------------------------- what is sharded already
+# ------------------------------------------------------------------- what is already sharded
 
 
 @distributed(1, 2)
@@ -65,7 +65,7 @@ def test_the_root_before_its_blocks() -> None:
     model = nn.Sequential(nn.Linear(2, 4), mlp())
     fully_shard(model)
     inner = model[1]
-    texts = ("'0.weight'", "sharded already", "unit '(root)'", "bottom-up", "blocks")
+    texts = ("'0.weight'", "already sharded", "unit '(root)'", "bottom-up", "blocks")
     unchanged(model, lambda: fully_shard(inner), *texts)
     unchanged(model, lambda: replicate(inner), *texts)
     model(torch.ones(3, 2)).sum().backward()
@@ -84,7 +84,7 @@ def test_a_block_that_torch_has_sharded() -> None:
 def test_a_block_of_a_model_that_torch_has_sharded() -> None:
     model = mlp()
     torch_fsdp.fully_shard(model)
-    texts = ("'weight'", "(Shard(dim=0),)", "torch's too", "bottom-up")
+    texts = ("'weight'", "(Shard(dim=0),)", "(or torch's)", "bottom-up")
     unchanged(model, lambda: fully_shard(model[0]), *texts)
 
 
@@ -181,7 +181,7 @@ def test_arguments_that_make_no_sense() -> None:
     for options, parts in (
         ({"ignored_params": ["1.weight"]}, ("ignored_params", "get_parameter('1.weight')")),
         ({"ignored_params": "1.weight"}, ("ignored_params", "get_parameter('1.weight')")),
-        ({"ignored_params": model[1].weight}, ("ignored_params", "put it into a set")),
+        ({"ignored_params": model[1].weight}, ("ignored_params", "put it in a set")),
         ({"ignored_params": {1}}, ("ignored_params", "but 1 is none")),
         ({"ignored_params": 1}, ("ignored_params", "but 1 is none")),
         ({"direct_min_bytes": -1}, ("direct_min_bytes", "-1")),

@@ -379,7 +379,7 @@ def test_wrong_arguments() -> None:
         replicate(layer)
     with pytest.raises(ValueError, match="replicated already: fully_shard can only be applied"):
         fully_shard(layer)
-    with pytest.raises(ValueError, match="sharded already: replicate can only be applied"):
+    with pytest.raises(ValueError, match="already sharded: replicate can only be applied"):
         replicate(fully_shard(nn.Linear(2, 2)))
     mesh = cached_mesh(2, names=("dp",))
     with pytest.raises(ValueError, match="replicate-only dims, got shard='dp'"):

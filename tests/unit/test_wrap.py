@@ -183,7 +183,7 @@ def test_policies_that_do_not_fit_the_model() -> None:
         units_of(model, "layers")
     with pytest.raises(ValueError, match="Module 'norm' is in two units"):
         units_of(model, ["norm", ("norm", "head")])
-    with pytest.raises(ValueError, match="named the module 'nope', which is not there"):
+    with pytest.raises(ValueError, match="named the module 'nope', which does not exist"):
         units_of(model, lambda model: ["nope"])
     with pytest.raises(TypeError, match="wrap must be 'auto'"):
         units_of(model, 3)
