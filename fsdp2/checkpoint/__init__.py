@@ -1,6 +1,6 @@
 """Sharded checkpoints: ordinary safetensors files, written and read without communication.
 
-`save_model` and `load_model` are for weights; `Checkpointer` for the exact state of training.
+`save_model` and `load_model` handle weights, `Checkpointer` the exact state of training.
 """
 
 from .checkpointer import Checkpointer, Loaded, peek

@@ -1,8 +1,8 @@
-"""What ranks have to agree on without collectives: through the store they met by.
+"""Lets ranks agree without collectives, through the process group's key-value store.
 
-The key-value store of the default process group is there on every backend. It carries a few
-bytes per save or load: the name of the run, and which checkpoint is the latest. No tensor and no
-collective is involved, and with one process nothing is.
+Every backend's default process group has a key-value store. It carries a few bytes per save or
+load: the name of the run, and which checkpoint is the latest. No tensors and no collectives are
+involved; with one process, the store is not used either.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def the_store() -> dist.Store | None:
-    """The store by which the processes met; None with one process."""
+    """The key-value store of the default process group; None with one process."""
     if len(all_ranks()) == 1:
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 def run_nonce() -> str:
-    """Random hexadecimal digits, the same on all ranks of this run, different in every run."""
+    """Random hexadecimal digits, equal on all ranks of this run and different in every run."""
     store = the_store()
     key = id(store)
     if key not in _run:
@@ -45,7 +45,7 @@ def run_nonce() -> str:
 
 
 def _agree(store: dist.Store, key: str, value: str) -> str:
-    """The value that the first rank to ask proposed."""
+    """The value proposed by whichever rank asks first."""
     if store.add(f"{key}/count", 1) == 1:
         store.set(f"{key}/value", value)
     with explained("agreeing on the name of the run, for checkpoints,", all_ranks()):
@@ -56,7 +56,7 @@ def _agree(store: dist.Store, key: str, value: str) -> str:
 def next_nonce(path: Path) -> str:
     """A nonce for the next attempt to save ``path``: every rank counts its own attempts.
 
-    Restarts within a run (torchrun's) get other nonces by their number.
+    Restarts within a run (by torchrun) get other nonces, derived from the restart count.
     """
     key = os.path.abspath(path)
     _attempts[key] += 1
@@ -65,7 +65,7 @@ def next_nonce(path: Path) -> str:
 
 
 def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
-    """What the first of ``ranks`` says; the others wait for it. Every rank asks equally often."""
+    """The value of the first of ``ranks``; the others wait for it. All ranks must call it."""
     store = the_store()
     if store is None or len(ranks) == 1:
         return value
@@ -80,14 +80,14 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
 
 
 def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
-    """Check that all ranks see the same folder: the first leaves a file, the others look for it.
+    """Check that all ranks see the same folder: the first writes a file, the others look for it.
 
     Raises:
         CheckpointError: on a rank that does not see it, as with a folder on a node's own disk.
     """
     if len(ranks) == 1:
         return
-    # A name of its own for every call: the first rank may be ahead of the others.
+    # A new name for every call: the first rank may be ahead of the others.
     token = f".fsdp2-seen-{run_nonce()}-{next(_looks)}"
     if this_rank() == ranks[0]:
         try:
@@ -98,7 +98,7 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
     name = said_by_first(f"shared/{folder}", token, ranks)
     if not name:
         raise CheckpointError(f"Rank {ranks[0]} cannot write to {folder}")
-    # A look at the folder itself refreshes what network file systems remember of it.
+    # Listing the folder refreshes what network file systems have cached of it.
     if name not in os.listdir(folder):
         raise CheckpointError(
             f"Rank {this_rank()} does not see in {folder} what rank {ranks[0]} wrote there: a "

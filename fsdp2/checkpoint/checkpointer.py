@@ -47,13 +47,13 @@ class Loaded(LoadReport):
     """What `Checkpointer.load` found.
 
     Attributes:
-        step: that was loaded.
-        extra: what this rank passed to `save` as ``extra``; the first rank's if this rank did not
-            take part.
-        extra_of_ranks: of every rank that saved.
-        same_ranks: whether as many ranks saved as load. If not, the state of random number
-            generators and of buffers that ranks had different values of is the first rank's, or
-            stays.
+        step: the step that was loaded.
+        extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
+            not take part.
+        extra_of_ranks: the ``extra`` of every rank that saved.
+        same_ranks: whether the number of ranks is the same as when saving. If not, random number
+            generators and buffers that differed between ranks take the first rank's state, or
+            stay unchanged.
     """
 
     step: int = 0
@@ -65,18 +65,18 @@ class Loaded(LoadReport):
 class Checkpointer:
     """Saves and loads the exact state of a training run, on any number of ranks.
 
-    All ranks make one and call the same methods in the same order. Nothing is communicated but a
-    few bytes at the start.
+    All ranks create one and call the same methods in the same order. Only a few bytes are
+    communicated, at the start.
 
     Args:
-        root: the folder of the checkpoints; made if its parent exists.
+        root: the folder of the checkpoints; created if its parent exists.
         keep: how many committed steps to keep; None: all.
         layout, max_file_bytes, ranks, rank_local: as for `save_model`.
-        grace_s: leftovers of attempts in which nothing was written for so many seconds are
-            removed by a later save.
+        grace_s: a later save removes an unfinished attempt if nothing was written to it for this
+            many seconds.
 
     Raises:
-        CheckpointError: if the folder cannot be made, or not all ranks see the same one.
+        CheckpointError: if the folder cannot be created, or not all ranks see the same one.
 
     Example::
 
@@ -140,32 +140,31 @@ class Checkpointer:
         blocking: bool = True,
         timeout: float | None = 600.0,
     ) -> SaveHandle:
-        """Save everything that training needs to go on after ``step``.
+        """Save everything that training needs to resume after ``step``.
 
-        Saved too, without being asked for: buffers as this rank has them, and the state of random
-        number generators.
+        This rank's buffers and the state of random number generators are always saved too.
 
         Args:
-            step: not negative; names the checkpoint.
-            model: the module that is trained.
-            optimizer: one, or several; their parameters must be the model's.
+            step: the step number, at least 0; names the checkpoint.
+            model: the module being trained.
+            optimizer: an optimizer, or several; their parameters must be the model's.
             scheduler: anything with ``state_dict`` and ``load_state_dict``, or several.
-            extra: what else this rank needs: numbers, strings, tensors and lists and dicts of
-                them (the position in the data, say). May differ between ranks.
-            blocking: False: return once this rank's bytes are copied to buffers, which are kept
-                for the next save; a thread writes them. If an earlier save is still being
-                written, it is waited for, and its error raised here.
-            timeout: seconds that a blocking save waits for the other ranks.
+            extra: other state that this rank needs, such as the position in the data: numbers,
+                strings, tensors, and lists and dicts of them. May differ between ranks.
+            blocking: False returns once this rank's bytes are copied to buffers (reused by the
+                next save); a thread writes them. If an earlier save is still being written, this
+                call first waits for it and raises its error.
+            timeout: how many seconds a blocking save waits for the other ranks.
 
         Returns:
             A handle; with ``blocking`` the checkpoint is committed.
 
         Raises:
-            CheckpointExists: if the step was saved before.
+            CheckpointExists: if the step has already been saved.
             CheckpointError: if the state cannot be saved, or ranks disagree; or if other ranks
                 never called the save before this one, so that it will never be committed.
             TimeoutError: if ``blocking``, naming the ranks that are waited for.
-            TypeError: if ``extra`` or a state holds what is no plain value, with its place.
+            TypeError: if ``extra`` or a state holds something other than plain values; says where.
             OSError: if the disk is full or broken; earlier checkpoints stay as they are.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -223,10 +222,10 @@ class Checkpointer:
         return captured
 
     def _finish_last(self) -> None:
-        """Wait for an earlier save to be written; try once more to commit it.
+        """Wait until the earlier save is written, and try once more to commit it.
 
         Raises:
-            CheckpointError: if there are ranks that never called that save; again and again.
+            CheckpointError: if some ranks never called that save; every later call raises it too.
         """
         thread, self._thread = self._thread, None
         last, self._last = self._last, None
@@ -240,15 +239,15 @@ class Checkpointer:
                 self._last = None
 
     def _check_group(self) -> None:
-        """Check that the ranks are those of which this was made.
+        """Check that the ranks are the same as when this object was created.
 
         Raises:
-            CheckpointError: if it was made before the process group, or that is gone.
+            CheckpointError: if it was created before the process group, or that was destroyed.
         """
         if all_ranks() != self._world:
             raise CheckpointError(
                 f"This Checkpointer of {self.root} was made when there were {len(self._world)} "
-                f"ranks, and now there are {len(all_ranks())}: make it after "
+                f"ranks, but now there are {len(all_ranks())}: make it after "
                 "init_process_group(), and use it before destroy_process_group()"
             )
 
@@ -257,7 +256,7 @@ class Checkpointer:
 
         Raises:
             TimeoutError: after ``timeout`` seconds.
-            CheckpointError: or what else the save raised.
+            CheckpointError: or whatever else the save raised.
         """
         last = self._last
         if last is not None:
@@ -265,7 +264,7 @@ class Checkpointer:
             self._prune(last)
 
     def close(self, timeout: float | None = 600.0) -> None:
-        """Wait for the last save; afterwards nothing is under way."""
+        """Wait for the last save to finish."""
         try:
             self.wait(timeout)
         finally:
@@ -287,15 +286,15 @@ class Checkpointer:
         with self._disk.directory(self.root) as root:
             for step in self.steps()[: -self.keep]:
                 name = _find(self.root, step).name
-                # Renamed first: a checkpoint is whole or not there.
+                # Renamed first, so that a checkpoint is either complete or absent.
                 trash = f".{name}.{handle._job.attempt.nonce}.tmp"
                 self._disk.rename(name, trash, root)
                 self._disk.remove_tree(trash, root)
 
-    # -- what is there ----------------------------------------------------------------------
+    # -- listing --------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed, oldest first."""
+        """The committed steps, oldest first."""
         return steps_in(self.root)
 
     # -- loading ----------------------------------------------------------------------------
@@ -319,12 +318,12 @@ class Checkpointer:
         Everything is checked before anything is changed (see ``keep_on_error``).
 
         Args:
-            step: its number, or "latest": the first rank looks, and all load the same.
-            model, optimizer, scheduler: what to load into; like what was saved. None: leave out.
-                The optimizer needs no state yet.
+            step: its number, or "latest": the first rank decides, and all load the same step.
+            model, optimizer, scheduler: what to load into, matching what was saved. None: do not
+                load it. The optimizer needs no state yet.
             strict, cast, verify_checksums, device: as for `load_model`.
-            keep_on_error: as for `load_model`, and of an optimizer: state that it has is kept.
-                State that it does not have yet is read once in any case.
+            keep_on_error: as for `load_model`, and also for the optimizer's existing state. State
+                that the optimizer does not have yet is always read once.
             random_state: restore random number generators, if as many ranks load as saved.
 
         Raises:
@@ -335,7 +334,7 @@ class Checkpointer:
         try:
             self._finish_last()
         except CheckpointError as error:
-            # Raised on this rank alone it would leave the others waiting.
+            # Raising on this rank alone would leave the others waiting.
             warnings.warn(f"{error}. What is committed is loaded", stacklevel=2)
         number = self._resolve(step)
         with open_source(_find(self.root, number)) as source:
@@ -423,7 +422,7 @@ class Checkpointer:
         own: dict[str, Tensor],
         values: dict[str, Any],
     ) -> None:
-        """What was not read from the checkpoint's files just now."""
+        """Restore the state that is not in the safetensors files."""
         if load_optimizers is not None:
             load_optimizers.apply()
         if model is not None:
@@ -435,9 +434,9 @@ class Checkpointer:
 
 
 def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
-    """What a `Checkpointer` saved besides tensors, read by one process on its own.
+    """Read what a `Checkpointer` saved besides tensors, in one process on its own.
 
-    For a program that has to know its options before it makes processes and a model.
+    For a program that needs its options before it starts processes and builds a model.
 
     Args:
         root: the folder of the checkpoints.
@@ -448,7 +447,7 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
 
     Raises:
         CheckpointNotFound: if there is no such step.
-        CorruptCheckpoint: if it is damaged.
+        CorruptCheckpoint: if the checkpoint is damaged.
 
     Example::
 
@@ -468,7 +467,7 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
 
 
 def steps_in(root: Path) -> list[int]:
-    """The steps that are committed in a `Checkpointer`'s folder, oldest first."""
+    """The committed steps in a `Checkpointer`'s folder, oldest first."""
     if not root.is_dir():
         return []
     return sorted(
@@ -487,10 +486,10 @@ def _find(root: Path, step: int) -> Path:
 
 
 def _number(step: int | str, root: Path) -> int:
-    """A step that was given as a number, or as a string of digits.
+    """Convert a step given as a number or a string of digits.
 
     Raises:
-        ValueError: for anything else, with the steps that there are.
+        ValueError: for anything else; lists the existing steps.
     """
     is_whole = isinstance(step, int) and not isinstance(step, bool)
     if is_whole or (isinstance(step, str) and step.isdecimal()):
@@ -507,22 +506,22 @@ def _number(step: int | str, root: Path) -> int:
 
 
 def _shown(value: Any) -> str:
-    """For messages, in which modules and optimizers would be too long."""
+    """A short form for messages, where modules and optimizers would be too long."""
     return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def _nothing_in(root: Path) -> CheckpointNotFound:
-    """For a folder without steps: what it may be."""
+    """The error for a folder without steps, with a guess at what it is."""
     advice = ""
     if not root.is_dir():
         advice = ": there is no such folder"
     elif (root / FOLDER).is_dir():
         advice = (
-            ": it is a checkpoint itself. A Checkpointer is given the folder that holds its steps; "
-            "load_model reads the weights of one"
+            ": it is itself a checkpoint. Pass the folder that holds the steps to Checkpointer, or "
+            "read its weights with load_model"
         )
     elif (root / ".metadata").exists():
-        advice = ": it is a checkpoint of torch.distributed.checkpoint, which is to load it"
+        advice = ": it is a checkpoint of torch.distributed.checkpoint; load it with that"
     return CheckpointNotFound(f"{root} has no committed checkpoint{advice}")
 
 
@@ -540,7 +539,7 @@ def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
 
 
 def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
-    """Optimizer values of this rank first, then those of names that only other ranks know."""
+    """Optimizer values of this rank, plus those under names that only other ranks have."""
     if "optimizers" not in values[mine]:
         return {}
     groups: list[Any] = []

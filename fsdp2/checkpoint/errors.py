@@ -1,20 +1,20 @@
-"""What goes wrong with checkpoints, by what the user has to do about it."""
+"""Checkpoint errors, one class per remedy."""
 
 
 class CheckpointError(RuntimeError):
-    """Anything that this package raises about a checkpoint."""
+    """Base class of this package's checkpoint errors."""
 
 
 class CorruptCheckpoint(CheckpointError):
-    """The files are not what was written, or are no checkpoint: load another one."""
+    """The files are damaged or not a checkpoint: load another one."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint is sound but is not one of this model: names, shapes or dtypes differ."""
+    """The checkpoint is intact but does not fit the model: names, shapes or dtypes differ."""
 
 
 class CheckpointExists(CheckpointError):
-    """There is a checkpoint of that name already; nothing was written into it."""
+    """A checkpoint of that name already exists; nothing was written into it."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -22,7 +22,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 def some(names, limit: int = 8) -> str:
-    """A list of names for a message, cut where it gets long."""
+    """Format names for a message, truncating long lists."""
     names = list(names)
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,4 +1,4 @@
-"""Weights alone: `save_model` and `load_model`, for sharded and for plain modules."""
+"""`save_model` and `load_model`: weights only, for sharded and plain modules."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ def save_model(
 ) -> SaveHandle:
     """Save the weights of ``model`` as an ordinary safetensors checkpoint in the folder ``path``.
 
-    Every rank writes its own byte ranges into the final files, without communication; the folder
-    appears, complete, when the last rank is done. With few files or none, ``path`` looks as
-    Hugging Face's ``save_pretrained`` leaves it (without the configuration, which is the
-    caller's to add) and is read by ``from_pretrained`` and ``safetensors.torch.load_file``.
+    Every rank writes its own byte ranges into the final files, without communication; the complete
+    folder appears when the last rank is done. It has the layout of Hugging Face's
+    ``save_pretrained`` (without the configuration, which the caller adds), and ``from_pretrained``
+    and ``safetensors.torch.load_file`` can read it.
 
     Args:
-        model: sharded by this package, by torch's FSDP2, tensor-parallel, or a plain module.
-            Parameters that several names refer to are saved once.
+        model: a module sharded by this package or torch's FSDP2, tensor-parallel, or plain.
+            Tied parameters are saved once.
         path: a folder that does not exist yet; its parent must exist.
         layout: "shared": final files of whole tensors; "per-rank": one file of shards per rank
-            (for object stores; ``fsdp2 ckpt export`` makes final files of it); "auto": shared
-            unless a rank's ranges would be many and tiny.
-        max_file_bytes: of one file.
-        ranks: the global ranks that call this; all of them by default. Pass ``[0]`` where only
+            (for object stores; ``fsdp2 ckpt export`` converts it to final files); "auto": shared
+            unless a rank would write many tiny ranges.
+        max_file_bytes: maximum size of one file.
+        ranks: the global ranks that call this; all of them by default. Pass ``[0]`` if only
             rank 0 saves a model that it holds whole.
-        rank_local: tells by name which tensors the other ranks of the model do not have: plain
-            ones of this rank alone (its experts, say), DTensors of the ranks of their own mesh.
-            By default plain tensors are the same on all ranks, and DTensors on a slice of a
-            mesh the same on every slice (data parallel beside tensor parallel).
-        timeout: seconds to wait for the other ranks; None: for ever.
+        rank_local: called with a name; tells whether the other ranks of the model lack this
+            tensor: a plain one that only this rank has (such as its experts), or a DTensor that
+            only the ranks of its own mesh have. By default plain tensors are equal on all ranks,
+            and DTensors on a slice of a mesh are equal on every slice (data parallel combined
+            with tensor parallel).
+        timeout: seconds to wait for the other ranks; None: forever.
 
     Returns:
         A handle on the committed checkpoint.
@@ -61,8 +62,8 @@ def save_model(
     Raises:
         CheckpointExists: if ``path`` exists.
         CheckpointError: if the parent is missing or read-only, or ranks disagree.
-        TimeoutError: naming the ranks that have not called it, or not finished.
-        OSError: if the disk is full or broken; nothing appears under ``path`` then.
+        TimeoutError: names the ranks that have not called it or not finished.
+        OSError: if the disk is full or broken; then nothing appears under ``path``.
 
     Example::
 
@@ -73,12 +74,12 @@ def save_model(
     check_model(model)
     members = tuple(sorted(ranks)) if ranks is not None else all_ranks()
     if this_rank() not in members:
-        raise ValueError(f"Rank {this_rank()} calls save_model and is not in ranks={members}")
+        raise ValueError(f"Rank {this_rank()} called save_model but is not in ranks={members}")
     target = Path(os.path.abspath(path))
     call = RollCall(target, this_rank(), members)
     with call.called():
         captured = capture(model, (), members, this_rank(), rank_local)
-        # Own buffers are of use only to the training that made them.
+        # Per-rank buffers are useful only to the training run that made them.
         captured.own.clear()
         check_parent(target)
         check_shared(target.parent, members)
@@ -99,13 +100,13 @@ def save_model(
 
 
 def check_parent(target: Path) -> None:
-    """Check that the folder that ``target`` goes to is there.
+    """Check that the parent folder of ``target`` exists.
 
     Raises:
         CheckpointError: if it is not.
     """
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is no folder: make it before saving")
+        raise CheckpointError(f"{target.parent} is not a folder: create it before saving")
 
 
 def load_model(
@@ -119,35 +120,35 @@ def load_model(
     names: NameMap = None,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Load weights into ``model``: each rank reads the bytes of its own shards, and no others.
+    """Load weights into ``model``; each rank reads only the bytes of its own shards.
 
     Args:
         model: as for `save_model`, sharded over any number of ranks. Parameters and buffers on
             the meta device get memory first.
-        path: a folder, index or safetensors file: of `save_model`, of a `Checkpointer`'s step, or
-            any safetensors checkpoint of the Hugging Face kind.
-        strict: names that only one of the two has are an error.
-        cast: convert where dtypes differ, instead of refusing.
-        verify_checksums: compare every block read with the checksum it was written with.
+        path: a folder, index or safetensors file: from `save_model`, a step of a `Checkpointer`,
+            or any safetensors checkpoint in Hugging Face's layout.
+        strict: raise if a name is missing from the model or the checkpoint.
+        cast: convert dtypes that differ instead of raising.
+        verify_checksums: check every block read against the checksum it was written with.
             Checkpoints of other libraries have none.
-        keep_on_error: if a block turns out to be damaged, the model is as it was. For that, the
-            bytes of a model that holds values are read twice, once to compare them and once into
-            place, unless they are few (32 MiB). With False they are read once, and after an
-            error the model holds part of the checkpoint: right where its values are worth
-            nothing, as after ``to_empty()``. A model on the meta device needs neither: its
-            bytes are read once, and it is as it was after an error.
-        names: translates the model's names into the checkpoint's: a dict (other names stay) or a
+        keep_on_error: leave the model unchanged if a block turns out to be damaged. To do so, the
+            bytes of a model that holds values are read twice, first to verify them and then into
+            place, unless there are few (up to 32 MiB). With False they are read once, and after
+            an error the model holds part of the checkpoint; that is fine if its values are
+            meaningless, as after ``to_empty()``. For a model on the meta device, bytes are always
+            read once, and an error leaves it unchanged.
+        names: translates the model's names to the checkpoint's: a dict (other names stay) or a
             function.
-        device: for tensors on the meta device; by default that of their mesh, for buffers that of
-            the parameters' mesh, for plain models the CPU.
+        device: where to put tensors that are on the meta device. The default is the device of
+            their mesh, for buffers that of the parameters' mesh, for plain models the CPU.
 
     Returns:
         What was missing, unexpected and verified.
 
     Raises:
         CheckpointNotFound: if there is nothing at ``path``.
-        CorruptCheckpoint: if a file is damaged; the model is as it was (see ``keep_on_error``).
-        CheckpointMismatch: if names, shapes or dtypes do not fit; the model is as it was.
+        CorruptCheckpoint: if a file is damaged; the model is unchanged (see ``keep_on_error``).
+        CheckpointMismatch: if names, shapes or dtypes do not fit; the model is unchanged.
 
     Example::
 
@@ -174,7 +175,7 @@ def load_model(
 
 
 def _extra_state_in(source: Source, rank: int) -> dict[str, Any]:
-    """Of this rank, or of the first if this one did not take part; encoded."""
+    """The encoded extra state of this rank, or of the first if this one did not take part."""
     if not source.manifests:
         return {}
     saved_by = rank if rank in source.manifests else min(source.manifests)

@@ -149,7 +149,7 @@ def test_a_checkpointer_made_for_other_ranks_is_refused() -> None:
     with shared_folder() as root:
         checkpoints = Checkpointer(root)
         checkpoints._world = (0,)  # as before init_process_group
-        with pytest.raises(CheckpointError, match=r"made when there were 1 ranks, and now .* 2"):
+        with pytest.raises(CheckpointError, match=r"made when there were 1 ranks, but now .* 2"):
             checkpoints.save(1, model=nn.Linear(2, 2))
         with pytest.raises(CheckpointError, match="make it after init_process_group"):
             checkpoints.load(model=nn.Linear(2, 2))

@@ -393,7 +393,7 @@ def test_wrong_calls(tmp_path: Path, trained: Any) -> None:
         Checkpointer(tmp_path / "x", layout="both")
     with pytest.raises(ValueError, match=r"Rank 0 is not in ranks=\(1, 2\)"):
         Checkpointer(tmp_path / "x", ranks=[2, 1])
-    with pytest.raises(ValueError, match=r"Rank 0 calls save_model and is not in ranks=\(1,\)"):
+    with pytest.raises(ValueError, match=r"Rank 0 called save_model but is not in ranks=\(1,\)"):
         save_model(model, tmp_path / "x", ranks=[1])
     assert not (tmp_path / "x").exists()
 

@@ -108,12 +108,12 @@ SLIPS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda top: Checkpointer(top / "weights").load(model=two_layers()),
         CheckpointNotFound,
-        "it is a checkpoint itself",
+        "it is itself a checkpoint",
     ),
     (
         lambda top: Checkpointer(top / "run" / "step-000001").load(model=two_layers()),
         CheckpointNotFound,
-        "it is a checkpoint itself",
+        "it is itself a checkpoint",
     ),
     (
         lambda top: Checkpointer(top / "run").load(7, model=two_layers()),
