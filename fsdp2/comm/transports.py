@@ -378,7 +378,7 @@ class Exchange:
         tag: int,
     ) -> Finish | None:
         layout = bucket.layout
-        wire = bucket.wire_dtype
+        wire = bucket.wire_dtype(plan)
         parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
         for i in plan.direct:
             grad = _as_dtype(grads[i], wire).view(-1)

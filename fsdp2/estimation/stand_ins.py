@@ -298,7 +298,7 @@ class _CountingExchange(Exchange):
     ) -> Finish | None:
         assert isinstance(bucket, CountedBucket)
         account, layout = self.replay.account, bucket.layout
-        wire, wide = bucket.wire_dtype, bucket.reduce_dtype
+        wire, wide = bucket.wire_dtype(plan), bucket.reduce_dtype
         held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, wide))
         staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0

@@ -264,7 +264,7 @@ class ParamGroup:
             bucket, scatter = self.buckets[index], self.transports[index].scatter
             must_copy_in = () if scatter is None else scatter.must_copy_in(bucket)
             casts = scatter is not None and not sums and scatter.casts(bucket)
-            plan = ReducePlan(bucket.layout, sorted(present), must_copy_in, casts=casts)
+            plan = ReducePlan(bucket.layout, sorted(present), must_copy_in, casts=casts, sums=sums)
             self._reduce_plans[key] = plan
         return plan
 

@@ -203,7 +203,6 @@ class UnitGrads:
                 self._fill_unused(bucket, grads)
             if grads and self._follows_autograd(bucket):
                 bucket.widen(grads.values())
-            bucket.choose_wire(narrow=not sums)
             present: Collection[int] = grads.keys()
             if final and config.all_reduce_grads and bucket.partial_present:
                 if not grads:

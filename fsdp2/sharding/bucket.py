@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
 from .param import ShardedParam, own_rows, storage_part, with_own_storage
+from .reduce_plan import ReducePlan
 from .references import References
 
 # Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
@@ -126,7 +126,7 @@ class GradientStore:
         for i in range(len(params)):
             # Not a view of it, so that what `to_local` gives is counted.
             self.dtensors[i]._local_tensor = self.locals[i]
-        self._outputs: dict[Any, list[torch.Tensor]] = {}
+        self._outputs: dict[ReducePlan, list[torch.Tensor]] = {}
         self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
 
@@ -139,7 +139,7 @@ class GradientStore:
     def _count_storage_uses(self) -> int:
         return torch._C._storage_Use_Count(self.storage._cdata)
 
-    def outputs(self, plan: Any) -> list[torch.Tensor]:
+    def outputs(self, plan: ReducePlan) -> list[torch.Tensor]:
         """Views for a reduction that writes in place, made once per plan."""
         outs = self._outputs.get(plan)
         if outs is None:
@@ -195,6 +195,7 @@ class Bucket:
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
         reduce_dtype, grad_dtype: in which gradients are summed over ranks, and left to users.
+        widens: whether ``reduce_dtype`` is wider than the dtype of computation.
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
         plan: of the gather over all shards; ``secondary`` of the one after forward, if any.
@@ -226,7 +227,7 @@ class Bucket:
         self.reduce_dtype = reduce_dtype
         self.grad_dtype = grad_dtype
         self.keeps_dtypes = False
-        self.wire_dtype = reduce_dtype  # of gradients on their way, where a transport widens them
+        self.widens = gather_dtype.itemsize < reduce_dtype.itemsize
         self.device = device
         self.shard_device = shard_device
         self.pin_memory = pin_memory
@@ -445,12 +446,10 @@ class Bucket:
         piece = self.gathered.piece(self.layout.slots[i].full_offset)
         resize(self.gathered.storages[piece], 0)
 
-    def choose_wire(self, *, narrow: bool) -> None:
-        """Whether the gradients to reduce now are those of one backward, in the dtype of
-        computation, which need not be widened before they are sent. The same on every rank."""
-        follows = not self.params[0].grad_dtype_is_set
-        narrow = narrow and follows and self.widens
-        self.wire_dtype = self.gather_dtype if narrow else self.reduce_dtype
+    def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
+        """The dtype that direct gradients travel in, where a transport widens them on arrival."""
+        narrow = self.widens and not plan.sums and not self.params[0].grad_dtype_is_set
+        return self.gather_dtype if narrow else self.reduce_dtype
 
     def keep_dtypes(self) -> None:
         """Take gradients in the dtype that autograd makes, as they are widened anyway.
@@ -463,11 +462,6 @@ class Bucket:
             for _, unsharded in self.unsharded:
                 unsharded.grad_dtype = None
 
-    @property
-    def widens(self) -> bool:
-        """Whether reductions are in a wider dtype than computation."""
-        return self.gather_dtype.itemsize < self.reduce_dtype.itemsize
-
     def widen(self, grads: Collection[torch.Tensor]) -> None:
         """Autograd may make gradients of any dtype (``grad_dtype`` None): reduce in the widest."""
         wide = self.reduce_dtype
@@ -475,6 +469,7 @@ class Bucket:
             wide = torch.promote_types(wide, grad.dtype)
         if wide != self.reduce_dtype:
             self.reduce_dtype = self.grad_dtype = wide
+            self.widens = self.gather_dtype.itemsize < wide.itemsize
             self.grads = None
 
     def is_reducing(self, i: int) -> bool:

@@ -26,8 +26,9 @@ between direct shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 ALIGN_BYTES = 16  # of every slice of a collective
@@ -112,17 +113,17 @@ class BucketLayout:
         assert self.pack_offset + self.pack_numel == self.shard_numel
         assert self.pack_full_offset + self.num_shards * self.pack_numel <= self.gathered_numel
 
-    @property
+    @cached_property
     def direct(self) -> tuple[int, ...]:
         """Indices of direct slots, in storage order."""
         return self._ordered(lambda s: s.direct)
 
-    @property
+    @cached_property
     def packed(self) -> tuple[int, ...]:
         """Indices of packed slots, in storage order."""
         return self._ordered(lambda s: not s.direct)
 
-    @property
+    @cached_property
     def tail(self) -> tuple[int, ...]:
         """Indices of the slots in the reduce-scatter tail, in storage order."""
         return self._ordered(lambda s: s.shard_offset >= self.tail_offset)
@@ -132,7 +133,7 @@ class BucketLayout:
         """Elements of the gathered storage that hold no parameter and no packed copy."""
         return sum(slot.full_numel - prod(slot.shape) for slot in self.slots)
 
-    def _ordered(self, keep) -> tuple[int, ...]:
+    def _ordered(self, keep: Callable[[Slot], bool]) -> tuple[int, ...]:
         chosen = [i for i, slot in enumerate(self.slots) if keep(slot)]
         return tuple(sorted(chosen, key=lambda i: self.slots[i].shard_offset))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +37,7 @@ class DataParallelMesh:
     full_mesh: DeviceMesh | None = None
     full_mesh_dims: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.num_shards * self.num_replicas

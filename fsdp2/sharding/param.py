@@ -13,7 +13,7 @@ that own it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -59,6 +59,9 @@ class TensorSpec:
     shape: torch.Size
     stride: tuple[int, ...]
     data_parallel: tuple[int, ...] = ()
+    _specs: dict[torch.dtype, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def without_data_parallel(self, name: str) -> TensorSpec | None:
         """The layout over the other dims of the mesh; None if there are none.
@@ -94,14 +97,21 @@ class TensorSpec:
         Where users read it, ``local`` should lie at the beginning of its storage
         (`with_own_storage`): torch.compile wants the same offset of both.
         """
+        # Gradients are wrapped in every step, and `DTensor.from_local` costs more than the launch
+        # of a collective: torch's own layout is made once per dtype and shared, as operators do.
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            whole = torch.empty(self.shape, dtype=local.dtype, device="meta")
+            made = dtensor_over(whole, self.mesh, self.placements, self.shape, self.stride)
+            spec = self._specs[local.dtype] = made._spec
+        if not local.storage_offset():
+            return DTensor(local, spec, requires_grad=False)
         with torch.no_grad():
             # A DTensor takes over the storage offset, but not the storage: with an offset it
             # seems to have data, which `copy.deepcopy` and pickle then look for.
-            offset = local.storage_offset()
-            seen = local.as_strided(local.shape, local.stride(), 0) if offset else local
-            made = dtensor_over(seen, self.mesh, self.placements, self.shape, self.stride)
-            if offset:
-                made._local_tensor = local.view_as(local)
+            seen = local.as_strided(local.shape, local.stride(), 0)
+            made = DTensor(seen, spec, requires_grad=False)
+            made._local_tensor = local.view_as(local)
             return made
 
 

@@ -26,21 +26,9 @@ class ReducePlan:
         covered: slots whose sharded gradient is written.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
         shapes: of the padded shard of each direct slot.
+        sums: gradients may be sums of several backwards, in the dtype of the reduction already.
         ranges: ``spans`` with neighbours merged.
     """
-
-    __slots__ = (
-        "all_simple",
-        "copied_in",
-        "covered",
-        "direct",
-        "numel",
-        "present",
-        "ranges",
-        "shapes",
-        "spans",
-        "stage_offset",
-    )
 
     def __init__(
         self,
@@ -49,6 +37,7 @@ class ReducePlan:
         must_copy_in: Sequence[int],
         *,
         casts: bool = False,
+        sums: bool = False,
     ) -> None:
         """
         Args:
@@ -58,6 +47,7 @@ class ReducePlan:
                 the buffer: one kernel, and one entry of the batch.
         """
         self.present = tuple(present)
+        self.sums = sums
         has_stage = any(i in must_copy_in and layout.slots[i].shard_numel for i in present)
         self.copied_in = tuple(must_copy_in) if has_stage else ()
         if casts and (has_stage or not must_copy_in):
