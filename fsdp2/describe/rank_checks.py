@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange
 from ..runtime.comparison import all_values, by_ranks, describe, last_order, name_of
 from ..runtime.unit import Unit, units_in
+from ..sharding.param import ShardedParam
 
 
 def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float = 60.0) -> None:
@@ -61,8 +64,9 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
     """Inside, ranks meet before each gather and reduction, and compare what comes next.
 
     A rank that runs another module, reduces other gradients or stops early is then an error that
-    names it, where it was a hang. Each step costs a message to the store of the default process
-    group per unit and rank: to find a fault, not to train with.
+    names it, where it was a hang. Tensor-parallel ranks meet before each sum of a partial gradient
+    too, and compare whether it is made at once or at the end of backward. Each step costs a message
+    to the store of the default process group per unit and rank: to find a fault, not to train with.
 
     Args:
         model: sharded, or with sharded modules inside.
@@ -88,6 +92,7 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
         for unit in all_units:
             vars(unit).pop("start_unshard", None)
             vars(unit.gradients).pop("make_reductions", None)
+            vars(unit.gradients.deferred).pop("choose_group", None)
 
 
 def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
@@ -120,7 +125,21 @@ def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
             _meet(exchange, f"reduce '{name}' ({', '.join(grads)})")
         return reductions
 
+    deferred = unit.gradients.deferred
+    choose_group = deferred.choose_group
+
+    def choose(param: ShardedParam, grad: torch.Tensor, *, may_wait: bool) -> Any:
+        group = choose_group(param, grad, may_wait=may_wait)
+        over = param.summed_over(grad)
+        if over is not None:
+            ranks = tuple(dist.get_process_group_ranks(over))
+            when = "at once" if group is None else "at the end of backward"
+            of_sum = StoreExchange("watch", ranks, exchange.timeout_s)
+            _meet(of_sum, f"sum the gradient of '{param.fqn}' {when}")
+        return group
+
     vars(unit)["start_unshard"] = gather
+    vars(deferred)["choose_group"] = choose
     vars(unit.gradients)["make_reductions"] = reduce
 
 

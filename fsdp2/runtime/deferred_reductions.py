@@ -37,16 +37,27 @@ class DeferredReductions:
             may_wait: whether ``.grad`` may be incomplete until the end of this backward, and no
                 earlier reduction writes it.
         """
-        group = self.groups.get(param)
-        if group is None and may_wait and _may_be_late(param, grad):
-            group = param.summed_over(grad)
-            if group is not None:
-                self.groups[param] = group
+        group = self.choose_group(param, grad, may_wait=may_wait)
         if group is None:
             return param.local_gradient(grad)
         if param.summed_over(grad) is group:
             return param.local_gradient(grad, summed=False)
         return param.local_gradient(grad) / group.size()  # complete, beside partial ones
+
+    def choose_group(
+        self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool
+    ) -> dist.ProcessGroup | None:
+        """The ranks over which this gradient is summed at the end of backward; None: at once.
+
+        Hooks and an earlier ``.grad``, which one rank alone may have, take part in the choice:
+        `watch_ranks` compares it.
+        """
+        group = self.groups.get(param)
+        if group is None and may_wait and _may_be_late(param, grad):
+            group = param.summed_over(grad)
+            if group is not None:
+                self.groups[param] = group
+        return group
 
     def forget(self) -> None:
         """Backward is over, or failed."""

@@ -82,7 +82,7 @@ class UnitGrads:
 
         Args:
             direct_only: only of parameters that are not packed.
-            may_sum_late: whether this is the last backward before somebody looks at ``.grad``.
+            may_defer: whether this is the last backward before somebody looks at ``.grad``.
         """
         may_defer = may_defer and self._may_defer()
         taken = []

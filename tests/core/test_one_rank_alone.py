@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -207,15 +209,47 @@ def test_what_one_rank_alone_does_to_a_model_is_named(what: str) -> None:
         step(model, dist.get_rank() == 1)
 
 
+def tensor_parallel() -> Any:
+    """A norm whose gradients are partial sums, between layers that are split over two ranks."""
+    mesh = cached_mesh(1, 2, names=("data", "tensor"))
+    model: Any = nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+    )
+    plan = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "3": SequenceParallel(sequence_dim=0),
+        "4": ColwiseParallel(input_layouts=Shard(0)),
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
 @distributed(2, restart=True)
 def test_a_hook_on_a_tensor_parallel_parameter_of_one_rank_is_named() -> None:
     """It wants the whole gradient at once, where the other rank sums it late."""
-    mesh = cached_mesh(1, 2, names=("data", "tensor"))
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh["tensor"], plan)
-    fully_shard(model, mesh=mesh["data"])
+    model = tensor_parallel()
     if dist.get_rank() == 1:
         model[2].bias.register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(RanksDisagreeError, match=r"hooks on '2.bias': False \(rank 0\), True "):
         check_ranks_agree(model)
+
+
+@pytest.mark.parametrize("what", ["a late hook", "a left-over gradient"])
+@distributed(2, restart=True)
+def test_a_gradient_that_one_rank_sums_at_once_is_named(what: str) -> None:
+    """After the comparison before the first forward; the other rank sums it late."""
+    model = tensor_parallel()
+    x = torch.ones(6, 4, device=model[3].weight.device)
+    match = r"sum the gradient of '3.weight' at the end of backward \(rank 0\), "
+    match += r"sum the gradient of '3.weight' at once \(rank 1\)"
+    with watch_ranks(model, timeout_s=5):
+        model(x).sum().backward()
+        if what == "a late hook" or dist.get_rank() == 0:
+            model.zero_grad()
+        if what == "a late hook" and dist.get_rank() == 1:
+            model[3].weight.register_post_accumulate_grad_hook(lambda param: None)
+        loss = model(x).sum()
+        with pytest.raises(RanksDisagreeError, match=match):
+            loss.backward()
