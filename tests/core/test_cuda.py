@@ -23,6 +23,7 @@ from benchmarks.ledger import Ledger
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, profile
 from fsdp2.testing import SimulatedGroup, simulated_mesh
 from fsdp2.testing.simulated import tile_rows
+from harness import fork_context
 
 on_cuda = [
     pytest.mark.cuda,
@@ -30,6 +31,7 @@ on_cuda = [
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_cuda)]
 each_device = pytest.mark.parametrize("device", DEVICES)
+_barrier: Any = None  # of a process that trains beside another one
 cuda_only = pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
 
 
@@ -130,6 +132,37 @@ def test_parity_in_fp32(shape: tuple[int, ...], library: Callable[..., Any], dev
         shard(model, library, mesh=mesh)
         assert train_sharded(model, device) == pytest.approx(expected, rel=1e-5)
         assert_trained_alike(model, plain, 1e-5)
+
+
+def set_barrier(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def train_beside_another(device: str) -> tuple[list[float], list[list[float]]]:
+    """Losses and this rank's parameters, of a process that begins to train with the other one."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
+    with simulated_mesh(4, 1e9, 1e-5, device_type=device) as mesh:
+        model = mlp().to(device)
+        shard(model, mesh=mesh)
+        _barrier.wait(60)
+        losses = train_sharded(model, device)
+        return losses, [local(param).flatten().tolist() for param in model.parameters()]
+
+
+@each_device
+def test_two_processes_on_one_device(device: str) -> None:
+    """NCCL refuses to have two ranks on one GPU; a `SimulatedGroup` in each has no objection."""
+    _, expected = train_plain(4, torch.float32, device)
+    context = fork_context()
+    barrier = context.Barrier(2)
+    with context.Pool(2, set_barrier, (barrier,)) as pool:
+        pending = [pool.apply_async(train_beside_another, (device,)) for _ in range(2)]
+        (losses, params), (other_losses, other_params) = (each.get(120) for each in pending)
+    assert losses == other_losses
+    assert params == other_params
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @each_device
