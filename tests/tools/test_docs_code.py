@@ -59,6 +59,10 @@ def blocks(page: Path, *languages: str) -> list[str]:
 # ------------------------------------------------------------------------------------------ Python
 
 
+def test_the_readme_is_a_page() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 170
+
+
 def test_the_first_script_of_the_readme_trains_and_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
