@@ -46,6 +46,8 @@ linkcheck_timeout = 20
 
 # Packages whose names our docstrings and signatures refer to. A reference is good if it imports.
 ELSEWHERE = frozenset({"torch", *sys.stdlib_module_names})
+# As our docstrings, and most programs, call them.
+ALIASES = {"nn": "torch.nn", "dist": "torch.distributed"}
 
 # Names in signatures that are no part of the API, and have no entry.
 NOT_PUBLIC = {
@@ -70,7 +72,8 @@ MADE_BY_THE_LIBRARY = {
 
 def imports(name: str) -> bool:
     """Whether ``name`` is a module of `ELSEWHERE`, or something in one."""
-    module, *rest = name.split(".")
+    first, dot, others = name.partition(".")
+    module, *rest = f"{ALIASES.get(first, first)}{dot}{others}".split(".")
     if module not in ELSEWHERE:
         return False
     value: Any = importlib.import_module(module)
