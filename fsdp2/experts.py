@@ -1,17 +1,17 @@
-"""Mixtures of experts: expert parameters on another mesh than the rest, and the tokens' way there.
+"""Mixtures of experts: expert parameters on their own mesh, and routing tokens to them.
 
-The ranks of data parallelism are seen as a mesh with a dim for experts, "ep" here: along it every
-rank keeps some of the experts and sends tokens to the others by all-to-all; along the other dims
-the parameters of these experts are sharded (and replicated), as `fully_shard` does it. For eight
-ranks and eight experts, two to a rank::
+The data-parallel ranks form a mesh with a dim for experts, here "ep". Along it, every rank keeps
+some of the experts and sends tokens to the others by all-to-all; along the other dims,
+`fully_shard` shards (and replicates) the parameters of these experts. For eight ranks and eight
+experts, two per rank::
 
     mesh (2, 4): "efsdp", "ep"      ep 0        ep 1        ep 2        ep 3
                        efsdp 0      rank 0      rank 1      rank 2      rank 3
                        efsdp 1      rank 4      rank 5      rank 6      rank 7
                        experts      0, 1        2, 3        4, 5        6, 7
 
-`shard_experts` shards the parameters; `TokenExchange` moves the tokens of one batch. Both sides
-of the model use them alone: nothing else of this package knows of experts.
+`shard_experts` shards the parameters; `TokenExchange` moves the tokens of one batch. Nothing else
+in this package knows about experts.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = ["TokenExchange", "local_experts", "shard_experts"]
 
 
 def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **options: Any) -> Any:
-    """Keep this rank's experts of ``module``, and shard them over the other ranks that have them.
+    """Keep this rank's experts of ``module``, sharded over the ranks that have the same experts.
 
-    Dim 0 of every parameter counts experts, say (num_experts, in, out). Along ``expert_dim`` of
-    ``mesh`` it is dealt out as ``torch.chunk`` does it, without communication; then `fully_shard`
-    is called with the other dims. Call it before `fully_shard` of the block around.
+    Dim 0 of every parameter is the expert, for example (num_experts, in, out). It is split along
+    ``expert_dim`` of ``mesh`` like ``torch.chunk``, without communication; then `fully_shard` is
+    called with the other dims. Call this before `fully_shard` of the enclosing block.
 
-    Gradients are summed over all ranks that have an expert and divided by ``mesh.size()``: as
-    tokens of a whole row of the mesh come together in each expert, that is the mean over all data
-    ranks, as for other parameters. Experts without a token have gradients of zero, and backward
-    runs through them all the same: all ranks gather and reduce alike. Forward must be called on
-    every rank, with no rows if there are none.
+    Gradients are summed over all ranks that have an expert and divided by ``mesh.size()``. Each
+    expert sees the tokens of a whole row of the mesh, so this is the mean over all data-parallel
+    ranks, as for other parameters. Experts without tokens get zero gradients, and backward still
+    runs through them, so that all ranks make the same gathers and reductions. Forward must be
+    called on every rank, with zero rows if there are none.
 
     Args:
         module: the experts; ``forward`` sees parameters that are DTensors over ``expert_dim``,
             and computes with `local_experts` of them.
-        mesh: all data-parallel ranks, one dim of it named ``expert_dim``. One more dim: shard
-            over it; two more: replicate over the first, shard over the second. A data-parallel
-            mesh for the rest of the model need not be a slice of it.
-        expert_dim: name of the dim over which experts are dealt out.
+        mesh: all data-parallel ranks, with one dim named ``expert_dim``. One more dim: shard
+            over it; two more: replicate over the first, shard over the second. The data-parallel
+            mesh of the rest of the model need not be a slice of it.
+        expert_dim: name of the dim over which experts are distributed.
         options: passed on to `fully_shard`. Without ``shard_placement_fn``, parameters are
             sharded on dim 0 if there are as many local experts as shards, else on dim 1.
 
@@ -126,8 +126,8 @@ def _deal_out(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Backward runs through the experts on every rank, also where no token came: those that
-    share their parameters gather them for it, and reduce gradients, together."""
+    """Make backward run through the experts on every rank, even without tokens: the ranks that
+    share the parameters must gather them and reduce their gradients together."""
     if not torch.is_grad_enabled() or not isinstance(output, Tensor):
         return output
     anchors: list[Tensor] = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
@@ -137,9 +137,9 @@ def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> A
 
 
 def local_experts(parameter: Tensor) -> Tensor:
-    """The experts of this rank: (num_local, ...) of a parameter (num_experts, ...), in autograd.
+    """This rank's experts: (num_local, ...) of a parameter (num_experts, ...), differentiable.
 
-    All of them where `shard_experts` was not called.
+    Returns all of them if `shard_experts` was not called.
 
     Example:
         >>> def forward(self, rows, counts):
@@ -153,22 +153,22 @@ def local_experts(parameter: Tensor) -> Tensor:
 
 
 class TokenExchange:
-    """Where the tokens of one batch go: to the ranks of their experts, and back.
+    """Sends the tokens of one batch to the ranks of their experts, and the results back.
 
-    Made on all ranks of ``mesh`` together, with a small all-to-all of counts; `dispatch` and
-    `combine` are one all-to-all each, and one more in backward. They run on every rank whatever
-    its tokens chose: ranks that send or get nothing take part with nothing. Nothing is dropped
-    and nothing padded: a rank's memory grows with the tokens that its experts get.
+    Construct it on all ranks of ``mesh``; this does a small all-to-all of counts. `dispatch` and
+    `combine` each do one all-to-all, and one more in backward. All ranks must call them, including
+    those that send or receive no tokens. No token is dropped or padded: a rank's memory grows with
+    the number of tokens that its experts get.
 
-    The sizes of messages must be known on the host: with a GPU that is one synchronization.
+    The host must know the message sizes: on a GPU this costs one synchronization.
 
     Args:
         expert_ids: (num_tokens, choices per token) integers, 0 to ``num_experts`` - 1.
-        num_experts: of all ranks together; dealt out over ``mesh`` as by `shard_experts`.
-        mesh: 1-D, the ranks among which experts are dealt out. None: all are here.
+        num_experts: total over all ranks; distributed over ``mesh`` as by `shard_experts`.
+        mesh: 1-D, the ranks over which experts are distributed. None: this rank has all.
 
     Attributes:
-        counts: per expert of this rank, the number of rows that it gets.
+        counts: the number of rows for each expert of this rank.
 
     Raises:
         ValueError: for a ``mesh`` of several dims, or ``expert_ids`` of another shape.
@@ -189,7 +189,7 @@ class TokenExchange:
             shape = tuple(expert_ids.shape)
             raise ValueError(f"expert_ids must be (tokens, choices), got shape {shape}")
         if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"TokenExchange needs a mesh of one dim, as mesh['ep'], got {mesh}")
+            raise ValueError(f"TokenExchange needs a mesh of one dim, like mesh['ep'], got {mesh}")
         self.num_tokens, self.num_choices = expert_ids.shape
         self._group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         num_ranks = 1 if mesh is None else mesh.size()
@@ -197,7 +197,7 @@ class TokenExchange:
         chunk = -(-num_experts // num_ranks)
         num_local = max(0, min(chunk, num_experts - rank * chunk))
         ids = expert_ids.flatten()
-        # Row i of what is sent is choice `order[i]`: sorted by expert, and so by rank too.
+        # Sent row i is choice `order[i]`: sorted by expert, and therefore by rank too.
         self._order = torch.argsort(ids, stable=True)
         sent = torch.bincount(ids, minlength=num_ranks * chunk).view(num_ranks, chunk)
         received = sent
@@ -208,7 +208,7 @@ class TokenExchange:
         self._sends: list[int] = both[0].sum(1).tolist()
         self._receives: list[int] = both[1].sum(1).tolist()
         self.counts: list[int] = both[1].sum(0).tolist()[:num_local]
-        # What arrives is in the order of ranks, and of experts within a rank.
+        # Rows arrive in the order of ranks, and of experts within a rank.
         experts = torch.arange(chunk, device=ids.device).repeat(num_ranks)
         arrived = experts.repeat_interleave(received.flatten(), output_size=sum(self._receives))
         self._grouping = torch.argsort(arrived, stable=True)
@@ -218,7 +218,7 @@ class TokenExchange:
         """Send tokens to their experts.
 
         Args:
-            tokens: (num_tokens, dim), any dtype of the backend.
+            tokens: (num_tokens, dim), any dtype that the backend supports.
 
         Returns:
             (sum of ``counts``, dim): the rows for this rank's experts, grouped by expert.
@@ -229,7 +229,7 @@ class TokenExchange:
         return rows[self._grouping]
 
     def combine(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Send what the experts made of `dispatch`'s rows back to the ranks of the tokens.
+        """Send the experts' outputs for the rows of `dispatch` back to the ranks of the tokens.
 
         Args:
             rows: (sum of ``counts``, any dim), in the order of `dispatch`.
@@ -256,8 +256,8 @@ class TokenExchange:
 
 
 class _Connected(torch.autograd.Function):
-    """Identity on ``output`` with edges to ``anchors``, whose backward runs then, if without a
-    gradient, wherever ``output`` came from."""
+    """Identity on ``output`` with edges to ``anchors``, so that their backward runs too, without
+    a gradient, whatever ``output`` depends on."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ class _Connected(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; backward sends the gradients of the rows back."""
+    """Sends rows to other ranks; backward sends the rows' gradients back."""
 
     @staticmethod
     def forward(

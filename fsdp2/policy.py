@@ -1,4 +1,4 @@
-"""What a user chooses per call of `fully_shard`: precision and where shards live."""
+"""Arguments of `fully_shard` as dataclasses: precision, offload, mesh dims and placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation, of gradient reduction and of the outputs of a module.
+    """Dtypes for a module's computation, gradient reduction and outputs.
 
     The sharded parameters keep their original dtype, and so does the optimizer step. The cast
     happens on the shard, before the all-gather, so that the low-precision bytes travel.
@@ -21,26 +21,26 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
             backward. ``None`` keeps the original dtype. Integer and bool parameters are never
             cast.
-        reduce_dtype: dtype in which gradients are summed over ranks (of complex parameters: their
-            own). float16 sums are divided in part before they are added. ``None`` means that of the
-            sharded parameters, whatever computation is in (as in torch from 2.15 on; before, it
-            was the dtype of computation). Where the backend lets this library do the summing
-            itself (gloo), sums of a low-precision dtype are kept in float32, and a wider
-            ``reduce_dtype`` does not make more bytes travel: the low-precision gradients are sent
-            and widened before they are added. With gradient sync turned off, gradients accumulate
-            in this dtype.
+        reduce_dtype: dtype in which gradients are summed over ranks (complex parameters use their
+            own). With float16, part of the division happens before the sum. ``None`` means the
+            dtype of the sharded parameters, whatever the compute dtype (as in torch since 2.15;
+            before that, the compute dtype). On backends where this library does the summing
+            itself (gloo), low-precision sums are accumulated in float32, and a wider
+            ``reduce_dtype`` does not increase traffic: the low-precision gradients are sent and
+            widened before they are added. With gradient sync turned off, gradients accumulate in
+            this dtype.
         output_dtype: dtype to cast the floating-point outputs of forward to; ``None`` leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         param_dtype_override_fn: called once with each parameter when `fully_shard` takes it.
             Returns the parameter's own dtype to compute with it uncast, or ``param_dtype`` or
-            None for what ``param_dtype`` says; the same on every rank. Inputs are cast to
-            ``param_dtype`` all the same. A keyword argument.
+            None to follow ``param_dtype``; must be equal on every rank. Inputs are still cast to
+            ``param_dtype``. Keyword-only.
         cast_frozen_params: whether parameters that are frozen when `fully_shard` is called are
-            stored in ``param_dtype`` too: nothing updates them, so the bits that computation does
-            not see are not needed. ``state_dict`` shows that dtype. Ours only, not in torch.
+            also stored in ``param_dtype``: nothing updates them, so they do not need the extra
+            precision. ``state_dict`` then has that dtype. Not in torch.
 
     Raises:
-        TypeError: if a dtype is none, or not one of floating point.
+        TypeError: if a value is not a dtype, or not a floating-point one.
 
     Example:
         >>> bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -65,7 +65,7 @@ class MixedPrecisionPolicy:
 
 
 def check_dtypes(policy: Any) -> None:
-    """The dtypes of ``policy`` (torch's of this name too) are dtypes that can be computed with.
+    """Check that the dtypes of ``policy``, ours or torch's, can be computed with.
 
     Raises:
         TypeError: if one is neither None nor a floating-point or complex ``torch.dtype``.
@@ -76,17 +76,17 @@ def check_dtypes(policy: Any) -> None:
             continue
         if not isinstance(value, torch.dtype):
             raise TypeError(
-                f"{name} must be a torch.dtype, as torch.bfloat16, or None, got {value!r}"
+                f"{name} must be a torch.dtype, like torch.bfloat16, or None, got {value!r}"
             )
         if not (value.is_floating_point or value.is_complex):
             raise TypeError(f"{name} must be a floating-point dtype, got {value}")
 
 
 def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:
-    """The ``param_dtype`` that ``policy``, ours or torch's, has for one parameter.
+    """The ``param_dtype`` that ``policy``, ours or torch's, gives one parameter.
 
     Raises:
-        ValueError: if its ``param_dtype_override_fn`` returns something else than it may.
+        ValueError: if its ``param_dtype_override_fn`` returns a value that is not allowed.
     """
     choose = getattr(policy, "param_dtype_override_fn", None)  # not there in torch before 2.15
     chosen = None if choose is None else choose(param)
@@ -106,13 +106,13 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
 
 
 def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter of ``dtype`` is cast to by ``param_dtype``; integers never are."""
+    """The dtype that ``param_dtype`` casts a parameter of ``dtype`` to; integers are not cast."""
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
 def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """In which dtype gradients of parameters of ``dtype`` are summed by ``reduce_dtype``; complex
-    ones keep theirs, of which a real one would lose the imaginary part."""
+    """The dtype in which gradients of ``dtype`` parameters are summed given ``reduce_dtype``.
+    Complex ones keep their own: a real dtype would lose the imaginary part."""
     if reduce_dtype is None or (dtype.is_complex and not reduce_dtype.is_complex):
         return dtype
     return reduce_dtype
@@ -120,12 +120,12 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
 
 @dataclass
 class OffloadPolicy:
-    """Sharded parameters stay on the device of computation (the default)."""
+    """Sharded parameters stay on the compute device (the default)."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and thereby optimizer state live in host memory.
+    """Sharded parameters, gradients and therefore optimizer state live in host memory.
 
     Shards are copied to the device before each all-gather, and reduced gradients back to the
     host during backward; the optimizer step runs on the CPU.
@@ -185,7 +185,7 @@ class ShardPlacementResult:
         placement: ``Shard(dim)``; None: ``Shard(0)``.
         mesh: the mesh for this parameter, 1-D or 2-D as for `fully_shard`; None: the one given to
             `fully_shard`. The parameter is gathered and its gradient averaged over its ranks.
-        mesh_info: the same, as torch's type of this name has it: any object with a ``mesh``.
+        mesh_info: the same in the form of torch's type of this name: any object with a ``mesh``.
 
     Example:
         >>> def place(param):

@@ -1,6 +1,6 @@
 """Gradient norms and optimizer steps for parameters that are spread over ranks.
 
-Built on DTensors alone, so it serves `fsdp2.fully_shard`, torch's own, and any other sharding.
+Built only on DTensors, so it works with `fsdp2.fully_shard`, torch's, and any other sharding.
 """
 
 from .exchange import Layout

@@ -1,15 +1,14 @@
 """Optimizer steps on the local tensors of DTensors.
 
-Every operation on a DTensor passes through its dispatch, which for the small operations of an
-optimizer takes several times as long as the operation, and torch's multi-tensor kernels are not
-chosen for DTensors by default. An elementwise optimizer does not need any of it. So while its step
-runs, the optimizer sees plain tensors in place of its DTensors: in its parameter groups, their
-gradients, and its state. They share memory, so nothing is copied. Before and after, also in hooks
-and closures, everything is a DTensor as ever.
+Every operation on a DTensor passes through its dispatch, which for an optimizer's small operations
+takes several times as long as the operation itself, and torch does not choose its multi-tensor
+kernels for DTensors by default. An elementwise optimizer needs no dispatch. So while its step runs,
+the optimizer sees plain tensors instead of DTensors: in its parameter groups, their gradients, and
+its state. They share memory, so nothing is copied. Before and after the step, and in hooks and
+closures, everything is a DTensor.
 
-What is swapped in is kept from step to step. It is found to be out of date, and made anew, where
-an object that it was made from is not the same any more: parameters that were moved, state that
-was loaded.
+The plain tensors are kept from step to step. They are rebuilt if an object that they were made from
+has been replaced, for example after parameters were moved or state was loaded.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ T = TypeVar("T", bound=Optimizer)
 def local_step(optimizer: T, *, elementwise: bool = False) -> T:
     """Make ``optimizer.step()`` run on the local tensors of its DTensors.
 
-    For optimizers that treat every element on its own, as most of torch's do, in any
-    implementation (for-loop, foreach, fused, capturable). Whether one does is found out: it steps
-    on small parameters, whole and in parts, before anything is changed and again when its options
+    For optimizers that treat every element independently, as most of torch's do, in any
+    implementation (for-loop, foreach, fused, capturable). This is tested by stepping on small
+    parameters, whole and in parts, before anything is changed and again when the options
     change. docs/optimizers.md lists the optimizers of several libraries. The results are the same;
     on an accelerator torch's default becomes foreach, as it is for plain parameters.
 
-    Outside of the step nothing changes: parameters, gradients and state are DTensors for
+    Outside the step nothing changes: parameters, gradients and state are DTensors for
     ``state_dict``, checkpoints, schedulers, gradient scalers, step hooks and closures.
 
     Args:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of what it was.
-        elementwise: True says that it is elementwise, whatever it does to small parameters.
+            subclass of its class.
+        elementwise: True asserts that it is elementwise and skips the test.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: it is not elementwise (also in a step, where that is known only then), wraps
-            another optimizer, or demands a closure.
-        ValueError: it is differentiable, which needs the graph of the DTensors; or its ``step``
-            was replaced by something else than a learning rate scheduler.
-        RuntimeError: in a step, of state that is not laid out as the parameter: then the optimizer
+        TypeError: if it is not elementwise (raised in a step if it only shows there), wraps
+            another optimizer, or requires a closure.
+        ValueError: if it is differentiable, which needs the graph of the DTensors, or if its
+            ``step`` was replaced by something other than a learning rate scheduler.
+        RuntimeError: in a step, if state does not have the parameter's layout: then the optimizer
             is not elementwise.
 
     Example:
@@ -125,7 +124,7 @@ def _run(
 
 
 class Stand:
-    """What stands in for one DTensor parameter during a step.
+    """The plain stand-in for one DTensor parameter during a step.
 
     Attributes:
         param: the parameter.
@@ -163,7 +162,7 @@ class Stand:
         return True
 
     def read(self, outer: dict[Any, Any] | None) -> dict[Any, Any]:
-        """What the optimizer shall see of a state."""
+        """The state as the optimizer should see it."""
         self.outer = outer
         self.pairs = {}
         for key, value in (outer or {}).items():
@@ -177,7 +176,7 @@ class Stand:
         return {key: seen for key, (_, seen) in self.pairs.items()}
 
     def write(self, inner: dict[Any, Any], state: dict[Tensor, dict[Any, Any]], who: str) -> None:
-        """Bring what the optimizer has made new in its state into the state outside."""
+        """Copy new entries of the optimizer's state to the state outside."""
         pairs = self.pairs
         for key, value in inner.items():
             pair = pairs.get(key)
@@ -255,7 +254,7 @@ class LocalView:
         return plain
 
     def leave(self) -> None:
-        """Put the DTensors back, and take over what is new in the state."""
+        """Put the DTensors back, and take over new state."""
         optimizer = self._optimizer()
         assert optimizer is not None
         assert self._outside is not None
@@ -271,7 +270,7 @@ class LocalView:
                 stand = self._stands.get(id(param))
                 if stand is None:
                     continue
-                stand.plain.grad = None  # whoever reuses its memory counts references
+                stand.plain.grad = None  # code that reuses its memory counts references
                 seen = inner.get(stand.plain)
                 if seen:
                     stand.write(seen, state, who)

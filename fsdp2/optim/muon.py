@@ -17,11 +17,11 @@ from .whole import BATCH_BYTES, WholeTask, run_whole
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for matrices that are sharded in any way.
 
-    Momentum and weight decay are elementwise and stay sharded; the momentum matrix, in bfloat16 as
-    Muon computes with it, is put together on one rank, orthogonalized there, and the update is
-    dealt out. The ranks share the matrices out by cost. What comes out is what `torch.optim.Muon`
-    gives on one process. The state is DTensors as the parameters are, with torch's names, so
-    checkpoints of either can be loaded into the other.
+    Momentum and weight decay are elementwise and stay sharded. The momentum matrix is assembled on
+    one rank in bfloat16, the dtype Muon computes in, orthogonalized there, and the update is
+    scattered. The matrices are distributed over the ranks by cost. The result equals that of
+    `torch.optim.Muon` on one process. The state consists of DTensors like the parameters, under
+    torch's names, so checkpoints of either can be loaded into the other.
 
     Use it for the matrices of hidden layers, and an elementwise optimizer for embeddings, heads,
     norms and biases.
@@ -37,7 +37,7 @@ class Muon(torch.optim.Muon):
             ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``.
 
     Raises:
-        ValueError: as `torch.optim.Muon`, among others of parameters that are not 2-D.
+        ValueError: as `torch.optim.Muon`, for example for parameters that are not 2-D.
 
     Example:
         >>> hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -53,7 +53,7 @@ class Muon(torch.optim.Muon):
         """Do one step; a collective over the meshes of the parameters.
 
         Args:
-            closure: evaluates the model anew and returns the loss, which is returned then.
+            closure: reevaluates the model and returns the loss, which `step` then returns.
         """
         loss = None
         if closure is not None:
@@ -108,7 +108,7 @@ def orthogonalize(
     *,
     eps: float = 1e-7,
 ) -> Tensor:
-    """About the nearest matrix whose rows or columns are orthonormal, by Newton-Schulz iterations.
+    """Approximate the nearest matrix with orthonormal rows or columns, by Newton-Schulz iterations.
 
     Each step is X <- a X + b (X X^T) X + c (X X^T)^2 X, which brings singular values near 1: with
     these coefficients to between 0.7 and 1.2 in 5 steps. See Keller Jordan's page on Muon.
@@ -139,7 +139,7 @@ def orthogonalize(
 
 
 def lr_factor(name: str | None, shape: torch.Size) -> float:
-    """What the learning rate of a matrix is multiplied by."""
+    """The factor for a matrix's learning rate."""
     rows, columns = shape
     if name in (None, "original"):
         return math.sqrt(max(1, rows / columns))

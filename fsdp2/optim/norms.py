@@ -1,11 +1,11 @@
 """The norm of gradients that lie on any mix of meshes, and clipping by it.
 
-Every rank adds up what it holds, then the sums are added up over the ranks. What has to be added
-over which ranks is known from the placements: a mesh dim that shards a tensor cuts its elements
-into disjoint parts, one that replicates it does not, and plain tensors are whole everywhere. So
-tensors are sorted by (mesh, mesh dims that shard them), of which a model has a handful however
-many tensors it has, and each sum travels along its mesh dims one after the other. Sums that travel
-over the same ranks go together: FSDP alone takes one all-reduce, beside tensor parallelism two.
+Every rank sums what it holds, then the sums are reduced over ranks. The placements tell which sum
+to reduce over which ranks: a mesh dim that shards a tensor splits its elements into disjoint parts,
+one that replicates it does not, and plain tensors are whole everywhere. So tensors are grouped by
+(mesh, mesh dims that shard them), of which a model has only a handful, and each group's sum is
+reduced along its mesh dims one after the other. Sums over the same ranks share one all-reduce: FSDP
+alone needs one all-reduce, FSDP with tensor parallelism two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def get_total_norm(
     *,
     pp_mesh: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The norm of all tensors together, as of one long vector; a collective.
+    """Compute the norm of all tensors as if they were one vector; a collective.
 
     The function of this name in `torch.nn.utils`, for any mix of plain tensors and DTensors: on
     several meshes, sharded in any way (``_StridedShard`` included), replicated, or partial sums,
@@ -101,23 +101,23 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``; a collective.
 
-    The function of this name in `torch.nn.utils`, for any mix of meshes: see `get_total_norm` for
-    what counts and for the arguments that are not here. Its time is linear in the number of
-    parameters, also in the first call.
+    Like the function of this name in `torch.nn.utils`, for any mix of meshes. `get_total_norm`
+    describes which elements count, and the other arguments. Its time is linear in the number of
+    parameters, including the first call.
 
     All ranks of a mesh must pass its parameters in the same order; gradients may be missing on
     some ranks, or all of them.
 
     Args:
-        parameters: parameters, or one; of a parameter given twice the gradient counts once.
-        max_norm: what the norm shall not exceed.
+        parameters: one or more parameters; the gradient of a parameter given twice counts once.
+        max_norm: upper limit for the norm.
         norm_type, error_if_nonfinite, foreach, pp_mesh: as in `get_total_norm`.
 
     Returns:
         The norm before clipping: a plain 0-dim tensor, the same on all ranks.
 
     Raises:
-        RuntimeError, ValueError: as `get_total_norm`; the gradients are not changed then.
+        RuntimeError, ValueError: as `get_total_norm`; the gradients are then unchanged.
 
     Example:
         >>> loss.backward()
@@ -143,9 +143,9 @@ def clip_grads_with_norm_(
     """Scale gradients in place by ``max_norm / (total_norm + 1e-6)`` if that is below 1.
 
     Args:
-        parameters: parameters, or one.
-        max_norm: what the norm shall not exceed.
-        total_norm: the norm of the gradients, a plain 0-dim tensor as `get_total_norm` gives it.
+        parameters: one or more parameters.
+        max_norm: upper limit for the norm.
+        total_norm: the norm of the gradients, a plain 0-dim tensor as `get_total_norm` returns it.
         foreach: as in `get_total_norm`.
 
     Example:
@@ -159,7 +159,7 @@ def clip_grads_with_norm_(
 
 
 def unique(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters, each once."""
+    """The parameters without duplicates."""
     if isinstance(parameters, Tensor):
         return [parameters]
     params = list({id(p): p for p in parameters}.values())

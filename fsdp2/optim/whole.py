@@ -1,8 +1,8 @@
-"""Work on whole tensors that are sharded, spread over the ranks that share them.
+"""Runs work on whole tensors, distributed over the ranks that hold their shards.
 
-For optimizers that need whole matrices (Muon, Shampoo, Adafactor, ...): each matrix is put
-together on one rank, its owner, which computes with it; the result is dealt out again. Each matrix
-is computed once instead of on every rank, and the ranks compute different ones at the same time.
+For optimizers that need whole matrices (Muon, Shampoo, Adafactor, ...): each matrix is assembled
+on one rank, its owner, which computes with it; the result is scattered again. Each matrix is
+computed once instead of on every rank, and the ranks compute different matrices in parallel.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class WholeTask:
     Attributes:
         inputs: layouts of the tensors that it needs, all on one mesh.
         outputs: layouts of its results, on that mesh.
-        read: gives this rank's parts of the inputs; called just before they travel.
-        compute: from the whole inputs to the whole outputs; called on one rank, and anywhere
-            where nothing is sharded. It may change its arguments.
+        read: returns this rank's parts of the inputs; called just before they are sent.
+        compute: maps the whole inputs to the whole outputs; called on one rank, or on every rank
+            if nothing is sharded. It may modify its arguments.
         write: takes this rank's parts of the outputs; called on every rank.
-        cost: how long ``compute`` takes, in any unit; None: as a product of matrices does.
+        cost: how long ``compute`` takes, in any unit; None: like a matrix product.
     """
 
     inputs: Sequence[Layout]
@@ -93,7 +93,7 @@ Costed = TypeVar("Costed", bound=HasCost)
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """What products of an m x n matrix with its transpose take: m * n * min(m, n)."""
+    """The cost of multiplying an m x n matrix by its transpose: m * n * min(m, n)."""
     if len(shape) < 2:
         return float(prod(shape))
     return float(prod(shape)) * min(shape[-2:])
@@ -138,7 +138,7 @@ def run_batch(
     batch: Sequence[tuple[Task, Coordinate]],
     agree: Callable[[], object] | None = None,
 ) -> None:
-    """Gather, compute what this rank owns, deal out the results.
+    """Gather the inputs, compute the tasks that this rank owns, scatter the results.
 
     Args:
         batch: tasks with their owners.
@@ -177,7 +177,7 @@ def spread(
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Which rank gets what: the most expensive first, always to whoever has the least so far.
+    """Assign tasks to ranks: the most expensive first, each to the rank with the least so far.
 
     Longest processing time first (Graham, 1969): at most 4/3 of the best possible.
     """

@@ -1,4 +1,4 @@
-"""Steps of any optimizer on whole parameters.
+"""Steps any optimizer on whole parameters.
 
 Each parameter is stepped alone, on one rank, by the optimizer's own step. What that writes into
 the parameter's group and into the optimizer itself, such as a counter, is undone before the next
@@ -58,39 +58,39 @@ T = TypeVar("T", bound=Optimizer)
 def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool = False) -> T:
     """Make ``optimizer.step()`` see whole parameters, gradients and state.
 
-    For optimizers that are not elementwise (Adafactor, Muon, Shampoo, LAMB, ...), unchanged: each
-    parameter is put together on one rank with its gradient and state, the optimizer steps there,
-    and everything is dealt out again. The ranks share the parameters out by cost. The result is
-    that of one process, also in the groups, where optimizers keep counters. Outside of the step
-    everything stays as it was, DTensors; state of other shapes than the parameter's is sharded by
-    its first dim.
+    For unmodified optimizers that are not elementwise (Adafactor, Muon, Shampoo, LAMB, ...). Each
+    parameter is assembled on one rank with its gradient and state, the optimizer steps there, and
+    everything is scattered again. Parameters are distributed over ranks by cost. The result is
+    that of one process, including the groups, where optimizers keep counters. Outside the step
+    everything remains DTensors; state whose shape differs from the parameter's is sharded on its
+    first dim.
 
     It moves the state both ways in each step; an optimizer that is written with `run_whole`, like
     `fsdp2.optim.Muon`, moves only what it needs whole.
 
     Parameters are stepped one by one, so an optimizer whose step of one parameter depends on
-    others (a norm over all gradients as in timm's Lamb by default, a learning rate estimated from
-    all as in Prodigy) is refused. Whether it is such a one is tried out on small parameters before
-    anything is changed, and again when its options change; docs/optimizers.md lists the optimizers
+    others is rejected (a norm over all gradients as in timm's Lamb by default, a learning rate
+    estimated from all parameters as in Prodigy). This is tested on small parameters before
+    anything is changed, and again when the options change; docs/optimizers.md lists the optimizers
     of several libraries.
 
     Args:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
-            subclass of what it was. It must remember what it needs in the parameters' state and in
-            its groups: tensors, numbers, strings, and containers of these.
+            subclass of its class. It must keep everything it remembers in the parameters' state
+            and in its groups: tensors, numbers, strings, and containers of these.
         batch_bytes: bytes of whole tensors that a rank handles at a time; see `run_whole`.
-        separable: True says that it steps each parameter on its own, whatever it does to small
-            ones; random numbers are then drawn on the rank that steps the parameter.
+        separable: True asserts that it steps each parameter independently and skips the test;
+            random numbers are then drawn on the rank that steps the parameter.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: its ``step`` was replaced already.
-        TypeError: it wraps another optimizer, demands a closure, or does not step each parameter
-            on its own (in a step, where that is known only then); in a step, of state that cannot
-            be moved.
-        RuntimeError: in a step, on all ranks, when the step of a parameter failed on its rank, or
+        ValueError: if its ``step`` has already been replaced.
+        TypeError: if it wraps another optimizer, requires a closure, or does not step each
+            parameter independently (raised in a step if it only shows there); in a step, for state
+            that cannot be moved.
+        RuntimeError: in a step, on all ranks, if the step of a parameter failed on its rank or
             called the closure more than once.
 
     Example:
