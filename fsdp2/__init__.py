@@ -4,34 +4,43 @@ The names and behaviour of ``torch.distributed.fsdp.fully_shard``, implemented a
 are gathered straight into place, and what does not change between steps is computed once.
 """
 
-# First: it warns of a torch that was not tested before anything else can fail on it.
-from .common.versions import __version__ as __version__  # isort: split
+from __future__ import annotations
 
-from . import optim, wrap
-from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
-from .api.fully_shard import fully_shard, replicate
-from .api.functions import register_fsdp_forward_method, share_comm_ctx
-from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
-from .api.module import FSDPModule, UnshardHandle
-from .api.shard_model import shard_model
-from .comm.store_exchange import RanksDisagreeError
-from .common import torch_private as torch_private  # looks private names of torch up
-from .describe.explain import explain
-from .describe.explanation import Explanation
-from .describe.rank_checks import check_ranks_agree, watch_ranks
-from .estimation import Estimate, estimate
-from .optim import clip_grad_norm_, get_total_norm
-from .planner import Hardware, Plan, plan
-from .policy import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from .profiling import Profile, profile
-from .runtime.finalization import GradientReductionHandle
-from .wrap import UnitDescription, units_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# First: it warns of a torch that was not tested before anything else can fail on it.
+from .common.versions import __version__ as __version__
+
+# Public names are imported at their first use (PEP 562). Importing any file of a package runs its
+# __init__.py, so this is what lets `fsdp2 --help` do without torch, and a training script without
+# the planner. Type checkers read the imports; `_HOME` says the same at run time, and
+# tests/unit/test_imports.py compares the two.
+if TYPE_CHECKING:
+    from . import optim, wrap
+    from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
+    from .api.fully_shard import fully_shard, replicate
+    from .api.functions import register_fsdp_forward_method, share_comm_ctx
+    from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
+    from .api.module import FSDPModule, UnshardHandle
+    from .api.shard_model import shard_model
+    from .comm.store_exchange import RanksDisagreeError
+    from .describe.explain import explain
+    from .describe.explanation import Explanation
+    from .describe.rank_checks import check_ranks_agree, watch_ranks
+    from .estimation import Estimate, estimate
+    from .optim import clip_grad_norm_, get_total_norm
+    from .planner import Hardware, Plan, plan
+    from .policy import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        ShardPlacementResult,
+    )
+    from .profiling import Profile, profile
+    from .runtime.finalization import GradientReductionHandle
+    from .wrap import UnitDescription, units_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -73,7 +82,59 @@ __all__ = [
     "wrap",
 ]
 
+# The file or folder that defines each name.
+_HOME = {
+    "CPUOffloadPolicy": "policy",
+    "DataParallelMeshDims": "policy",
+    "Estimate": "estimation",
+    "Explanation": "describe.explanation",
+    "FSDPModule": "api.module",
+    "GradientReductionHandle": "runtime.finalization",
+    "Hardware": "planner",
+    "MixedPrecisionPolicy": "policy",
+    "OffloadPolicy": "policy",
+    "Plan": "planner",
+    "Profile": "profiling",
+    "RanksDisagreeError": "comm.store_exchange",
+    "ShardPlacementResult": "policy",
+    "UnitDescription": "wrap",
+    "UnshardHandle": "api.module",
+    "broadcast_replicas": "api.initialization",
+    "check_ranks_agree": "describe.rank_checks",
+    "clip_grad_norm_": "optim",
+    "estimate": "estimation",
+    "explain": "describe.explain",
+    "full_state_dict": "api.full_state",
+    "fully_shard": "api.fully_shard",
+    "get_total_norm": "optim",
+    "init_on_whole_tensors": "api.initialization",
+    "iter_full_tensors": "api.full_state",
+    "load_full_state_dict": "api.full_state",
+    "materialize": "api.initialization",
+    "plan": "planner",
+    "profile": "profiling",
+    "register_fsdp_forward_method": "api.functions",
+    "replicate": "api.fully_shard",
+    "shard_model": "api.shard_model",
+    "share_comm_ctx": "api.functions",
+    "units_of": "wrap",
+    "watch_ranks": "describe.rank_checks",
+}
+_MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # An ImportError with all private names that this torch lacks comes before any other error.
+    import_module(".common.torch_private", __name__)
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
 
 def __dir__() -> list[str]:
     """The public names and packages; what else is here serves those."""
-    return sorted([*__all__, "__version__", "checkpoint", "custom", "experts", "testing"])
+    return sorted({*__all__, *_MODULES, "__version__"})

@@ -25,6 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+# First: its error names all that this torch lacks.
+from .common import torch_private as torch_private  # isort: split
+
 from .api.fully_shard import fully_shard
 from .common.failures import reraise
 from .common.pytree import tensors_in

@@ -3,6 +3,9 @@
 `save_model` and `load_model` handle weights, `Checkpointer` the exact state of training.
 """
 
+# First: its error names all that this torch lacks.
+from ..common import torch_private as torch_private  # isort: split
+
 from .checkpointer import Checkpointer, Loaded, peek
 from .errors import (
     CheckpointError,

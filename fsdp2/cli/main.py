@@ -2,7 +2,7 @@
 
 Each group of commands has a module (`ckpt`, `explain`, `plan`) with a function that
 adds its parsers. A command is one function, which gets the parsed arguments and returns the exit
-code; what it needs is imported when it runs.
+code; what it needs, torch above all, is imported when it runs.
 
 Exit codes: 0; 1 for a negative answer (corrupt, different); 2 for wrong usage or input that
 cannot be read; 130 after Ctrl-C. Errors are one line on stderr.
@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-import torch
-
 from ..common.suggestions import did_you_mean
-from ..common.versions import __version__
+from ..common.versions import __version__, installed_torch
 from ..render.text import BROKEN_PIPE, INTERRUPTED, fail
 from .ckpt import add_ckpt
 from .explain import add_explain
@@ -105,7 +103,7 @@ def _words_of(parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
 
 def _versions() -> str:
     python = platform.python_version()
-    return f"fsdp2 {__version__} (torch {torch.__version__}, Python {python})"
+    return f"fsdp2 {__version__} (torch {installed_torch() or 'missing'}, Python {python})"
 
 
 def _make_parser() -> argparse.ArgumentParser:

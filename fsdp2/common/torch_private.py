@@ -6,8 +6,9 @@ listed here all the same. `tests/unit/test_torch_private.py` goes through the so
 and fails at a name that is not in the list, and looks every listed name up in the torch that runs
 the tests.
 
-`check` runs when the package is imported: where torch lacks a name that we cannot do without, the
-import fails with all such names and their use, instead of a step with an `AttributeError`.
+`check` runs at the first use of a public name, and when a public module that trains or stores is
+imported: where torch lacks a name that we cannot do without, that import fails with all such names
+and their use, instead of a step with an `AttributeError`.
 """
 
 from __future__ import annotations

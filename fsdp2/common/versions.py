@@ -1,13 +1,16 @@
 """The version of this package, and the versions of torch that it supports.
 
-Knows nothing of the rest, so that a warning about torch comes before anything that fails on it.
+Knows nothing of the rest, so that a warning about torch comes before anything that fails on it, and
+does not import torch, so that ``fsdp2 --help`` need not wait for it.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
-
-import torch
+from importlib.util import find_spec
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -20,6 +23,25 @@ def tested_torch() -> tuple[str, ...]:
     """The releases of torch that are supported: ``("2.11", "2.12", ...)``."""
     major, oldest = OLDEST_TORCH
     return tuple(f"{major}.{minor}" for minor in range(oldest, NEWEST_TORCH[1] + 1))
+
+
+def installed_torch() -> str | None:
+    """The version of torch (``"2.15.0+cpu"``) without importing it; None where it is not found.
+
+    It is in the file that torch itself has it from. The metadata of the distribution would take
+    longer to read, and may lack what is behind the ``+``: PyPI has it from the file's name.
+    """
+    loaded = getattr(sys.modules.get("torch"), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    spec = find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder, "version.py")
+        text = path.read_text() if path.exists() else ""
+        found = re.search(r"""^__version__ *= *["'](.+)["']""", text, re.MULTILINE)
+        if found is not None:
+            return found[1]
+    return None
 
 
 def warn_if_untested(torch_version: str) -> bool:
@@ -40,4 +62,5 @@ def warn_if_untested(torch_version: str) -> bool:
     return True
 
 
-warn_if_untested(torch.__version__)
+if (_installed := installed_torch()) is not None:
+    warn_if_untested(_installed)

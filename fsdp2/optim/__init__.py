@@ -3,6 +3,9 @@
 Built only on DTensors, so it works with `fsdp2.fully_shard`, torch's, and any other sharding.
 """
 
+# First: its error names all that this torch lacks.
+from ..common import torch_private as torch_private  # isort: split
+
 from .exchange import Layout
 from .local import local_step
 from .muon import Muon, orthogonalize

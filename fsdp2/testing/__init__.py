@@ -13,6 +13,9 @@ Example:
     >>> assert check(recorder.events) == []
 """
 
+# First: its error names all that this torch lacks.
+from ..common import torch_private as torch_private  # isort: split
+
 from .gradients import account_gradients
 from .ledger import GradientLostError
 from .link import Link, Transfer
