@@ -121,7 +121,7 @@ class FSDPModule:
             >>> schedule.step(tokens)  # of torch.distributed.pipelining
         """
         for unit in self._units(recurse):
-            unit.config.accumulate_sharded = accumulate_sharded
+            unit.config.set_accumulate_sharded(accumulate_sharded)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ are summed in one collective. Only small parameters are treated so, and only whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,8 @@ class DeferredReductions:
         self.groups.clear()
 
 
-def run_deferred(sums: Iterable[DeferredReductions]) -> None:
-    """Complete the ``.grad`` of all parameters concerned."""
+def run_deferred(sums: Sequence[DeferredReductions]) -> None:
+    """Complete the ``.grad`` of all parameters concerned, and forget them."""
     late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for of_unit in sums:
         for param, group in of_unit.groups.items():
@@ -74,6 +74,8 @@ def run_deferred(sums: Iterable[DeferredReductions]) -> None:
                 late.setdefault(group, []).append(getattr(grad, "_local_tensor", grad))
     for group, grads in late.items():
         sum_together(group, grads)
+    for of_unit in sums:
+        of_unit.forget()
 
 
 def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:

@@ -156,7 +156,7 @@ class UnitHooks:
                 # The usual case, by the cheapest node there is.
                 self._watching = False
                 marked = args[0].view_as(args[0])
-                marked.grad_fn.register_prehook(self._leave_by_view)  # type: ignore[union-attr]
+                marked.grad_fn.register_prehook(self.leave_backward)  # type: ignore[union-attr]
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -223,9 +223,6 @@ class UnitHooks:
                 "sharded only: fully_shard over all ranks, without tensor parallelism"
             )
         self.enter_backward(forward, grad)
-
-    def _leave_by_view(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        self.leave_backward(grads)
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""

@@ -113,7 +113,8 @@ class Runtime:
                 self._predicted = False
 
     def _begin_forward(self, unit: Unit) -> None:
-        self.finalization.check_forward()
+        if self.finalization.pending is not None:
+            self.finalization.check_forward()
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
@@ -129,22 +130,24 @@ class Runtime:
         self.forward_order = self._orders.get(unit, [])
         self._predicted = bool(self.forward_order)
         self._this_forward = []
-        self._free_written(self.units)
         for other in self.units:
-            self.take_weight_gradients(other)
+            if other.state is not State.SHARDED or other.config.keep_frozen is not None:
+                self._free_written(other)
+        for other in self.units:
+            if other.weight_grads_deferred:
+                self.take_weight_gradients(other)
             for bucket in other.param_group.buckets:
                 bucket.release_gradients()
 
-    def _free_written(self, among: Sequence[Unit]) -> None:
+    def _free_written(self, unit: Unit) -> None:
         """Free what is gathered and was written since: it is gathered again."""
-        for unit in among:
-            if unit.state is not State.SHARDED and unit.is_stale():
+        if unit.state is not State.SHARDED and unit.is_stale():
+            unit.reshard(self.streams)
+        if unit.config.keep_frozen is not None:
+            written = [b for b in unit.buckets if b.cache_valid and not b.cache_is_current()]
+            if written:
                 unit.reshard(self.streams)
-            if unit.config.keep_frozen is not None:
-                written = [b for b in unit.buckets if b.cache_valid and not b.cache_is_current()]
-                if written:
-                    unit.reshard(self.streams)
-                    unit.drop_cache(self.streams, written)
+                unit.drop_cache(self.streams, written)
 
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
@@ -225,7 +228,7 @@ class Runtime:
                 parameters. If not (``autograd.grad``), someone may compute them in another run
                 and assign them: pipelines with zero bubbles do. No hook is called there.
         """
-        if self.in_backward and not self.will_end_backward:
+        if self.in_backward and self._end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
         self.begin_backward()
         config = unit.config
@@ -327,7 +330,8 @@ class Runtime:
         if not reductions:
             return
         nbytes = sum(reduction.nbytes for reduction in reductions)
-        self._make_room(nbytes, config.max_input_buffers)
+        if self._reductions:
+            self._make_room(nbytes, config.max_input_buffers)
         for reduction in reductions:
             if reduction.collides():
                 self._complete_all()
@@ -447,7 +451,7 @@ class Runtime:
         With manual finalization, that is left to the finalization: how many backwards are to come
         is not known, and ranks must agree on the number of reductions.
         """
-        if not self.streams.stream_ordered and self.ends_iteration:
+        if self._reductions and not self.streams.stream_ordered and self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         leaves_sync = self.finalization.manual and not self._finalizing
@@ -467,14 +471,16 @@ class Runtime:
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""
         self._complete_all()
-        run_deferred(unit.gradients.deferred for unit in self.units)
-        for unit in self.units:
-            unit.gradients.deferred.forget()
-            if self.creates_graph:
+        deferred = [unit.gradients.deferred for unit in self.units]
+        if any(of_unit.groups for of_unit in deferred):
+            run_deferred(deferred)
+        if self.creates_graph:
+            for unit in self.units:
                 unit.gradients.refuse_graph()
         self._attached.clear()
         self.forwards.forget_ungraphed()
-        self.finalization.end()
+        self.finalization.active = False
+        self.finalization.pending = None
 
     def _free_units(self) -> None:
         for unit in self.units:
@@ -504,7 +510,7 @@ class Runtime:
         """Start a gather that a user asked for."""
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state is State.SHARDED:
-            self._free_written([unit])
+            self._free_written(unit)
             unit.start_unshard(self.streams)
         unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
 
@@ -589,7 +595,8 @@ class Runtime:
         self.forwards.end_pass()
         self._carried_unit = None
         self.in_backward = False
-        self.finalization.end()
+        self.finalization.active = False
+        self.finalization.pending = None
         self.forward_root = None
         if lost:
             raise accumulation_lost(lost)

@@ -89,8 +89,7 @@ def outside_torch_modes(function: Callable[..., Any], *args: Any, **kwargs: Any)
     if torch._C._are_functorch_transforms_active():
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
-    checker = type_checker()
-    if checker is not None:
+    if torch._C._len_torch_function_stack() and (checker := type_checker()) is not None:
         with checker.no_typecheck():
             return function(*args, **kwargs)
     if torch._C._len_torch_dispatch_stack():

@@ -94,6 +94,7 @@ class Unit:
         self.state = State.SHARDED
         self.gathers_secondary = False  # the data to gather next lies in the secondary shards
         self.freed_early = False  # some parameters may have been freed early
+        self._embeddings: tuple[list[Bucket], list[tuple[Bucket, int]]] = ([], [])  # of these
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
         self._gather_event: Any = None
@@ -314,16 +315,24 @@ class Unit:
 
     def free_embeddings_early(self, streams: Streams) -> None:
         """After forward: give back embeddings, whose weights backward does not read."""
-        for bucket in self.buckets:
-            for i in () if bucket.cached else bucket.layout.direct:
-                param = bucket.params[i]
-                is_embedding = type(param.owners[0][0]) is nn.Embedding
-                if is_embedding and len(param.owners) == 1 and param not in self._recalled:
-                    self._release(bucket, i, streams)
+        buckets, found = self._embeddings
+        if buckets is not self.param_group.buckets:
+            buckets = self.param_group.buckets
+            found = [
+                (bucket, i)
+                for bucket in buckets
+                for i in bucket.layout.direct
+                if type(bucket.params[i].owners[0][0]) is nn.Embedding
+            ]
+            self._embeddings = (buckets, found)
+        for bucket, i in found:
+            param = bucket.params[i]
+            if not bucket.cached and len(param.owners) == 1 and param not in self._recalled:
+                self._release(bucket, i, streams)
 
     def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
         """In backward: give back parameters whose gradient is complete."""
-        for bucket, grads in zip(self.buckets, taken, strict=True):
+        for bucket, grads in zip(self.param_group.buckets, taken, strict=True):
             for i in grads:
                 self._release(bucket, i, streams)
 

@@ -46,6 +46,8 @@ class UnitConfig:
         gathered_once: parameters stay gathered after a backward without gradient sync.
         sync_grads: whether backward is the last one of a step, which reduces gradients.
         accumulate_sharded: whether the ones before it reduce-scatter too.
+        reduce_grads: whether a backward reduces what it leaves, else gradients accumulate
+            unsharded; follows from the two above, whose setters compute it: hooks ask many times.
         all_reduce_grads: whether reduced gradients are summed over replicas.
         manual_finalization: whether the caller ends an iteration; of the root only.
         reduce_unused: whether parameters without a gradient take part in reductions.
@@ -73,6 +75,7 @@ class UnitConfig:
     # What is reduced when, and how.
     sync_grads: bool = True
     accumulate_sharded: bool = False
+    reduce_grads: bool = True
     all_reduce_grads: bool = True
     manual_finalization: bool = False
     reduce_unused: bool = False
@@ -83,11 +86,6 @@ class UnitConfig:
     # How to communicate.
     comm_options: CommOptions = field(default_factory=CommOptions)
     shared_streams: Any = None
-
-    @property
-    def reduce_grads(self) -> bool:
-        """Whether a backward reduces what it leaves; else gradients accumulate unsharded."""
-        return self.sync_grads or self.accumulate_sharded
 
     @property
     def offload(self) -> bool:
@@ -102,8 +100,14 @@ class UnitConfig:
     def set_sync(self, sync: bool) -> None:
         """For the backward of the last micro-batch of a step (True), or of one before it."""
         self.sync_grads = self.all_reduce_grads = sync
+        self.reduce_grads = sync or self.accumulate_sharded
         if self.gathered_once:
             self.reshard_after_backward = sync
+
+    def set_accumulate_sharded(self, accumulate_sharded: bool) -> None:
+        """Whether backwards without gradient sync reduce-scatter too."""
+        self.accumulate_sharded = accumulate_sharded
+        self.reduce_grads = self.sync_grads or accumulate_sharded
 
     def keep_sync(self) -> Callable[[], None]:
         """A function that sets back what `set_sync` changes."""
@@ -111,6 +115,7 @@ class UnitConfig:
 
         def restore() -> None:
             self.sync_grads, self.all_reduce_grads, self.reshard_after_backward = before
+            self.reduce_grads = self.sync_grads or self.accumulate_sharded
 
         return restore
 
