@@ -1,7 +1,7 @@
-"""`explain`: what was set on a model, what its units hold, and what a step communicates.
+"""`explain`: reports a model's settings, what its units hold, and what a step communicates.
 
-Of a sharded model the numbers are read from its units; of one that is not, they come from the same
-arithmetic on the layouts that its units would have. Nothing is communicated and no memory is
+For a sharded model, the numbers are read from its units; for an unsharded one, they come from the
+same arithmetic on the layouts that its units would have. Nothing is communicated and no memory is
 allocated, so both work on the meta device.
 """
 
@@ -39,26 +39,26 @@ def explain(
     direct_min_bytes: int | None = None,
     device_type: str = "cuda",
 ) -> Explanation:
-    """Tell what the units of a model are, what they hold, and what a step communicates.
+    """Report a model's units, the memory they hold, and what a step communicates.
 
     Args:
         model: sharded by `fully_shard` or `shard_model`, before or after its first forward; or not
             sharded, and then with ``mesh_shape``. May be on the meta device.
         mesh_shape: what to shard over: a number of ranks, or (replicas, shards). No processes are
             needed.
-        strategy, wrap, mp_policy, offload_policy, replicate_below: as of `shard_model`; only with
+        strategy, wrap, mp_policy, offload_policy, replicate_below: as in `shard_model`; only with
             ``mesh_shape``.
-        reshard_after_forward, ignored_params, direct_min_bytes: as of `shard_model`; only with
+        reshard_after_forward, ignored_params, direct_min_bytes: as in `shard_model`; only with
             ``mesh_shape``.
-        device_type: with ``mesh_shape``, on which the transport depends;
+        device_type: with ``mesh_shape``, the device type, which determines the transport;
             ``"cpu"`` means gloo.
 
     Returns:
         The numbers; print it for a table.
 
     Raises:
-        ValueError: if the model is not sharded and there is no ``mesh_shape``, or both; or for
-            arguments that `shard_model` would refuse.
+        ValueError: if the model is unsharded and ``mesh_shape`` is missing, or sharded and
+            ``mesh_shape`` is given; or for arguments that `shard_model` would reject.
 
     Example:
         >>> print(explain(model))
@@ -150,7 +150,7 @@ class _Settings:
 def _draft(
     model: nn.Module, unit: UnitDescription, to: _Settings, num_shards: int, num_replicas: int
 ) -> _Draft:
-    """The unit as `shard_model` would make it."""
+    """Describe the unit that `shard_model` would make."""
     modules = [model.get_submodule(name) for name in unit.modules]
     params = [
         _parameter_facts(
@@ -228,7 +228,7 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
 
 
 def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
-    """What each process group is for, on accelerators: elsewhere sharing one costs nothing."""
+    """The purpose of each process group on accelerators; elsewhere sharing one costs nothing."""
     purposes: dict[Any, dict[str, None]] = {}
     for unit in units if units[0].device.type != "cpu" else ():
         options, secondary_size = unit.config.comm_options, unit.config.reshard_after_forward
@@ -248,7 +248,7 @@ def _unit_names(units: Sequence[Unit], names: dict[nn.Module, str]) -> tuple[str
 
 
 def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFacts:
-    """What a bucket of a sharded model holds and sends; ``names`` are the model's modules."""
+    """The bytes a bucket of a sharded model holds and sends; ``names``: the model's modules."""
     mesh = bucket.mesh
     group = mesh.shard_group or mesh.replicate_group
     sizes = (mesh.num_shards, mesh.num_replicas)

@@ -1,9 +1,8 @@
-"""Checks that ranks do the same, for when a training hangs or replicas drift apart.
+"""Checks that ranks do the same, for when training hangs or replicas drift apart.
 
-All ranks of a mesh have to build the same units, run them in the same order and reduce the same
-gradients; one that does not leaves the others waiting in a collective, for ever. What is here is
-called by hand; a part of it is done before the first forward, without being asked for
-(`first_forward`).
+All ranks of a mesh must build the same units, run them in the same order and reduce the same
+gradients; a rank that does not leaves the others waiting in a collective forever. The user calls
+these checks; part of them also runs automatically before the first forward (`first_forward`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ..sharding.param import ShardedParam
 
 
 def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float = 60.0) -> None:
-    """Check that all ranks that share a model have made the same of it.
+    """Check that all ranks sharded the model in the same way.
 
-    Compared are the units, their parameters (names, shapes, dtypes, placements, whether they are
-    trained), what was chosen for them (mixed precision, resharding, offload, gradient sync), the
-    order in which the last forward ran them, and, where several ranks hold the same rows, their
-    bits. To be called by every rank of the model's mesh, between steps; through the store of the
-    default process group, without collectives. All but the bits is compared by itself before the
+    Compares the units, their parameters (names, shapes, dtypes, placements, ``requires_grad``),
+    their settings (mixed precision, resharding, offload, gradient sync), the order in which the
+    last forward ran them, and, for rows that several ranks hold, their values bitwise. Every rank
+    of the model's mesh must call it, between steps. It uses the store of the default process group
+    and no collectives. Everything except the values is also compared automatically before the
     first forward, unless ``FSDP2_CHECK_RANKS=0`` is in the environment.
 
     Args:
@@ -39,8 +38,8 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
         timeout_s: how long to wait for the slowest rank, in seconds.
 
     Raises:
-        RanksDisagreeError: (a RuntimeError) on every rank, with what differs between which ranks,
-            or which ranks did not come.
+        RanksDisagreeError: (a RuntimeError) on every rank; says what differs between which ranks,
+            or which ranks did not call it.
 
     Example:
         >>> check_ranks_agree(model)
@@ -61,12 +60,12 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
 
 @contextmanager
 def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
-    """Inside, ranks meet before each gather and reduction, and compare what comes next.
+    """Context in which ranks compare the next operation before each gather and reduction.
 
-    A rank that runs another module, reduces other gradients or stops early is then an error that
-    names it, where it was a hang. Tensor-parallel ranks meet before each sum of a partial gradient
-    too, and compare whether it is made at once or at the end of backward. Each step costs a message
-    to the store of the default process group per unit and rank: to find a fault, not to train with.
+    If a rank runs another module, reduces other gradients or stops early, an error names it instead
+    of a hang. Tensor-parallel ranks also compare before each sum of a partial gradient whether it
+    happens now or at the end of backward. Each step costs a message per unit and rank to the store
+    of the default process group, so use it for debugging, not for regular training.
 
     Args:
         model: sharded, or with sharded modules inside.
@@ -96,7 +95,7 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
 
 
 def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
-    """Put methods of its own before those of the class; not there, they cost nothing."""
+    """Shadow the class's methods on this object, so that unwatched units pay nothing."""
     start_unshard, make_reductions = unit.start_unshard, unit.gradients.make_reductions
 
     def gather(streams: Any) -> None:

@@ -1,4 +1,4 @@
-"""`estimate`: the memory and the traffic of sharded training, before there is any."""
+"""`estimate`: predicts memory and traffic of sharded training without running it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def estimate(
     ranks_per_node: int = 8,
     fake: bool = True,
 ) -> Estimate:
-    """Memory and traffic of one training step of ``model``, without running or sharding it.
+    """Estimate memory and traffic of one training step, without running or sharding ``model``.
 
     One step runs on fake tensors, which have shapes and no memory; what it does is then replayed
     through the library's own runtime, so the numbers follow what the runtime does: gathers one
-    unit ahead, the last unit kept for backward, embeddings and heads given back early, reductions
+    unit ahead, the last unit kept for backward, embeddings and heads freed early, reductions
     that wait for each other. Needs no process group and no GPU; takes seconds for any number of
     ranks.
 
@@ -55,30 +55,30 @@ def estimate(
             keyword arguments; tensors may be on the meta device.
         loss_fn: a function of the model's output that returns the loss. None: the output's
             ``loss``, the output itself if it is one number, or the sum of its tensors.
-        strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as of `shard_model`.
-        prefetch, replicate_below, direct_min_bytes: as of `shard_model`.
+        strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
+        prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
         activation_checkpointing: "none", "full" or "selective"; "selective"
             keeps results of attention and of every second matrix multiplication. Checkpointing
             inside of the model is seen in any case.
-        checkpoint_modules: names of the modules to recompute. None: all units that have parameters
-            and inputs that need gradients, but not the root: the blocks.
+        checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
+            except the root that have parameters and inputs that need gradients.
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
         optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
             None.
-        device_type: what the run computes on. "cpu" counts as gloo does it: up to four ranks
-            exchange messages straight into place.
-        ranks_per_node: tells which traffic leaves a node.
-        fake: False computes one step on the CPU, with as much memory as that takes: for models
-            whose shapes depend on their data.
+        device_type: the device of the run. "cpu" models gloo, where up to four ranks exchange
+            messages straight into place.
+        ranks_per_node: determines which traffic leaves a node.
+        fake: False runs one real step on the CPU, with all the memory it needs: for models whose
+            shapes depend on their data.
 
     Returns:
-        The estimate. Not in it: what an allocator keeps (fragmentation; a tenth is common), what
-        libraries hold (cuBLAS, NCCL: 1 to 3 GB of a GPU) and scratch memory inside of kernels.
+        The estimate. It does not include allocator overhead (fragmentation; a tenth is common),
+        memory of libraries (cuBLAS, NCCL: 1 to 3 GB of a GPU) or scratch memory inside kernels.
 
     Raises:
-        ValueError: for a mesh or a strategy that does not fit, a model that is sharded already,
+        ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
             shapes that depend on data (with ``fake``), or a step without a loss.
-        TypeError: for arguments of a wrong type.
+        TypeError: for arguments of the wrong type.
 
     Example:
         >>> with torch.device("meta"):
@@ -117,7 +117,7 @@ def estimate(
 
 
 def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:
-    """The modules that several units are alike in: blocks."""
+    """The blocks: modules of units that share a structure."""
     modules = dict(model.named_modules())
     names = [name for unit in units if not unit.is_root for name in unit.modules]
     kinds = [type(modules[name]) for name in names]
@@ -136,7 +136,7 @@ def estimate_trace(
     optimizer: Any,
     ranks_per_node: int,
 ) -> Estimate:
-    """The estimate of a step that was traced before."""
+    """Estimate a step that has already been traced."""
     replays, ranks = {}, {}
     for rank in sorted({0, setup.num_shards - 1, *_boundary_ranks(trace, setup)}):
         replays[rank] = _replay_rank(trace, with_rank(setup, rank), optimizer)

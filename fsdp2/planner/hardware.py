@@ -1,8 +1,8 @@
-"""What a step runs on: speeds of a GPU, of the links in a node and of those between nodes.
+"""Hardware presets: speeds of GPUs and of the links within and between nodes.
 
-Numbers of the presets are from data sheets and published measurements, each named beside it; they
-were written down from memory, without access to the sources. Efficiencies say how much of a data
-sheet's number large kernels reach.
+The presets' numbers are from data sheets and published measurements, each named next to it; they
+were written down from memory, without access to the sources. Efficiencies are the fraction of a
+data sheet's number that large kernels reach.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Hardware:
     """A cluster of equal nodes.
 
     Attributes:
-        name: for people.
-        memory_bytes: of one GPU.
-        matmul_flops: per second, by dtype, of large dense matrix multiplications on the data sheet.
-        matmul_efficiency: the part of it that large multiplications reach.
+        name: display name.
+        memory_bytes: memory of one GPU.
+        matmul_flops: FLOP/s by dtype of large dense matrix multiplications, from the data sheet.
+        matmul_efficiency: the fraction of it that large multiplications reach.
         attention_flops: per second that fused attention kernels reach, forward and backward.
         memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
-        memory_efficiency: the part of it that streaming kernels reach.
-        kernel_s: the least time between the begins of two kernels.
+        memory_efficiency: the fraction of it that streaming kernels reach.
+        kernel_s: the minimum time between the starts of two kernels.
         ranks_per_node: GPUs in a node.
         node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
         network_bandwidth: bytes per second that a node sends to other nodes.
-        network_efficiency: the part of it that collectives reach.
-        node_latency_s, network_latency_s: of one step of a ring.
-        call_latency_s: of a collective as such.
-        host_bandwidth: bytes per second between a GPU and the memory of the host.
+        network_efficiency: the fraction of it that collectives reach.
+        node_latency_s, network_latency_s: latency of one ring step.
+        call_latency_s: fixed latency of a collective.
+        host_bandwidth: bytes per second between a GPU and host memory.
 
     Raises:
         ValueError: for numbers that are not positive.
@@ -152,7 +152,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """A preset by its name; a `Hardware` is returned as it is.
+    """Look up a preset by name; a `Hardware` is returned unchanged.
 
     Raises:
         ValueError: for an unknown name.

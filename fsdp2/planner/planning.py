@@ -1,4 +1,4 @@
-"""`plan`: how to shard a model on given hardware, by simulating a step of every way."""
+"""`plan`: chooses how to shard a model for given hardware by simulating steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .hardware import Hardware, find_hardware
 from .report import Outcome, Plan, reasons
 from .simulate import Simulator
 
-# Of a GPU's memory: what allocators keep in pieces, and libraries for themselves, is not simulated.
+# Fraction of a GPU's memory: fragmentation and memory of libraries are not simulated.
 USABLE_MEMORY = 0.9
-# Steps that differ by less than this are taken to be equally fast.
+# Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
 
 
@@ -45,30 +45,30 @@ def plan(
 ) -> Plan:
     """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
 
-    A step is traced on fake tensors and simulated for every way that seems worth it: kernels take
+    A step is traced on fake tensors and simulated for every promising configuration: kernels take
     the time of their FLOPs or bytes, collectives that of a ring over the links, and streams wait
-    for each other as in the library's runtime, which is what runs in the simulation. Of those that
-    fit into memory the fastest is chosen; of those that are equally fast the one that needs least.
+    for each other as in the library's runtime, which the simulation runs. The fastest configuration
+    that fits into memory is chosen; among equally fast ones, the one that needs the least memory.
 
     Args:
         model: not sharded; may be on the meta device. Unchanged afterwards.
-        sample_input, loss_fn, optimizer, micro_batches, fake: as of `estimate`; the batch of one
-            rank.
+        sample_input, loss_fn, optimizer, micro_batches, fake: as in `estimate`; the batch is that
+            of one rank.
         hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40") or a `Hardware`.
-        num_ranks: GPUs. Above one node, a multiple of the GPUs in a node.
+        num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
         memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
             allocators and libraries need some too.
-        mp_policy, offload_policy: as of `fully_shard`, given.
-        activation_checkpointing: the ways that may be chosen; see `estimate`.
-        progress: called with (what is done, how many are done, how many there are).
+        mp_policy, offload_policy: as in `fully_shard`; fixed, not searched.
+        activation_checkpointing: the modes to choose from; see `estimate`.
+        progress: called with (current task, number done, total).
 
     Returns:
         The plan: ``plan.apply(model)`` in the training script, or ``shard_model(model, mesh,
         **plan.kwargs)``; print it for the reasons.
 
     Raises:
-        ValueError: if nothing fits, which names the least that is needed; or for arguments that
-            `estimate` would refuse.
+        ValueError: if nothing fits (names the least memory needed), or for arguments that
+            `estimate` would reject.
 
     Example:
         >>> made = plan(model, tokens, "h100", 128, mp_policy=bf16, loss_fn=loss)
@@ -180,7 +180,7 @@ class _Search:
             )
 
     def setup(self, candidate: Candidate) -> Setup:
-        """How the candidate shards."""
+        """The candidate's sharding setup."""
         return make_setup(
             self.units[candidate.wrap],
             candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
@@ -191,7 +191,7 @@ class _Search:
         )
 
     def _ranked(self) -> list[Outcome]:
-        """The best first; those that do not fit last, by what they need."""
+        """Outcomes, best first; those that do not fit come last, by memory needed."""
         fitting = [o for o in self.outcomes.values() if o.fits]
         others = [o for o in self.outcomes.values() if not o.fits]
         others.sort(key=lambda o: o.peak_bytes)

@@ -1,4 +1,4 @@
-"""`profile`: what the units of a model did, step by step."""
+"""`profile`: records the units of a model, step by step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _profiled: WeakSet[Unit] = WeakSet()
 
 
 def profile(model: nn.Module) -> Profile:
-    """Record what the units of a sharded model do: time, bytes, bandwidth, waiting, memory.
+    """Record time, bytes, bandwidth, waiting and memory of a sharded model's units.
 
     Per unit and step: how long its gathers and reductions take and how many bytes they send, how
     long compute stood still for them (exposed time), how long compute was in it, and the memory
-    over the step. Each rank records itself, and shows itself.
+    over the step. Each rank records and reports only itself.
 
-    While the profile runs, methods of this model's units and runtime are replaced by ones that
-    record; at its end, also after an exception, they are put back. Without a profile nothing is
-    recorded and nothing checks whether it should be. On CUDA, times are those of events on the
-    streams that do the work; the host waits for the device once at the beginning and once when the
-    first result is asked for. On the CPU, times are the host's: see ``docs/profiling.md`` for what
-    is measured how.
+    While the profile runs, methods of this model's units and runtime are replaced by recording
+    ones; at its end, also after an exception, the originals are restored. Without a profile there
+    is no recording and no check for it, so no cost. On CUDA, times come from events on the streams
+    that do the work; the host waits for the device once at the beginning and once when the first
+    result is requested. On the CPU, times are the host's. ``docs/profiling.md``
+    describes how each number is measured.
 
     Args:
         model: sharded by `fully_shard`, `shard_model` or `replicate`, or a module that contains
@@ -41,7 +41,7 @@ def profile(model: nn.Module) -> Profile:
 
     Raises:
         ValueError: if nothing in the model is sharded.
-        RuntimeError: on entry, if a unit of the model is being profiled already.
+        RuntimeError: on entry, if a unit of the model is already being profiled.
 
     Example:
         >>> train_step()  # the first step plans storages and finds the order: better left out
@@ -99,13 +99,13 @@ class Profile:
         self._running = False
 
     def step(self) -> None:
-        """Say that a step of training is over.
+        """Mark the end of a training step.
 
-        Without, a step begins with a root's forward: with the first one after an optimizer's step
-        if optimizers step in the profile, else with each.
+        Without this call, a step begins with a root's forward: the first one after an optimizer
+        step if optimizers step during the profile, otherwise every one.
 
         Raises:
-            RuntimeError: outside of the ``with`` block.
+            RuntimeError: outside the ``with`` block.
         """
         if not self._running or self._recorder is None:
             raise RuntimeError("step() belongs inside the with block of the profile")
@@ -140,7 +140,7 @@ class Profile:
         return self.measures.to_dict()
 
     def table(self) -> str:
-        """The measures of this rank as a table, for people."""
+        """The measures of this rank as a readable table."""
         from .report import as_text
 
         return as_text(self.recording, self.measures)
@@ -156,7 +156,7 @@ class Profile:
         put together by joining their ``traceEvents``; their clocks begin at each rank's own start.
 
         Args:
-            path: a file; folders above it are made.
+            path: a file; missing parent folders are created.
         """
         from .trace import trace_events
 
@@ -169,7 +169,7 @@ class Profile:
         """Write one step as a picture: streams over time, memory below.
 
         Args:
-            path: a file; its suffix says of which kind (``.png``, ``.svg``).
+            path: a file; its suffix selects the format (``.png``, ``.svg``).
             step: which step; the last by default.
 
         Raises:

@@ -1,9 +1,9 @@
-"""Tools to test ``fsdp2``, and programs that use it, without the hardware it is for.
+"""Tools to test ``fsdp2``, and programs that use it, without the target hardware.
 
-- `SimulatedGroup`: a process group for one process that moves as many bytes as a real one, and
-  takes the time of a `Link`.
+- `SimulatedGroup`: a process group for one process that moves as many bytes as a real one and
+  takes as long as a `Link` would.
 - `check`: a happens-before checker over a list of events; no torch.
-- `account_gradients`: follows every gradient that autograd makes, and raises where one is lost.
+- `account_gradients`: follows every gradient that autograd produces, and raises if one is lost.
 - `recording`: runs training on the CPU as if on a device with streams, and records its order.
 
 Example:

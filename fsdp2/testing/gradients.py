@@ -24,16 +24,16 @@ _UNREDUCED = ("on_param", "waiting", "taken")
 
 @contextmanager
 def account_gradients() -> Iterator[None]:
-    """Follow every gradient that autograd makes, and raise where one does not arrive.
+    """Follow every gradient that autograd produces, and raise if one does not arrive.
 
-    For all sharded modules of this process, those that exist already included. It may begin and end
-    anywhere in a training, also between forward and backward or between micro-batches: gradients
-    that were made before are not its own. Each accumulation into an unsharded parameter is counted,
+    Covers all sharded modules of this process, including existing ones. The context may begin and
+    end anywhere in training, also between forward and backward or between micro-batches; earlier
+    gradients are not tracked. Each accumulation into an unsharded parameter is counted,
     by parameter and micro-batch, and followed through accumulation and reductions to the ``.grad``
-    of the sharded parameter. At the end of a backward with gradient sync (of
-    `FSDPModule.finalize_backward`, of a pipeline's step) and at a step of an optimizer, all that
-    belongs there must have arrived. Costs some microseconds per parameter and micro-batch, no
-    memory, no communication; nothing outside of the context.
+    of the sharded parameter. At the end of a backward with gradient sync (or of
+    `FSDPModule.finalize_backward`, or of a pipeline's step) and at each optimizer step, all of them
+    must have arrived. Costs a few microseconds per parameter and micro-batch, no memory and no
+    communication; outside the context it costs nothing.
 
     Micro-batches are numbered from 0 in every iteration, in the order of the unit's forwards.
 
