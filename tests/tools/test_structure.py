@@ -48,7 +48,7 @@ def test_no_function_of_the_core_is_long() -> None:
 def test_sharding_and_a_first_step_enter_few_files_and_functions(
     measured: dict[str, Entered],
 ) -> None:
-    assert len(measured[FIRST].files) <= 46
+    assert len(measured[FIRST].files) <= 47  # one more than on the newest torch: 2.13 needs it
     assert len(measured[FIRST].functions) <= 330
 
 
