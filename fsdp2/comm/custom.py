@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..sharding.bucket import Bucket
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import as_real, mean_over
-from .transports import Finish, Transport
+from .transports import Finish, Transport, ended
 
 
 class Comm(Protocol):
@@ -104,7 +104,7 @@ class FlatTransport:
         self._reduce_scatter = reduce_scatter
         self._sum_only = sum_only
 
-    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish:
         comm = self._all_gather
         if comm is None:
             return self.base.all_gather(plan, tag)
@@ -128,7 +128,7 @@ class FlatTransport:
             torch._foreach_copy_(outputs, rows.split(numels, dim=1))
             plan.unpack()
 
-        return self._finished(finish)
+        return ended(finish, stream_ordered=self.stream_ordered)
 
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         if self._reduce_scatter is None:
@@ -150,7 +150,7 @@ class FlatTransport:
         grads: Sequence[torch.Tensor | None],
         outs: list[torch.Tensor],
         tag: int,
-    ) -> Finish | None:
+    ) -> Finish:
         comm = self._reduce_scatter
         if comm is None:
             return self.base.reduce_scatter(bucket, plan, grads, outs, tag)
@@ -177,16 +177,10 @@ class FlatTransport:
             out.copy_(reduced)
             mean.finish(out)
 
-        return self._finished(finish)
+        return ended(finish, stream_ordered=self.stream_ordered)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         return self.base.all_reduce(tensors, tag)
-
-    def _finished(self, finish: Finish) -> Finish | None:
-        if not self.stream_ordered:
-            return finish
-        finish()
-        return None
 
 
 def _wait_for(work: dist.Work | None) -> None:

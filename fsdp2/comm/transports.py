@@ -3,7 +3,7 @@
 A transport moves the data of one bucket between the ranks of one group. Two ways to run:
 
 - *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, and the
-  result of a call is ordered by that stream. The calls return ``None``. A backend may still use a
+  result of a call is ordered by that stream. The calls return `done`. A backend may still use a
   stream of its own: then it returns a ``Work``, and the current stream waits for that.
 - *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
   and does the rest; it must be called exactly once, and before it nothing may be read.
@@ -39,6 +39,19 @@ from .streams import device_module
 
 Finish = Callable[[], None]
 
+
+def done() -> None:
+    """What a call returns whose result the current stream orders: nothing is left to do."""
+
+
+def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
+    """``finish``, for the caller to call later; where streams order the work it is called here."""
+    if not stream_ordered:
+        return finish
+    finish()
+    return done
+
+
 # Above this many ranks the number of messages of an exchange costs more than its directness saves.
 EXCHANGE_MAX_RANKS = 4
 
@@ -54,7 +67,7 @@ class Transport(Protocol):
     stream_ordered: bool
     coalesces: bool
 
-    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None: ...
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish: ...
 
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]: ...
 
@@ -69,9 +82,9 @@ class Transport(Protocol):
         grads: Sequence[torch.Tensor | None],
         outs: list[torch.Tensor],
         tag: int,
-    ) -> Finish | None: ...
+    ) -> Finish: ...
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None: ...
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish: ...
 
 
 def make_transport(
@@ -222,21 +235,17 @@ class GroupTransport:
             group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
         )
 
-    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish | None:
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:
             plan.messages = plan.messages or GatherBatch([plan])  # of bytes
             plan = plan.messages
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
-        if self.stream_ordered:
-            _wait([work])
-            plan.unpack()
-            return None
 
         def finish() -> None:
-            work.wait()
+            _wait([work])
             plan.unpack()
 
-        return finish
+        return ended(finish, stream_ordered=self.stream_ordered)
 
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.tail
@@ -256,7 +265,7 @@ class GroupTransport:
         grads: Sequence[torch.Tensor | None],
         outs: list[torch.Tensor],
         tag: int,
-    ) -> Finish | None:
+    ) -> Finish:
         dtype = outs[0].dtype
         mean = self._mean(dtype)
         inputs = _all_as([grads[i] for i in plan.direct], dtype)
@@ -271,35 +280,27 @@ class GroupTransport:
         sums = [as_real(out) for out in outs] if dtype.is_complex else outs
         self._reduce_options.reduceOp = mean.operation
         work = self._reduce(sums, inputs, self._reduce_options)
-        if self.stream_ordered:
-            _wait([work])
-            mean.finish(outs)
-            return None
 
         def finish() -> None:
-            work.wait()
+            _wait([work])
             inputs.clear()
             mean.finish(outs)
 
-        return finish
+        return ended(finish, stream_ordered=self.stream_ordered)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         if not tensors:
-            return None
+            return done
         mean = self._mean(tensors[0].dtype)
         mean.begin(tensors)
         self._all_reduce_options.reduceOp = mean.operation
         works = [self.group.allreduce([as_real(t)], self._all_reduce_options) for t in tensors]
-        if self.stream_ordered:
-            _wait(works)
-            mean.finish(tensors)
-            return None
 
         def finish() -> None:
             _wait(works)
             mean.finish(tensors)
 
-        return finish
+        return ended(finish, stream_ordered=self.stream_ordered)
 
     def _mean(self, dtype: torch.dtype) -> Mean:
         return mean_over(self._size, dtype, sum_only=self._sum_only)
@@ -322,7 +323,7 @@ class Exchange:
         self.size = group.size()
         self.peers = [r for r in range(self.size) if r != self.rank]
 
-    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish:
         if plan.messages is None:
             plan.messages = self._gather_messages(plan, tag)
         with record_function("fsdp2::exchange"):
@@ -376,7 +377,7 @@ class Exchange:
         grads: Sequence[torch.Tensor | None],
         outs: list[torch.Tensor],
         tag: int,
-    ) -> Finish | None:
+    ) -> Finish:
         layout = bucket.layout
         wire = bucket.wire_dtype(plan)
         parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
@@ -423,7 +424,7 @@ class Exchange:
             for part, n, yes in zip(parts, numels, is_wire, strict=True)
         ]
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish | None:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}
         works = self._start(
             [([t], p, tag + i) for i, t in enumerate(tensors) for p in self.peers],

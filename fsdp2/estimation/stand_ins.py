@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport
+from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, ended
 from ..policy import compute_dtype
 from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
@@ -286,7 +286,7 @@ class _CountingExchange(Exchange):
         self.name = group
         self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
 
-    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish:
         layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
         own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
         sent = (self.size - 1) * (own + layout.pack_numel) * size
@@ -295,7 +295,7 @@ class _CountingExchange(Exchange):
 
     def reduce_scatter(
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
-    ) -> Finish | None:
+    ) -> Finish:
         assert isinstance(bucket, CountedBucket)
         account, layout = self.replay.account, bucket.layout
         wire, wide = bucket.wire_dtype(plan), bucket.reduce_dtype
@@ -312,7 +312,7 @@ class _CountingExchange(Exchange):
         self._note_reduce(nbytes, others, bucket, len(plan.spans))
         return held.clear
 
-    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
         held = [Held(self.replay.account, "communication buffers", (self.size - 1) * nbytes)]
         self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
@@ -349,27 +349,27 @@ class _CountingCollectives(_CountingExchange):
     casts = GroupTransport.casts
     out_dtype = GroupTransport.out_dtype
 
-    def all_gather(self, plan: Any, tag: int) -> Finish | None:
+    def all_gather(self, plan: Any, tag: int) -> Finish:
         plans = plan.plans if isinstance(plan, _GatherBatch) else (plan,)
         shard = sum(_padded(p.layout) * p.bucket.gather_dtype.itemsize for p in plans)
         self._note_gather(shard * self.size, shard * (self.size - 1), *plans)
-        return None if self.stream_ordered else _nothing
+        return ended(_nothing, stream_ordered=self.stream_ordered)
 
     def reduce_scatter(
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
-    ) -> Finish | None:
+    ) -> Finish:
         assert isinstance(bucket, CountedBucket)
         account, dtype = self.replay.account, outs[0].dtype
         held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, dtype))
         shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
         self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, len(plan.spans))
-        return None if self.stream_ordered else held.clear
+        return ended(held.clear, stream_ordered=self.stream_ordered)
 
-    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish | None:
+    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
         self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
-        return None if self.stream_ordered else _nothing
+        return ended(_nothing, stream_ordered=self.stream_ordered)
 
 
 def _nothing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..comm.transports import Finish, Transport
+from ..comm.transports import Finish, Transport, done
 from ..runtime.unit import Unit
 from .clocks import Clock, Mark
 from .events import Communication
@@ -84,21 +84,21 @@ class TimedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def reduce_scatter(self, *args: Any) -> Finish | None:
+    def reduce_scatter(self, *args: Any) -> Finish:
         return self._timed(self._transport.reduce_scatter, *args)
 
-    def all_reduce(self, *args: Any) -> Finish | None:
+    def all_reduce(self, *args: Any) -> Finish:
         return self._timed(self._transport.all_reduce, *args)
 
-    def _timed(self, launch: Callable[..., Finish | None], *args: Any) -> Finish | None:
+    def _timed(self, launch: Callable[..., Finish], *args: Any) -> Finish:
         recorder = self._recorder
         num_ranks = self._transport.group.size()
         operation = recorder.operation(self._unit, self._kind, num_ranks, self._sizes)
         self._operations.append(operation)
         finish = launch(*args)
-        if finish is None:  # on a stream
+        if finish is done:  # on a stream
             recorder.launched(operation, end=recorder.clock.mark())
-            return None
+            return done
         recorder.launched(operation)
 
         def timed_finish() -> None:

@@ -6,12 +6,23 @@ A `Reduction` is one bucket's gradients on their way. Its states, one function p
     advance()  -> (HSDP) all-reduce started  the reduce-scatter is done, its inputs are freed
     complete() -> .grad attached             everything but the sharded gradient is released
 
-On stream-ordered devices `launch` enqueues everything and `complete` only makes compute wait.
+[Note: the same steps on two kinds of devices]
+``reduce-scatter, (HSDP) all-reduce, scale, hooks, write back``: these are the steps everywhere, but
+they run at different times.
+
+- *Stream-ordered*: `launch` enqueues all of them, since streams keep their order without the host.
+  `complete` makes compute wait for one event. Until then gradients, sums and partial sums are held
+  here: `record_stream` is not used, so memory that is dropped earlier is given to the next
+  allocation of its stream while another stream still reads it (see `comm.streams`).
+- *Host-ordered*: each message is waited for on the host, so a step that follows one can only run
+  when somebody calls. `advance` is that call between reduce-scatter and all-reduce. The runtime
+  makes it for older reductions when it launches a newer one, so that all-reduces overlap with
+  backward. Hooks and write-back wait for `complete`, when no more messages are under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
-from ..comm.transports import Finish
+from ..comm.transports import Finish, done
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam, with_own_storage
 from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.reduce_plan import ReducePlan
+from .unit_config import UnitConfig
 
 
 class Reduction:
@@ -33,13 +45,12 @@ class Reduction:
     Args:
         grads: per parameter the local gradient or None; contiguous, one dtype. All None: nothing
             new, only what earlier reductions over shards have left in ``bucket.partial``.
-        links: the transports over the ranks that share the parameters (none with one shard) and
-            over those that hold the same shard, if any.
-        all_reduce: whether to reduce over replicas now; otherwise the result is added to
-            ``bucket.partial`` and waits there for a later reduction.
-        factor: divide the sum over all ranks by this; None: by their number.
-        hook: called with each contiguous part of the result, 1-D, before it is written to the
-            sharded gradients; on ``hook_stream`` if one is given.
+        transports: over the ranks that share the parameters (none with one shard) and over those
+            that hold the same shard, if any. With neither, there is nothing to communicate.
+        config: of the unit, as it is now: users may change it before `complete`. Without
+            ``all_reduce_grads``, the result is added to ``bucket.partial`` and waits there for a
+            later reduction. The ``all_reduce_hook`` is called with each contiguous part of the
+            result, 1-D, before it is written to the sharded gradients.
     """
 
     def __init__(
@@ -47,12 +58,9 @@ class Reduction:
         bucket: Bucket,
         plan: ReducePlan,
         grads: Sequence[torch.Tensor | None],
-        *,
         transports: MeshTransports,
-        all_reduce: bool,
-        factor: float | None,
-        hook: Callable[[torch.Tensor], None] | None,
-        hook_stream: Any,
+        config: UnitConfig,
+        *,
         tag: int,
     ) -> None:
         self.bucket = bucket
@@ -61,11 +69,12 @@ class Reduction:
         self.only_partial = all(grad is None for grad in grads)
         self.scatter = transports.scatter
         self.replicate = transports.replicate
-        self.waits = self.replicate is not None and not all_reduce
+        self.is_local = self.scatter is None and self.replicate is None
+        self.waits = self.replicate is not None and not config.all_reduce_grads
         self.num_ranks = transports.mesh.size
-        self.factor = factor
-        self.hook = hook
-        self.hook_stream = hook_stream
+        self.factor = config.divide_factor
+        self.hook = config.all_reduce_hook
+        self.hook_stream = config.all_reduce_stream
         self.tag = tag
         self.covered = plan.covered
         self.nbytes = plan.numel * bucket.gather_dtype.itemsize
@@ -75,7 +84,7 @@ class Reduction:
         self._held: Any = None
         self.in_place = False
         self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
-        self._finish: Finish | None = None
+        self._finish: Finish = done
         self._event: Event = None
         self._advanced = False
 
@@ -87,28 +96,16 @@ class Reduction:
 
     def launch(self, streams: Streams) -> None:
         """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
-        if self.scatter is None and self.replicate is None:
+        if self.is_local:
             self.bucket.in_flight |= self.covered
             self._event = streams.reduced()
             return
-        detached = None
-        if self.bucket.has_gradients():
-            params = self.bucket.params
-            detached = [i for i in self.covered if params[i].sharded.grad is None]
-        self.store: GradientStore = self.bucket.gradient_store(detached)
+        # On compute's stream, as gradients are its to free; and before `in_flight` counts this
+        # reduction, since one on its way hides references of users (see `referenced_outside`).
+        self._choose_output()
         self.bucket.in_flight |= self.covered
-        self._choose_output(detached)
         with streams.reducing():
-            if self.only_partial:
-                self._allocate_output()
-                torch._foreach_zero_(self._ranges())
-            elif self.scatter is None:
-                self._copy_to_output()
-            elif self.plan.spans:  # none: only parameters without elements
-                self._allocate_output()
-                self._finish = self.scatter.reduce_scatter(
-                    self.bucket, self.plan, self.grads, self.outs, self.tag
-                )
+            self._start()
         if streams.stream_ordered:
             self._advance_on_stream(streams)
         elif self.scatter is None:
@@ -120,12 +117,21 @@ class Reduction:
             return
         self._advanced = True
         self._run_finish()
-        self.grads = ()
-        if self.waits:
-            self._add_to_partial()
-        elif self.replicate is not None:
-            self._take_partial()
-            self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
+        self.grads = ()  # were read by messages until now
+        self._reduce_over_replicas()
+
+    def _advance_on_stream(self, streams: Streams) -> None:
+        """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
+        # Without an all-reduce now, what follows stays on the stream of the reduce-scatter, or goes
+        # on on the user's; with one, its own stream lets the next reduce-scatter start meanwhile.
+        if self.replicate is None or self.waits:
+            context = streams.reducing(then_on=self.hook_stream)
+        else:
+            context = streams.all_reducing()
+        with context:
+            self._reduce_over_replicas()
+            self._conclude()
+            self._event = streams.reduced()  # last: `.grad` is not there before the write-back
 
     def complete(self, streams: Streams) -> list[nn.Parameter]:
         """Attach ``.grad``; afterwards compute may use it and nothing else is held.
@@ -133,14 +139,12 @@ class Reduction:
         Returns:
             The sharded parameters that had no gradient and have one now.
         """
-        if self.scatter is None and self.replicate is None:
+        if self.is_local:
             self._adopt()
-        elif streams.stream_ordered:
-            streams.use_reduced(self._event)
         else:
-            self.advance()
-            self._run_finish()
-            self._conclude()
+            self._wait(streams)
+            if not streams.stream_ordered:
+                self._conclude()
         if self.bucket.shard_device != self.bucket.device and self._has_hooks():
             streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
         attached = [] if self.waits else self._attach()
@@ -148,34 +152,27 @@ class Reduction:
         return attached
 
     def discard(self, streams: Streams) -> None:
-        """Like `complete`, for a backward that failed: wait, but attach nothing."""
+        """Like `complete`, for a backward that failed: wait, but attach nothing.
+
+        Without the wait, peers' messages would be written into memory that is free, and the next
+        use of the group would find theirs in place of its own.
+        """
+        self._wait(streams)
+        self._release()
+
+    def _wait(self, streams: Streams) -> None:
+        """Compute may use the result."""
         if streams.stream_ordered:
             streams.use_reduced(self._event)
-        elif self.scatter is not None or self.replicate is not None:
+        elif not self.is_local:
             self.advance()
             self._run_finish()
-        self._release()
 
     def _release(self) -> None:
         self.grads, self.outs = (), []
         self._held = None
         self.flat = None
         self.bucket.in_flight -= self.covered
-
-    def _advance_on_stream(self, streams: Streams) -> None:
-        """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
-        if self.replicate is None or self.waits:
-            with streams.reducing(then_on=self.hook_stream):
-                if self.waits:
-                    self._add_to_partial()
-                self._conclude()
-                self._event = streams.reduced()
-            return
-        with streams.all_reducing():
-            self._take_partial()
-            self.replicate.all_reduce(self._ranges(), self.tag)
-            self._conclude()
-            self._event = streams.reduced()
 
     def _conclude(self) -> None:
         if not self.waits:
@@ -189,8 +186,13 @@ class Reduction:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _choose_output(self, detached: list[int] | None) -> None:
+    def _choose_output(self) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
+        detached = None
+        if self.bucket.has_gradients():
+            params = self.bucket.params
+            detached = [i for i in self.covered if params[i].sharded.grad is None]
+        self.store: GradientStore = self.bucket.gradient_store(detached)
         transport = self.scatter or self.replicate
         assert transport is not None
         dtype = transport.out_dtype(self.bucket)
@@ -203,6 +205,27 @@ class Reduction:
         self.dtype = dtype
         self.dtensors = self.store.dtensors
         self.flat = self.store.flat
+
+    def _start(self) -> None:
+        """Allocate the output, and start to fill it."""
+        if self.only_partial:
+            self._allocate_output()
+            torch._foreach_zero_(self._ranges())
+        elif self.scatter is None:
+            self._copy_to_output()
+        elif self.plan.spans:  # none: only parameters without elements
+            self._allocate_output()
+            self._finish = self.scatter.reduce_scatter(
+                self.bucket, self.plan, self.grads, self.outs, self.tag
+            )
+
+    def _reduce_over_replicas(self) -> None:
+        """Start the all-reduce of what was reduced over shards, or leave that for a later one."""
+        if self.waits:
+            self._add_to_partial()
+        elif self.replicate is not None:
+            self._take_partial()
+            self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
 
     def _allocate_output(self) -> None:
         if self.in_place:
@@ -251,9 +274,8 @@ class Reduction:
         self._fresh = dtensors.keys()
 
     def _run_finish(self) -> None:
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        self._finish()
+        self._finish = done  # a second wait for a message would write its data again
 
     def _ranges(self) -> list[torch.Tensor]:
         return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]

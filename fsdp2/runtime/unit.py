@@ -27,7 +27,7 @@ from torch import nn
 
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Streams
-from ..comm.transports import Finish, Transport
+from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
 from ..sharding.bucket import Bucket
 from ..sharding.mesh import DataParallelMesh
@@ -203,7 +203,7 @@ class Unit:
                     given = [param_group.gather_batch(given)]
                 for plan, tag in zip(given, tags[transport], strict=False):
                     finish = transport.all_gather(plan, tag)
-                    if finish is not None:
+                    if finish is not done:
                         self._gather_finish.append(finish)
         except RuntimeError as error:
             reraise(error, self._current_gather(), group)

@@ -217,11 +217,8 @@ class UnitGrads:
                     bucket,
                     param_group.reduce_plan(index, present, sums=sums),
                     [grads.get(i) for i in range(len(bucket.params))],
-                    transports=param_group.transports[index],
-                    all_reduce=config.all_reduce_grads,
-                    factor=config.divide_factor,
-                    hook=config.all_reduce_hook,
-                    hook_stream=config.all_reduce_stream,
+                    param_group.transports[index],
+                    config,
                     tag=param_group.reduce_tags[index],
                 )
             )

@@ -15,7 +15,7 @@ from unittest import mock
 from fsdp2.comm import streams as streams_module
 from fsdp2.comm import transports as collectives
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.comm.transports import GroupTransport
+from fsdp2.comm.transports import GroupTransport, done
 from fsdp2.runtime import unit as unit_module
 from fsdp2.runtime.forwards import Forward
 from fsdp2.runtime.hooks import UnitHooks
@@ -177,9 +177,10 @@ def on_stream(cls: Any, name: str, which: str) -> Iterator[None]:
 def event_before_unpack() -> Iterator[None]:
     late: list[Callable[[], None]] = []
 
-    def all_gather(self: Any, plan: GatherPlan, tag: int) -> None:
+    def all_gather(self: Any, plan: GatherPlan, tag: int) -> Callable[[], None]:
         self._gather(plan.outputs, plan.inputs, self._gather_options)
         late.append(plan.unpack)
+        return done
 
     def unpack(*_: Any) -> None:
         while late:
@@ -270,10 +271,9 @@ def _finish_never(self: Unit, streams: Any) -> None:
 
 
 def _run_finish_twice(self: Reduction) -> None:
-    if self._finish is not None:
-        self._finish()
-        self._finish()
-        self._finish = None
+    self._finish()
+    self._finish()
+    self._finish = done
 
 
 def _reset_lazily(self: Runtime) -> None:
@@ -615,7 +615,7 @@ MUTATIONS: dict[str, Mutation] = {
     "no wait for a reduction": Mutation(
         "host_exchange",
         Kind.NEVER_WAITED,
-        lambda: replace(Reduction, "_run_finish", lambda r: setattr(r, "_finish", None)),
+        lambda: replace(Reduction, "_run_finish", lambda r: setattr(r, "_finish", done)),
     ),
     "the messages of an exchange are not waited for": Mutation(
         "host_exchange", READ, lambda: replace(collectives, "_wait", lambda works: works.clear())
