@@ -109,8 +109,13 @@ def _splits(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``group`` can be split for ``device``; the same on all of its ranks."""
     if device.type == "cpu" or not native_backend(group, device).supports_splitting:
         return False
-    only = {kind.type for kind in group._device_types} == {device.type}
-    return only or "device_types" in (dist.ProcessGroup.split_group.__doc__ or "")
+    if {kind.type for kind in group._device_types} == {device.type}:
+        return True
+    if "device_types" not in (dist.ProcessGroup.split_group.__doc__ or ""):
+        return False
+    # One device of several: the group's default backend must serve it. Where that is a plug-in,
+    # torch 2.13 finds no default backend.
+    return torch.__version__ >= "2.14" or group.name() != "undefined"
 
 
 def _split(

@@ -45,8 +45,9 @@ def start() -> None:
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    if options.split_from is not None:
-        options.split_from.meet()  # as ncclCommSplit, for which all its ranks have to come
+    split_from = getattr(options, "split_from", None)  # torch 2.13 does not say
+    if split_from is not None:
+        split_from.meet()  # as ncclCommSplit, for which all its ranks have to come
     chosen = native().Options() if backend_options is None else backend_options
     chosen._timeout = options.timeout
     inner = _make_inner(options.store, options.group_rank, options.group_size, options.timeout)
