@@ -28,7 +28,7 @@ from .forwards import Forward, Forwards, modules_being_called
 from .frozen_cache import choose_cached
 from .reduction import Reduction
 from .torch_modes import NOT_TRACED
-from .unit import State, Unit
+from .unit import AfterForward, State, Unit
 from .unwritten import warn_of_unwritten
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
@@ -87,6 +87,8 @@ class Runtime:
     def pre_forward(self, unit: Unit) -> None:
         """Gather ``unit`` and start the gather of the unit expected next."""
         if self.in_backward and not _autograd_is_running():
+            # A backward raised. Autograd calls nothing at the end of one that does, so the first
+            # moment at which that can be seen is now.
             self.reset()
         if self.in_backward:  # recomputation of activations
             if unit.registration.overrides:
@@ -119,6 +121,8 @@ class Runtime:
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
+        # Before anything is gathered: ranks with different models would hang in the first gather,
+        # and could not say why.
         if self.first_forward is not None and self.first_forward.is_due():
             self.first_forward.compare()
             self.first_forward = None
@@ -136,6 +140,8 @@ class Runtime:
         for other in self.units:
             if other.weight_grads_deferred:
                 self.take_weight_gradients(other)
+            # Not in `zero_grad`, which the library does not see: gradients that were dropped there
+            # still have their memory.
             for bucket in other.param_group.buckets:
                 bucket.release_gradients()
 
@@ -164,43 +170,30 @@ class Runtime:
         if differentiable or (unit.recomputes_all and self._leads_to_backward):
             self.forwards.note(unit, forward if differentiable else None)
         outermost = self.forward_root is unit
-        policy = unit.reshard_after_forward
-        if not differentiable and unit.config.reshard_after_forward is None:
-            policy = True  # what a root keeps for backward is of no use without one
-        if policy is not False and not self._runs_next(unit):
-            if differentiable and not outermost and self._ends_forward(unit):
-                # The last unit of forward is the first of backward: keep its memory.
-                self._carried_unit = unit
-                unit.register_sharded()
-            else:
-                # Larger shards are for the gather in backward: of no use where there is none.
-                again = differentiable and unit.config.unshard_in_backward
-                unit.reshard(self.streams, to_secondary=type(policy) is int and again)
-        elif unit.encloses and differentiable and unit.keeps_only_for_backward:
-            unit.free_embeddings_early(self.streams)
+        order, position = self.forward_order, len(self._this_forward)
+        after = unit.after_forward(
+            differentiable=differentiable,
+            runs_next=self._predicted and position < len(order) and order[position] is unit,
+            ends_forward=self._predicted
+            and not outermost
+            and position == len(order)
+            and self._this_forward[-1] is unit,
+        )
+        if after is AfterForward.KEEP:
+            if unit.encloses and differentiable and unit.keeps_only_for_backward:
+                unit.free_embeddings_early(self.streams)
+        elif after is AfterForward.CARRY:
+            self._carried_unit = unit
+            unit.register_sharded()
+        else:
+            secondary = after is AfterForward.FREE_TO_SECONDARY
+            unit.reshard(self.streams, to_secondary=secondary)
         if unit.registration.overrides:
             unit.registration.put_back_substitutes()
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
                 self.streams.synchronize()  # else backward does; then the host may write shards
-
-    def _runs_next(self, unit: Unit) -> bool:
-        """Whether the recorded order says that ``unit`` runs again at once."""
-        position = len(self._this_forward)
-        return (
-            self._predicted
-            and position < len(self.forward_order)
-            and self.forward_order[position] is unit
-        )
-
-    def _ends_forward(self, unit: Unit) -> bool:
-        return (
-            self._predicted
-            and len(self._this_forward) == len(self.forward_order)
-            and self._this_forward[-1] is unit
-            and unit.reshard_after_forward is True
-        )
 
     def _end_forward(self) -> None:
         for unit in self.units:
@@ -313,6 +306,18 @@ class Runtime:
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
         """Start the reduction of the gradients that ``unit`` has."""
+        # [Note: the order of a reduction]
+        # 1. `reduced` is set even if there turns out to be nothing to reduce. With `reduce_unused`
+        #    the end of backward reduces each unit that was not, and all ranks must agree on which.
+        # 2. `take` before freeing: it tells which gradients are complete, and only parameters of
+        #    those may be freed while backward goes on.
+        # 3. `_make_room` before `launch`, which allocates: the other way round the limit on bytes
+        #    in flight would be exceeded by one unit.
+        # 4. A reduction that collides writes the same slices of the sharded gradients as an earlier
+        #    one (a unit that ran twice). Nothing but its completion orders the two.
+        # 5. Host-ordered devices have no queue behind a reduce-scatter: somebody has to finish it
+        #    and start the all-reduce. That is done for all but the newest, which has just begun:
+        #    to finish that too would leave nothing to overlap with compute.
         config, gradients = unit.config, unit.gradients
         if not config.reduce_grads:
             gradients.accumulate()
@@ -409,6 +414,13 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what is left, and free all units; after the last backward, wait for everything."""
+        # [Note: the end of backward]
+        # Reductions first: their gradients are on the unsharded parameters, and the collectives
+        # run while units are freed where the iteration does not end here. Completion comes before
+        # `_free_units`, which ends with the wait of the host: with offload, optimizers read
+        # `.grad` on the host, so the copies that completion depends on must be behind that wait.
+        # `in_backward` is last: if anything above raises, the next forward finds it set, with
+        # no autograd running, and resets the tree.
         self._reduce_left()
         if self.ends_iteration:
             self._complete_iteration()
@@ -455,6 +467,8 @@ class Runtime:
             # What waits for an all-reduce is known only when sums over shards are there.
             self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
         leaves_sync = self.finalization.manual and not self._finalizing
+        # In the order of the tree, and not of autograd: what no hook has seen has no order of its
+        # own that all ranks would know.
         for unit in reversed(self.units):
             config, gradients = unit.config, unit.gradients
             leave = leaves_sync and config.sync_grads

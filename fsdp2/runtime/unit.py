@@ -51,6 +51,15 @@ class State(Enum):
     UNSHARDED = "unsharded"
 
 
+class AfterForward(Enum):
+    """What becomes of what a unit has gathered when its forward ends."""
+
+    KEEP = "keep"  # gathered and registered
+    FREE = "free"
+    FREE_TO_SECONDARY = "free to secondary"  # larger shards stay, for a cheaper gather
+    CARRY = "carry"  # gathered, for the backward that begins with it; users see the shards
+
+
 class Unit:
     """The parameters of one call of `fully_shard` and their state.
 
@@ -140,6 +149,33 @@ class Unit:
         config = self.config
         return config.reshard_after_forward is None and config.reshard_after_backward
 
+    def after_forward(
+        self, *, differentiable: bool, runs_next: bool, ends_forward: bool
+    ) -> AfterForward:
+        """What becomes of the gathered parameters when a forward of this unit has ended.
+
+        It follows from settings and from the order of the last forward, which all ranks know:
+        ranks that decided differently would hang at the next gather.
+
+        Args:
+            differentiable: whether backward may come to this forward.
+            runs_next: whether that order says that the unit runs again at once.
+            ends_forward: whether it says that this was the last unit inside of the root.
+        """
+        policy = self.reshard_after_forward
+        if not differentiable and self.config.reshard_after_forward is None:
+            policy = True  # the root is kept for backward, and none will come
+        if policy is False or runs_next:
+            return AfterForward.KEEP
+        if ends_forward and differentiable and policy is True:
+            # The last unit of forward is the first of backward: freeing it would save nothing.
+            # With an int the user asked for secondary shards instead.
+            return AfterForward.CARRY
+        # Secondary shards only make the gather in backward cheaper. Without one they are waste.
+        if type(policy) is int and differentiable and self.config.unshard_in_backward:
+            return AfterForward.FREE_TO_SECONDARY
+        return AfterForward.FREE
+
     def materialize(self) -> None:
         """Make what is needed from the first gather on."""
         self.param_group.materialize(secondary_size=self.reshard_after_forward, split=self.encloses)
@@ -156,31 +192,38 @@ class Unit:
         assert self.state is State.SHARDED
         param_group, config = self.param_group, self.config
         if param_group.dirty or not param_group.materialized:
-            self.drop_cache(streams)
-            self.materialize()
-            self.runtime.choose_cached()
-            streams.before_root_forward()  # compute has just written the new shards
+            self._plan_anew(streams)
         if param_group.unwritten:
             self.runtime.look_for_unwritten()
-        if not self.runtime.in_backward:
-            if param_group.follow_freezing():
-                self.runtime.choose_cached()
-            self._versions = param_group.versions()
-        elif not config.reshard_after_backward:
+        in_backward = self.runtime.in_backward
+        if not in_backward and param_group.follow_freezing():
+            self.runtime.choose_cached()
+        if not in_backward or not config.reshard_after_backward:
+            # What is freed after backward is gathered anew in the next forward, which notes them.
             self._versions = param_group.versions()
         buckets = param_group.buckets
         if config.keep_frozen is not None:
+            # Only writes that all ranks know of count here, so that all of them gather. A forward
+            # has looked at the others when it began.
             free_cached((b for b in buckets if b.cache_valid and b.is_rewritten()), streams)
-        self._waits_for_gather = False
         gathering = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
-        with streams.gathering():
-            if gathering:
+        self._waits_for_gather = bool(gathering)
+        if gathering:
+            with streams.gathering():
                 self._launch(gathering)
                 if streams.stream_ordered:
+                    # The copies out of the pack are queued already, and memory that is freed on
+                    # this stream goes to nothing that could overtake them.
                     self._free_packs()
-                self._waits_for_gather = True
                 self._gather_event = streams.gathered(self._gather_event)
         self.state = State.GATHERING
+
+    def _plan_anew(self, streams: Streams) -> None:
+        """Before the first gather, and after parameters were replaced."""
+        self.drop_cache(streams)
+        self.materialize()
+        self.runtime.choose_cached()
+        streams.before_root_forward()  # compute has just written the new shards
 
     def _launch(self, gathering: list[int]) -> None:
         """Start the all-gathers of the buckets of these indices: one call over the same ranks where
