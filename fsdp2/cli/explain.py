@@ -1,4 +1,4 @@
-"""``fsdp2 explain``: the units of a model for a number of ranks, without any process."""
+"""``fsdp2 explain``: the units of a model for a number of ranks, without starting processes."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class PinnedArena:
         fitting = [slab for slab in self._slabs if slab.nbytes - slab.used >= nbytes]
         if fitting:
             return min(fitting, key=lambda slab: slab.nbytes - slab.used)
-        # Nobody needs these now: torch's allocator may give them to others.
+        # No longer needed: torch's allocator may reuse them.
         self._slabs = [slab for slab in self._slabs if slab.used]
         self._slabs.append(_Slab(slab_bytes(nbytes)))
         return self._slabs[-1]

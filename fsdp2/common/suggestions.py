@@ -1,4 +1,4 @@
-"""What somebody probably meant who misspelt a name."""
+"""Suggests the name that a misspelt one probably meant."""
 
 from __future__ import annotations
 

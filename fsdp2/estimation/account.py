@@ -72,7 +72,7 @@ class Account:
 
 
 class Held:
-    """Bytes that are in memory as long as somebody refers to this object."""
+    """Bytes that count as in memory while this object is referenced."""
 
     def __init__(self, account: Account, category: str, nbytes: int) -> None:
         self._account = account

@@ -1,9 +1,9 @@
-"""What an optimizer does to parameters, found out by trying.
+"""Finds out by experiment whether an optimizer treats elements or parameters independently.
 
-Whether an optimizer treats every element on its own, or every parameter, is written nowhere, and
-depends on its options. So the optimizer's own step runs on small parameters, with the groups'
+No attribute says whether an optimizer treats every element, or every parameter, independently, and
+it depends on the options. So the optimizer's own step runs on small parameters, with the groups'
 options and gradients of very different sizes, in two ways: as one process would, and in parts. If
-the results differ, the parts depend on each other. Nothing of it is left in the optimizer.
+the results differ, the parts depend on each other. The optimizer itself is left unchanged.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _in_double(
 def _compare_shards(
     optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
 ) -> str | None:
-    """Whole probes, beside three ranks of which the last has no rows."""
+    """Compare whole probes with three ranks' parts, of which the last has no rows."""
     wholes = [_parameter(p.value()) for p in probes]
     pieces = [[_parameter(t) for t in _parts(p.value())] for p in probes]
     ranks = list(zip(*pieces, strict=True))
@@ -189,7 +189,7 @@ def _compare_separate(
     closure: bool,
     varying: set[tuple[int, str]],
 ) -> str | None:
-    """All probes in one step, beside a step of each with what the others wrote before."""
+    """Compare one step of all probes with separate steps that see what earlier ones wrote."""
     together = [_parameter(p.value()) for p in probes]
     alone = [_parameter(p.value()) for p in probes]
     idle = _parameter(torch.ones_like(together[0]))

@@ -151,7 +151,7 @@ def is_container(value: Any) -> bool:
 def copied(value: Any) -> Any:
     """A copy that may be changed without changing the original; parameters and objects are shared.
 
-    What an optimizer keeps beside its state: options, counters, small tensors, generators.
+    What an optimizer keeps in addition to its state: options, counters, small tensors, generators.
     """
     if isinstance(value, torch.Generator):
         return value.clone_state()

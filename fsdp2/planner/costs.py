@@ -18,7 +18,7 @@ class Cost:
 
     Attributes:
         fixed_s: seconds that nothing else influences: latency, or a kernel's time.
-        shared_s: seconds on ``link`` if nobody else uses it.
+        shared_s: seconds on ``link`` if nothing else uses it.
     """
 
     fixed_s: float

@@ -94,7 +94,7 @@ class StepMeasures:
         compute_s: for how long it was in units; ``optimizer_s``: in the optimizer.
         peak_gathered_bytes: the most gathered parameters at once.
         peak_bytes: the most memory at once, as seen at the borders of units: of the device's
-            allocator, on the CPU of the process; None where nobody knows.
+            allocator, on the CPU of the process; None if unknown.
     """
 
     begin_s: float

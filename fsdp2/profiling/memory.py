@@ -73,7 +73,7 @@ def _nbytes(grad: torch.Tensor) -> int:
 def total_reader(device: torch.device) -> Callable[[], int | None]:
     """What tells how much memory is in use: of a device by its allocator, else of the process.
 
-    None where nobody knows. Takes microseconds and waits for nothing.
+    None if unknown. Takes microseconds and waits for nothing.
     """
     if device.type == "cuda":
         # (torch.cuda.memory_allocated makes a flat dict of all statistics first)

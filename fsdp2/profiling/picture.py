@@ -106,7 +106,7 @@ def _stretch(bars: list[Bar], seconds: float) -> tuple[float, float]:
 
 def _memory(recording: Recording, step: StepMeasures) -> tuple[list[float], list[dict[str, int]]]:
     """On a device with all that its allocator has given out; on the CPU only what units hold: the
-    process keeps memory that nobody uses."""
+    process keeps unused memory."""
     every = [sample.time_s for sample in recording.memory]
     first = max(0, bisect_right(every, step.begin_s) - 1)
     chosen = recording.memory[first : bisect_right(every, step.end_s)]

@@ -226,7 +226,7 @@ class Recorder:
         for unit in list(self._gathering):
             if unit.runtime is runtime:
                 del self._gathering[unit]
-        # Nobody knows when what failed did: it ends with the last thing that is known.
+        # The time of the failure is unknown: end it with the last known event.
         self._leave_all(runtime, (FORWARD, BACKWARD, RECOMPUTE), self._last)
 
     def _enter(self, unit: Unit | None, phase: str, mark: Mark) -> None:

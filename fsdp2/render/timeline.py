@@ -51,7 +51,7 @@ class Bar:
 
     Attributes:
         lane: the stream.
-        unit: whose; empty: nobody's.
+        unit: the unit it belongs to; empty for none.
         phase: of compute, one of those above.
         row, num_rows: where more than one thing runs at once in a lane: its part of the lane.
     """
@@ -77,7 +77,7 @@ class Picture:
         times, samples: memory in bytes by purpose, from each moment on.
         memory_title: what the memory is of.
         stretch: what is enlarged, and ``stretch_title``: what it shows.
-        budget: bytes that may be used, if somebody said.
+        budget: limit in bytes, if one was given.
         note: what else to know about the streams.
     """
 

@@ -56,7 +56,7 @@ class Record:
     def tensor(self) -> Any:
         """The unsharded parameter, if it is the one that is watched.
 
-        Looked up each time: a parameter that Python code refers to is not given back early.
+        Looked up each time: a parameter that Python code refers to is not freed early.
         """
         tensor = self.param.unsharded
         hooks = None if tensor is None else tensor._post_accumulate_grad_hooks
@@ -157,7 +157,7 @@ class Account:
         record.seen = record.now()
 
     def observe(self) -> None:
-        """Find what somebody assigned by hand, as pipelines with zero bubbles do, or took away."""
+        """Find gradients that were assigned or removed by hand, as zero-bubble pipelines do."""
         by_hand = []
         for record in self.records.values():
             now = record.now()

@@ -96,7 +96,7 @@ class Link:
             name, wire_bytes, move, work, called = task
             error = self._transfer(name, wire_bytes, move, called)
             done = work.end(error)
-            # Whoever waits may free the tensors: nothing here may hold them any more.
+            # The waiter may free the tensors, so nothing here may still hold them.
             del task, move, work, error
             done.set()
 

@@ -18,7 +18,7 @@ The rules, over byte ranges of blocks of memory:
 - a block is freed only when all accesses happen before the next work of the *owner's stream*: a
   caching allocator may give it out again on that stream at once, and on no other;
 - nothing is accessed after it was freed;
-- a range that is *held* (a gradient that somebody still wants) is neither overwritten nor freed;
+- a range that is *held* (a gradient that is still needed) is neither overwritten nor freed;
 - every message is waited for exactly once, and no stream waits for an event never recorded.
 
 This module knows nothing of torch; `fsdp2.testing.trace` writes traces of real runs.
@@ -242,7 +242,7 @@ class Checker:
             step(event)  # type: ignore[operator]
 
     def end(self) -> None:
-        """The trace is over: messages that nobody waited for are reported."""
+        """End the trace: report messages that nothing waited for."""
         for _, name in self._open.values():
             self._report(Kind.NEVER_WAITED, name)
         self._open.clear()

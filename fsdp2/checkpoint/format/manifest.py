@@ -222,7 +222,7 @@ def load(data: bytes, file: str) -> Manifest:
 def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
     """Hugging Face's index of the model's files; None if one file needs none.
 
-    Files of single ranks are not in it: whoever reads by an index expects whole tensors.
+    Files of single ranks are not in it: readers of an index expect whole tensors.
     """
     weight_map: dict[str, str] = {}
     total_bytes = 0

@@ -1,4 +1,4 @@
-"""Reading an open checkpoint: bytes into tensors, and the comparing of checksums on the way.
+"""Reads an open checkpoint's bytes into tensors and verifies checksums on the way.
 
 Checksums are of blocks: of 1 MiB of what one rank wrote of one tensor. To compare, whole blocks
 have to be read, which a rank's shard is anyway, but for its ends. So `read_verified` goes block by
@@ -61,7 +61,7 @@ class Target:
 
 
 class Stream:
-    """What one thread reads: through a descriptor with a readahead of its own, and a buffer.
+    """One thread's reader: a buffer, and its own descriptor, so that it has its own readahead.
 
     Args:
         shared: go on with the source's descriptor instead, as a piece after the other is read.
@@ -101,7 +101,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do with bytes of a file."""
+    """A task on a range of a file's bytes."""
 
     num_bytes: int
     run: Callable[[Stream], object]
@@ -251,14 +251,14 @@ def _consecutive(numbers: set[int]) -> Iterator[range]:
 
 
 def _read_blocks(blocks: _Blocks, out: memoryview, stream: Stream) -> None:
-    """Fill ``out`` with blocks, and compare each while it is in the processor's cache."""
+    """Fill ``out`` with blocks, and verify each while it is in the processor's cache."""
     for number in blocks.numbers:
         start = number * BLOCK_BYTES
         _read_block(blocks, number, out[start - blocks.start :], stream)
 
 
 def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
-    """Compare blocks, reading all to the same place."""
+    """Verify blocks, reading all of them into the same buffer."""
     memory = memory_of(stream.buffer(BLOCK_BYTES))
     for number in blocks.numbers:
         _read_block(blocks, number, memory, stream)
@@ -423,7 +423,7 @@ def _note_written(targets: Iterable[Target]) -> None:
 
 
 def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS) -> None:
-    """Fill all targets, comparing nothing. Dtypes may differ; shapes have been checked."""
+    """Fill all targets without verifying. Dtypes may differ; shapes have been checked."""
     pairs = [(extent, target) for target in targets for extent in target.stored.extents]
     pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
     tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent))

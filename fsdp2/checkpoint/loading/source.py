@@ -1,4 +1,4 @@
-"""A checkpoint on disk, opened and checked: what is in it and where.
+"""Opens and checks a checkpoint on disk, and locates its tensors.
 
 Reads what this package wrote (with manifests, so that everything can be verified) and any other
 safetensors checkpoint: one file, or several with Hugging Face's index. Opening reads headers and
@@ -52,7 +52,7 @@ class Extent:
 
 @dataclass
 class Stored:
-    """A tensor of a checkpoint. ``chunks`` have checksums; empty if nobody wrote any."""
+    """A tensor of a checkpoint. ``chunks`` have checksums; empty if none were written."""
 
     info: TensorInfo
     extents: list[Extent] = field(default_factory=list)
@@ -314,7 +314,7 @@ def _collect(source: Source, missing: list[int]) -> None:
     for file, header in headers.items():
         table = source.optimizer if file.startswith("optim") else source.tensors
         for name, info in header.tensors.items():
-            if info.nbytes == 0:  # nobody writes a chunk of no bytes
+            if info.nbytes == 0:  # no rank writes a chunk of zero bytes
                 extent = Extent(file, Box.whole(info.shape), header.offsets[name])
                 table.setdefault(name, Stored(info, [extent]))
             elif missing:  # a rank that is missing may have written all of it
@@ -399,7 +399,7 @@ def _open_hub(source: Source, folder: Path) -> None:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Of a folder that is no checkpoint of ours, what it may be; the end of a message."""
+    """A guess at what a folder that is not a checkpoint may be; the end of a message."""
     names = sorted(path.name for path in folder.iterdir())
     steps = [n for n in names if n.startswith("step-") and (folder / n / FOLDER).is_dir()]
     if steps:

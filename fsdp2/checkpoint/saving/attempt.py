@@ -8,8 +8,8 @@
     commit()   once all manifests are there: headers, index, rename to <name>
     give_up()  this attempt will never be committed
 
-No rank waits for another. Whoever finds all manifests commits, and several may do so at the same
-time: they write the same bytes, and the rename happens once. Readers see nothing before the
+No rank waits for another. Any rank that finds all manifests commits, and several may do so at the
+same time: they write the same bytes, and the rename happens once. Readers see nothing before the
 rename and everything after it.
 """
 
@@ -183,7 +183,7 @@ class Attempt:
         except FileNotFoundError:
             raise
         except OSError as error:
-            # The disk is full: whoever waits should know, and an error means not committed.
+            # The disk is full: waiting ranks should know, and an error means not committed.
             self.give_up(f"{type(error).__name__}: {error}")
             if not self._find_committed():
                 raise

@@ -31,7 +31,7 @@ LAYOUTS = ("auto", "shared", "per-rank")
 
 @dataclass(frozen=True)
 class Options:
-    """How checkpoints are written.
+    """Settings for writing checkpoints.
 
     Attributes:
         layout: "shared", "per-rank" or "auto".
@@ -85,7 +85,7 @@ class SaveJob:
         self.progress = Progress(self.plan.nbytes)
 
     def begin(self) -> None:
-        """Refuse early what cannot work; nothing is staged then."""
+        """Reject early what cannot work, before anything is staged."""
         if self.rank == self.ranks[0]:
             with _named(self.attempt.root):
                 sweep(self.disk, self.attempt.root, grace_s=self.options.grace_s)
@@ -137,7 +137,7 @@ class SaveJob:
 
 
 def describe_writer() -> dict[str, Any]:
-    """Who writes, for people who find the checkpoint later."""
+    """The writer's name and versions, for people who find the checkpoint later."""
     return {
         "fsdp2": __version__,
         "torch": torch.__version__,
@@ -149,7 +149,7 @@ def describe_writer() -> dict[str, Any]:
 
 
 class _named:  # noqa: N801
-    """Errors of a missing or read-only root, in words."""
+    """Turn errors of a missing or read-only root into clear messages."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -165,15 +165,15 @@ class _named:  # noqa: N801
 
 
 class SaveHandle:
-    """A save that is under way, or done.
+    """A save that is in progress or done.
 
     ``wait()`` returns when this rank's part is durable. Whether the checkpoint is *committed*
-    (every rank's part is, and it has its name) is a question of its own, since no rank waits for
-    another: `wait_committed`.
+    (every rank's part is durable, and it has its final name) is separate, since no rank waits for
+    another: see `wait_committed`.
 
     Attributes:
-        step: what is saved, if it is a step.
-        path: where the checkpoint will be.
+        step: the step being saved, if it is one.
+        path: the checkpoint's final path.
     """
 
     def __init__(self, job: SaveJob, step: int | None, call: RollCall | None = None) -> None:
@@ -202,12 +202,12 @@ class SaveHandle:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that this rank writes."""
+        """The number of bytes that this rank writes."""
         return self._job.progress.total_bytes
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that this rank has written so far."""
+        """The number of bytes that this rank has written so far."""
         return self._job.progress.written_bytes
 
     @property
@@ -218,7 +218,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has finished, well or badly."""
+        """Whether this rank has finished, with or without an error."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> SaveHandle:
@@ -237,7 +237,7 @@ class SaveHandle:
         return self
 
     def committed(self) -> bool:
-        """Whether the checkpoint has its name now; commits it if this rank finds that it can."""
+        """Whether the checkpoint is committed; commits it if all ranks' parts are complete."""
         return self.done and self._error is None and self._commit()
 
     def _commit(self) -> bool:

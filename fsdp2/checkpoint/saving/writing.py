@@ -143,7 +143,7 @@ def _files_of_rank(parts: Sequence[Part], rank: int, ranks: tuple[int, ...]) -> 
             for part in own
             if part.box.numel
         ]
-        # Tensors without elements are written by nobody, only named.
+        # No rank writes tensors without elements; they are only named.
         boxes += [part.tensor for part in own if not part.tensor.nbytes and rank == part.ranks[0]]
         if boxes:
             members = hashlib.sha256(repr(parts[0].ranks).encode()).hexdigest()[:8]

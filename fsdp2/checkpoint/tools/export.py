@@ -201,7 +201,7 @@ class _Export:
     on_bytes: OnBytes
 
     def write_file(self, file: str, plan: FilePlan, folder: int) -> None:
-        """The data, then, once it is durable, the header: without it nobody opens the file."""
+        """Write the data, then, once it is durable, the header; no reader accepts a file before."""
         table = self.source.optimizer if file.startswith("optim") else self.source.tensors
         fd = self.disk.create(file, plan.size, folder)
         try:

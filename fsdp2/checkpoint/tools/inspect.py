@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint without a model: find, describe and verify it, stream it.
+"""Finds, describes, verifies and streams checkpoints without a model.
 
 Nothing is printed here, and no tensor is ever in memory whole. `export` and `compare` build on
 this; the command line (`fsdp2 ckpt`) shows the results.
@@ -99,7 +99,7 @@ def stream(source: Source, stored: Stored, piece_numel: int) -> Iterator[Tensor]
 
 @dataclass
 class Tally:
-    """How much there is of something."""
+    """Numbers of tensors, elements and bytes."""
 
     num_tensors: int = 0
     num_elements: int = 0
@@ -124,12 +124,12 @@ class Entry:
 
 @dataclass
 class Summary:
-    """What a checkpoint is.
+    """A summary of a checkpoint.
 
     Attributes:
         format: "fsdp2", or "safetensors" if another library wrote it.
         step: of a `Checkpointer`; None for weights alone.
-        steps: the committed ones beside it.
+        steps: the committed steps next to it.
         files: bytes of each, by its path in the folder.
         model: tensors of the model, counting tied ones once; ``dtypes``: the same by dtype.
         optimizer: by kind of state.
@@ -203,7 +203,7 @@ def entries(source: Source) -> list[Entry]:
 
 
 def _all_files(source: Source) -> dict[str, int]:
-    """Data files, the index, and what lies beside the manifests."""
+    """Data files, the index, and the files next to the manifests."""
     files = dict(sorted(source.files.items()))
     if not source.path.is_dir():
         return files
@@ -272,7 +272,7 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
 
 
 def _every_chunk(source: Source) -> Iterator[tuple[Stored, Box]]:
-    """Each chunk as a tensor of its own: those too that hold what others hold as well."""
+    """Each chunk as a separate tensor, including chunks with the same contents as others."""
     headers: dict[str, Header] = {}
     for manifest in source.manifests.values():
         for chunk in manifest.chunks:
