@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..dtensor.from_local import local_of
 from ..sharding.bucket import Bucket, resize
 from ..sharding.param import EXTENSION_METHODS, is_extension
 from ..sharding.tensor_subclass import contiguous_strides, inner_tensors, own_shard, write_into
@@ -285,7 +286,7 @@ class ExtensionBucket(Bucket):
             )
             new = made[0] if isinstance(made, tuple) and made else made
             if isinstance(new, torch.Tensor):
-                target = getattr(computing, "_local_tensor", computing)
+                target = local_of(computing)
                 write_into(target, self._without_padding(new))
         # Compute may still read what was replaced (a scale): held until the gather after its free.
         after = {id(t) for t in inner_tensors(computing)}

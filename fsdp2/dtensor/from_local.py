@@ -38,3 +38,9 @@ def dtensor_over(
         # with that copy, and what lies in host memory would never change.
         spec = over(torch.empty_like(local, device="meta"))._spec
         return DTensor(local, spec, requires_grad=False)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor itself of a DTensor, unlike ``to_local`` outside of autograd; else
+    ``tensor``."""
+    return getattr(tensor, "_local_tensor", tensor)

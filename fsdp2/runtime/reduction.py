@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, done
+from ..dtensor.from_local import local_of
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam, with_own_storage
 from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
@@ -263,13 +264,13 @@ class Reduction:
             if TensorHooks.registered and param.sharded._backward_hooks:
                 seen = param.sharded_spec.wrap(grad)
                 made = call_tensor_hooks(param.sharded, seen, param.fqn)
-                grad = grad if made is seen else _local(made).clone().contiguous()
+                grad = grad if made is seen else local_of(made).clone().contiguous()
             if grad.storage_offset():  # autograd may make several gradients in one storage
                 grad = with_own_storage(grad)
             if param.sharded.grad is None:
                 dtensors[i] = param.sharded_spec.wrap(grad)
             else:
-                _local(param.sharded.grad).add_(grad)
+                local_of(param.sharded.grad).add_(grad)
         self.dtensors = dtensors
         self._fresh = dtensors.keys()
 
@@ -325,7 +326,7 @@ class Reduction:
                 start, shape = slot.shard_offset, slot.local_shape(bucket.rank)
                 result = self.flat[start : start + slot.local_numel(bucket.rank)].view(shape)
                 seen = param.sharded_spec.wrap(result.to(bucket.shard_device, bucket.grad_dtype))
-            made = _local(call_tensor_hooks(param.sharded, seen, param.fqn))
+            made = local_of(call_tensor_hooks(param.sharded, seen, param.fqn))
             if made is not result:
                 result.copy_(made)
 
@@ -348,7 +349,7 @@ class Reduction:
                 fresh.add(i)
                 store.locals[i].copy_(value, non_blocking=True)
             else:
-                _local(grad).add_(value.to(_local(grad).device))
+                local_of(grad).add_(value.to(local_of(grad).device))
 
     def _has_hooks(self) -> bool:
         params = self.bucket.params
@@ -375,11 +376,7 @@ class Reduction:
 def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:
     if isinstance(grad, DTensor) and isinstance(to, DTensor):
         grad = grad.redistribute(placements=to.placements)
-    _local(to).add_(_local(grad))
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return getattr(grad, "_local_tensor", grad)
+    local_of(to).add_(local_of(grad))
 
 
 class _NoGraph(torch.autograd.Function):
@@ -410,4 +407,4 @@ def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tens
     """
     with torch.enable_grad():
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        return _NoGraph.apply(anchor, param, _local(grad).detach())
+        return _NoGraph.apply(anchor, param, local_of(grad).detach())

@@ -12,11 +12,11 @@ import sys
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import pairwise
-from math import prod
 
 import torch
 
 from ..common.pinned import pinned_arena
+from ..dtensor.boxes import strides
 from ..policy import MixedPrecisionPolicy
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
@@ -94,22 +94,6 @@ class GradientStore:
     storage is written again with no ``.grad`` attached, the references to it are counted; if
     anybody else holds one, the old storage is left to them and a new one is made.
     """
-
-    __slots__ = (
-        "_address",
-        "_baseline",
-        "_moves",
-        "_outputs",
-        "_parts",
-        "_rank",
-        "_slots",
-        "_storage_uses",
-        "dtensors",
-        "flat",
-        "locals",
-        "params",
-        "storage",
-    )
 
     def __init__(self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat):
         self.params = params
@@ -513,8 +497,6 @@ class Bucket:
 class SecondaryShards:
     """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
 
-    __slots__ = ("_keep", "_padded", "layout", "locals", "plan", "saved", "shards", "storage")
-
     def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
         self.layout = layout
         self.shards = gathered.flats[0].new_empty(layout.shard_numel)
@@ -553,9 +535,8 @@ def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.T
     Gathers write through other tensors on the same storage; were the counter shared, autograd
     would take the gather in backward for a change of its saved weights.
     """
-    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     start = tensor.storage_offset() + offset
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides)
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides(shape))
 
 
 def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

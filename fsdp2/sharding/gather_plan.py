@@ -31,19 +31,6 @@ class GatherPlan:
         rows: for each output, how many elements each rank has that are not padding.
     """
 
-    __slots__ = (
-        "cast",
-        "inputs",
-        "messages",
-        "outputs",
-        "own",
-        "rank",
-        "rows",
-        "source",
-        "unpack_from",
-        "unpack_to",
-    )
-
     def __init__(
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
     ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..dtensor.from_local import local_of
 from .param import ShardedParam
 from .samples import Samples
 
@@ -44,8 +45,7 @@ class InitialValues:
 
 def whole_of(param: ShardedParam) -> torch.Tensor:
     """A parameter before it is sharded, apart from tensor parallelism."""
-    whole = param.sharded.detach()
-    return getattr(whole, "_local_tensor", whole)
+    return local_of(param.sharded.detach())
 
 
 def _is_cut_for_all(param: ShardedParam) -> bool:

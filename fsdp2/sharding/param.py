@@ -14,7 +14,6 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -26,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..common.failures import explained
+from ..dtensor.boxes import strides
 from ..dtensor.from_local import dtensor_over
 from ..policy import compute_dtype
 from .annotations import Annotations, read_annotations
@@ -117,30 +117,6 @@ class TensorSpec:
 
 class ShardedParam:
     """A parameter managed by a unit."""
-
-    __slots__ = (
-        "__weakref__",
-        "annotations",
-        "attributes",
-        "checks_gradient",
-        "dim",
-        "dtype",
-        "extension",
-        "fqn",
-        "full_shape",
-        "grad_dtype",
-        "grad_dtype_is_set",
-        "is_sharded",
-        "mesh",
-        "owners",
-        "param_dtype",
-        "secondary",
-        "sharded",
-        "sharded_spec",
-        "tensor_parallel",
-        "unsharded",
-        "user_hooks",
-    )
 
     def __init__(
         self,
@@ -312,7 +288,7 @@ class ShardedParam:
         if slot.shape != self.full_shape or self.tensor_parallel is not None:
             return
         shape = self.sharded_spec.shape
-        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        stride = strides(shape)
         spec = TensorSpec(mesh, (Replicate(), Shard(0)), shape, stride)
         self.secondary = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
@@ -459,7 +435,7 @@ def _annotated_spec(
     assert mesh.full_mesh is not None
     assert annotations.placements is not None
     shape = annotations.shape(local.shape, mesh.full_mesh.shape)
-    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    stride = strides(shape)
     return TensorSpec(mesh.full_mesh, annotations.placements, shape, stride, mesh.full_mesh_dims)
 
 
