@@ -118,6 +118,19 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
     return reduce_dtype
 
 
+def wire_dtype(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
+    """In which dtype an exchange sends the gradients of one backward: as they were computed, where
+    the sum is wider and widens them on arrival."""
+    return compute_dtype if compute_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
+
+
+def exchanged_sum_dtype(reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
+    """In which dtype an exchange adds: low precision in float32, since that costs no byte on the
+    wire, and wider gradients at once in their own dtype, which saves the copy into them."""
+    sums = reduce_dtype if reduce_dtype.itemsize >= 4 else torch.float32
+    return grad_dtype if grad_dtype.itemsize > sums.itemsize else sums
+
+
 @dataclass
 class OffloadPolicy:
     """Sharded parameters stay on the compute device (the default)."""

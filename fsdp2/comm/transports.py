@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import (
 from torch.profiler import record_function
 
 from ..common.failures import explained
+from ..policy import exchanged_sum_dtype
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, own_group
@@ -365,10 +366,7 @@ class Exchange:
         return False
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Sums of low-precision terms are kept in float32; wider gradients are written at once."""
-        reduce_dtype = bucket.reduce_dtype if bucket.reduce_dtype.itemsize >= 4 else torch.float32
-        wider = bucket.grad_dtype.itemsize > reduce_dtype.itemsize
-        return bucket.grad_dtype if wider else reduce_dtype
+        return exchanged_sum_dtype(bucket.reduce_dtype, bucket.grad_dtype)
 
     def reduce_scatter(
         self,

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from ..policy import compute_dtype, sum_dtype
+from ..policy import compute_dtype, exchanged_sum_dtype, sum_dtype, wire_dtype
 from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
 from ..sharding.reduce_plan import ReducePlan
 
@@ -94,8 +94,8 @@ class BucketFacts:
     def sent_in_reduce(self, plan: ReducePlan) -> int:
         """The same for the gradients of one reduction."""
         wire = self.reduce_dtype
-        if self.exchanged and self.gather_dtype.itemsize < wire.itemsize:
-            wire = self.gather_dtype
+        if self.exchanged:
+            wire = wire_dtype(self.gather_dtype, wire)
         direct = sum(numel for _, numel in plan.spans[: len(plan.direct)])
         staged = sum(numel for _, numel in plan.spans[len(plan.direct) :])
         nbytes = direct * wire.itemsize + staged * self.reduce_dtype.itemsize
@@ -111,10 +111,8 @@ class BucketFacts:
         if self.num_replicas == 1:
             return 0
         dtype = self.reduce_dtype
-        if self.exchanged and dtype.itemsize < 4:
-            dtype = torch.float32
-        if self.exchanged and self.orig_dtype.itemsize > dtype.itemsize:
-            dtype = self.orig_dtype
+        if self.exchanged:
+            dtype = exchanged_sum_dtype(dtype, self.orig_dtype)
         numel = sum(numel for _, numel in plan.ranges)
         return 2 * numel * dtype.itemsize * (self.num_replicas - 1) // self.num_replicas
 

@@ -17,7 +17,7 @@ import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
-from ..policy import MixedPrecisionPolicy
+from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
@@ -432,8 +432,9 @@ class Bucket:
 
     def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
         """The dtype that direct gradients travel in, where a transport widens them on arrival."""
-        narrow = self.widens and not plan.sums and not self.params[0].grad_dtype_is_set
-        return self.gather_dtype if narrow else self.reduce_dtype
+        if plan.sums or self.params[0].grad_dtype_is_set:
+            return self.reduce_dtype
+        return wire_dtype(self.gather_dtype, self.reduce_dtype)
 
     def keep_dtypes(self) -> None:
         """Take gradients in the dtype that autograd makes, as they are widened anyway.
