@@ -72,6 +72,9 @@ class CountedGradient(Held):
         self.numel = numel
         self.dtype = dtype
 
+    def detach(self) -> CountedGradient:
+        return self
+
     def to(self, dtype: torch.dtype) -> CountedGradient:
         if dtype == self.dtype:
             return self

@@ -53,6 +53,15 @@ def _check_against_a_run(case: Case) -> None:
         assert predicted[key] == pytest.approx(value, rel=TOLERANCE), f"{key} of {case.name}"
 
 
+def test_micro_batches_without_sync_are_added_up_in_the_dtype_of_the_reduction() -> None:
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, batch = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.zeros(2, 256)
+    one, two = (estimate(model, 4, batch, mp_policy=low, micro_batches=n) for n in (1, 2))
+    more = two.ranks[0].peak.total - one.ranks[0].peak.total
+    numel = sum(p.numel() for p in model.parameters())
+    assert more >= 2 * numel  # at least what float32 takes more than the bfloat16 of one backward
+
+
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_a_run_needs_and_sends_what_was_estimated(case: Case) -> None:
     _check_against_a_run(case)
