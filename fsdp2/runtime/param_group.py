@@ -78,7 +78,7 @@ class ParamGroup:
         self.incomplete = False
         self.generation = 0
         self._reduce_plans: dict[tuple[int, bool, tuple[int, ...]], ReducePlan] = {}
-        self._gather_batches: dict[tuple[Any, ...], Any] = {}
+        self._gather_batches: dict[tuple[Any, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
@@ -244,7 +244,7 @@ class ParamGroup:
         self._reduce_plans.clear()
         self._gather_batches.clear()
 
-    def gather_batch(self, plans: Sequence[Any]) -> Any:
+    def gather_batch(self, plans: Sequence[Any]) -> GatherBatch:
         """The gathers of several buckets over the same ranks, as one that is made once."""
         key = tuple(plans)
         batch = self._gather_batches.get(key)

@@ -90,14 +90,28 @@ class GradientStore:
     torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
     storage offset, and a DTensor, which has no data itself, has offset 0.
 
-    A gradient that the user kept (across ``zero_grad``, say) must stay as it is, so before the
-    storage is written again with no ``.grad`` attached, the references to it are counted; if
-    anybody else holds one, the old storage is left to them and a new one is made.
+    [Note: gradients that users keep]
+    A gradient that a user kept across ``zero_grad`` must stay as it is, and nothing tells the
+    library of it: ``.grad`` is an attribute like any other. So before the storage is written again
+    with no ``.grad`` attached, the references to it are counted; if there are others than ours, the
+    old storage is left to them and a new one is made.
+
+    - Three counts for each gradient, since each sees what the others miss: another name holds the
+      DTensor, ``to_local()`` the local tensor, and a view of that one only the storage.
+    - How many references are ours depends on the lists and views here, and on torch. They are
+      counted once, before anybody else can have one; that baseline is private to the store, which
+      must adjust it whenever it makes a view (`outputs`).
+    - Reductions on their way hold views of the flat tensor, so uses of its storage say something
+      only while there are none.
+    - What a rank finds decides about its own memory alone, never about a collective: users may keep
+      a gradient on one rank.
     """
 
-    def __init__(self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat):
+    def __init__(
+        self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat: torch.Tensor
+    ) -> None:
         self.params = params
-        self.flat: torch.Tensor = flat
+        self.flat = flat
         self.storage = flat.untyped_storage()
         self._address = self.storage.data_ptr()
         self._moves = False  # new memory was somewhere else
@@ -134,7 +148,7 @@ class GradientStore:
     def referenced_outside(
         self, detached: Collection[int] | None = None, *, idle: bool = True
     ) -> bool:
-        """Whether somebody else holds a gradient of ours that is not attached.
+        """Whether anyone but the library holds a gradient of ours that is not attached.
 
         Args:
             detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
