@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import clip_grad_norm_, fully_shard
-from fsdp2.checkpoint import Checkpointer
+from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
 
 # torchrun starts the ranks. Each joins the process group and takes its own device.
 use_cuda = torch.cuda.is_available()
@@ -33,9 +33,10 @@ def sharded_model() -> nn.Module:
 model = sharded_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after sharding: it holds shards
 checkpoints = Checkpointer("minimal-checkpoints", keep=2)
-first = 0
-if checkpoints.steps():  # of an earlier run, with any number of ranks
+try:  # an earlier run may have had any number of ranks
     first = checkpoints.load("latest", model=model, optimizer=optimizer).step
+except CheckpointNotFound:  # on all ranks or on none
+    first = 0
 
 generator = torch.Generator().manual_seed(rank + first * num_ranks)  # each rank has its own data
 for step in range(first + 1, first + 21):

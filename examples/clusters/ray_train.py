@@ -16,7 +16,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch import nn
 
 from fsdp2 import clip_grad_norm_, shard_model
-from fsdp2.checkpoint import Checkpointer
+from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
@@ -33,9 +33,10 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     # On a file system that all nodes share. After a failure Ray starts all workers again, and
     # they go on from here.
     checkpoints = Checkpointer(settings["checkpoints"], keep=2)
-    done = 0
-    if checkpoints.steps():
+    try:
         done = checkpoints.load("latest", model=model, optimizer=optimizer).step
+    except CheckpointNotFound:  # on all ranks or on none
+        done = 0
 
     for step in range(done + 1, settings["steps"] + 1):
         generator = torch.Generator().manual_seed(1_000_003 * step + rank)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, materialize
-from fsdp2.checkpoint import Checkpointer
+from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
 from ranks import join, print_mean
 from tiny_lm import TinyLM, batch_of, loss_of
 
@@ -33,12 +33,13 @@ scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.9, total_iters=1
 
 # A folder that all ranks see. The newest two checkpoints are kept.
 checkpoints = Checkpointer("tutorial-checkpoints", keep=2)
-done = 0
-if checkpoints.steps():
+try:
     loaded = checkpoints.load("latest", model=model, optimizer=optimizer, scheduler=scheduler)
     done = loaded.step
     if rank == 0:
         print(f"resumed after step {done}", flush=True)
+except CheckpointNotFound:  # on all ranks or on none
+    done = 0
 
 for step in range(done + 1, STEPS + 1):
     tokens = batch_of(step).chunk(num_ranks)[rank].to(device)

@@ -52,8 +52,8 @@ class Loaded(LoadReport):
             not take part.
         extra_of_ranks: the ``extra`` of every rank that saved.
         same_ranks: whether the number of ranks is the same as when saving. If not, random number
-            generators and buffers that differed between ranks take the first rank's state, or
-            stay unchanged.
+            generators are not restored, and buffers that differed between ranks take the first
+            rank's values.
     """
 
     step: int = 0
@@ -63,7 +63,10 @@ class Loaded(LoadReport):
 
 
 class Checkpointer:
-    """Saves and loads the exact state of a training run, on any number of ranks.
+    """Saves and loads the state of a training run, on any number of ranks.
+
+    On as many ranks as saved, a resumed run is exact: random state and per-rank buffers are
+    restored too. On another number neither can be (`Loaded.same_ranks`).
 
     All ranks create one and call the same methods in the same order. Only a few bytes are
     communicated, at the start.
@@ -327,8 +330,17 @@ class Checkpointer:
             random_state: restore random number generators, if as many ranks load as saved.
 
         Raises:
-            CheckpointNotFound: if there is no such step.
+            CheckpointNotFound: if there is no such step. With "latest" the first rank's listing
+                decides, so all ranks raise it or none does.
+            CheckpointError: if this rank does not see the latest step of the first rank.
             CorruptCheckpoint, CheckpointMismatch: as for `load_model`.
+
+        Example::
+
+            try:
+                first = checkpoints.load("latest", model=model, optimizer=optimizer).step + 1
+            except CheckpointNotFound:  # on all ranks or on none
+                first = 1
         """
         self._check_group()
         try:
@@ -352,7 +364,16 @@ class Checkpointer:
         said = said_by_first(f"latest/{self.root}", str(steps[-1] if steps else ""), self.ranks)
         if not said:
             raise _nothing_in(self.root)
-        return int(said)
+        number = int(said)
+        if number not in steps and number not in self.steps():
+            # Not CheckpointNotFound: that is the same on all ranks, so that a program may catch
+            # it and begin anew.
+            raise CheckpointError(
+                f"Rank {self.rank} does not see step {number} in {self.root}, which rank "
+                f"{self.ranks[0]} lists there: the file system shows it late on this node, or "
+                "does not share the folder. Start all ranks again"
+            )
+        return number
 
     def _load_from(
         self,
@@ -391,7 +412,7 @@ class Checkpointer:
             if check_meta(found, model, {w.name for w in wanted}) and optimizers:
                 raise CheckpointError(
                     "The model is on the meta device and has an optimizer: call "
-                    "model.to_empty(device=...) first, then make the optimizer"
+                    "fsdp2.materialize(model) first, then make the optimizer"
                 )
         load_optimizers = None
         if optimizers:

@@ -179,12 +179,12 @@ class Explanation:
         lines.append(
             f"Prefetch: set by hand for {_joined(by_hand)}"
             if by_hand
-            else "Prefetch: the unit that ran next in the last forward, and back in backward"
+            else "Prefetch: next unit of the last forward; reverse order in backward"
         )
         lines.append(
             f"Order of the last forward: {_joined(list(self.order))}"
             if self.order
-            else "No forward has run: the order of the model is taken for its order"
+            else "No forward has run yet: assuming module order"
         )
         return lines
 

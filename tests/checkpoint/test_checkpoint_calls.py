@@ -133,6 +133,29 @@ def test_a_rank_that_fails_before_it_writes_tells_those_that_wait() -> None:
 
 
 @distributed(2)
+def test_ranks_agree_whether_there_is_a_latest_step() -> None:
+    """Though the file system shows a new folder late to one of them."""
+    model = build("1d")
+    is_dir = Path.is_dir
+    with shared_folder() as root:
+        checkpoints = Checkpointer(root)
+        checkpoints.save(1, model=model)
+        for late in (0, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == late:
+                    patch.setattr(Path, "is_dir", lambda p: "step-" not in str(p) and is_dir(p))
+                if late == 0:  # all begin anew
+                    with pytest.raises(CheckpointNotFound):
+                        checkpoints.load("latest", model=model)
+                elif dist.get_rank() == late:  # the other one has loaded: no reason to begin anew
+                    with pytest.raises(CheckpointError, match="does not see step 1") as error:
+                        checkpoints.load("latest", model=model)
+                    assert not isinstance(error.value, CheckpointNotFound)
+                else:
+                    assert checkpoints.load("latest", model=model).step == 1
+
+
+@distributed(2)
 def test_a_partial_sum_is_not_saved() -> None:
     model = build("1d")
     mesh = init_device_mesh("cpu", (2,))

@@ -107,14 +107,19 @@ def test_two_nodes_on_one_machine_train_together(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path / "minimal-checkpoints").steps() == [20]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_slurm_job_starts_torchrun_on_every_node(resumed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["nothing", "a save that was cut", "a checkpoint"])
+def test_a_slurm_job_starts_torchrun_on_every_node(left: str, tmp_path: Path) -> None:
+    resumed = left == "a checkpoint"
     stand_in(
         tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-6]" ] && printf "node3\\nnode4\\n"'
     )
     stand_in(tmp_path, "srun", 'printf "%s\\n" "$@"')
-    if resumed:
-        (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    root = tmp_path / "out" / "checkpoints"
+    if left == "a save that was cut":
+        (root / ".step-000001.0-1.tmp" / ".fsdp2").mkdir(parents=True)
+    elif resumed:
+        root.mkdir(parents=True)
+        Checkpointer(root).save(1, model=torch.nn.Linear(2, 2))
     printed = run_script(
         CLUSTERS / "slurm.sbatch", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         SLURM_JOB_NODELIST="node[3-6]", SLURM_JOB_ID="1234567", SLURM_JOB_NUM_NODES="4",

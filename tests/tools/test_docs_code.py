@@ -36,7 +36,7 @@ from test_docstring_examples import (
 )
 
 import fsdp2.checkpoint
-from example_runs import run_forked
+from example_runs import run_scripts
 
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,13 +69,19 @@ def test_the_first_script_of_the_readme_trains_and_goes_on_from_its_checkpoint(
     source = blocks(ROOT / "README.md", "python")[0]
     assert source.count("\n") <= 40
     script, printed = tmp_path / "first.py", tmp_path / "printed"
-    script.write_text(source)
+    script.write_text(f"{source}if rank == 0:\n    print('data', tokens[0].tolist())\n")
     monkeypatch.chdir(tmp_path)
-    run_forked(2, str(script), [], printed)
+    again = tmp_path / "again"
+    run_scripts(2, [(str(script), [], printed), (str(script), [], again)])
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed.read_text())]
     assert len(losses) == 4
     assert losses[-1] < 0.6 * losses[0]
-    assert fsdp2.checkpoint.Checkpointer(tmp_path / "first-checkpoints").steps() == [20]
+    assert "step 40: loss" in again.read_text()
+    first, second = (re.search(r"data .*", page.read_text()) for page in (printed, again))
+    assert first is not None
+    assert second is not None
+    assert first[0] != second[0], "a resumed run trains on the batches of the first run"
+    assert fsdp2.checkpoint.Checkpointer(tmp_path / "first-checkpoints").steps() == [20, 40]
 
 
 def python_blocks() -> dict[str, str]:
