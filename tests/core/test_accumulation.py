@@ -87,7 +87,7 @@ def test_the_context_says_when_it_is_misused() -> None:
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
     with (
-        pytest.raises(RuntimeError, match=r"'0', which is a part of the sharded '\(root\)'"),
+        pytest.raises(RuntimeError, match=r"'0', which is part of the sharded '\(root\)'"),
         model[0].no_sync(),  # type: ignore[index]
     ):
         pass

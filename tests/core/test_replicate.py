@@ -375,9 +375,9 @@ def test_state_dicts() -> None:
 @distributed(2)
 def test_wrong_arguments() -> None:
     layer = replicate(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="replicated already: replicate can only be applied"):
+    with pytest.raises(ValueError, match="already replicated: replicate can only be applied"):
         replicate(layer)
-    with pytest.raises(ValueError, match="replicated already: fully_shard can only be applied"):
+    with pytest.raises(ValueError, match="already replicated: fully_shard can only be applied"):
         fully_shard(layer)
     with pytest.raises(ValueError, match="already sharded: replicate can only be applied"):
         replicate(fully_shard(nn.Linear(2, 2)))
