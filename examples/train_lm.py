@@ -275,7 +275,7 @@ def forward_backward(run: Run) -> float:
     assert isinstance(model, FSDPModule)  # which `fully_shard` has made it, besides its own class
     total = torch.zeros((), device=run.device)
     for i in range(micro_batches):
-        # Until the last micro-batch gradients add up on each rank, without communication.
+        # Until the last micro-batch gradients add up on each rank and are not reduced.
         model.set_requires_gradient_sync(i == micro_batches - 1)
         loss = next_byte_loss(run, *run.batches.next()) / micro_batches
         loss.backward()

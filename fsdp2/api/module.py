@@ -87,7 +87,7 @@ class FSDPModule:
 
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate
-                gradients without communication.
+                gradients on this rank without reducing them. Parameters are gathered as ever.
             recurse: whether to set it for sharded submodules too.
         """
         units = self._units(recurse)
@@ -125,10 +125,11 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward accumulates gradients without communication.
+        """Context in which backward accumulates gradients without reducing them.
 
         For all but the last micro-batch. Sets `set_requires_gradient_sync` to False and restores
         the earlier setting on exit. Only backward must run inside; forward may run outside.
+        Parameters are gathered as ever.
 
         Raises:
             RuntimeError: if this module is not the root: the gradients of the rest of the model
@@ -140,8 +141,8 @@ class FSDPModule:
         Example:
             >>> for micro_batch in batch[:-1]:
             ...     with model.no_sync():
-            ...         loss_of(model, micro_batch).backward()
-            >>> loss_of(model, batch[-1]).backward()
+            ...         (loss_of(model, micro_batch) / len(batch)).backward()
+            >>> (loss_of(model, batch[-1]) / len(batch)).backward()
         """
         unit, runtime = self._unit_and_runtime()
         if runtime.root is not unit:
@@ -199,7 +200,7 @@ class FSDPModule:
             >>> model.set_manual_backward_finalization(True)
             >>> model.set_requires_gradient_sync(False)
             >>> for micro_batch in batch:
-            ...     loss_of(model, micro_batch).backward()
+            ...     (loss_of(model, micro_batch) / len(batch)).backward()
             >>> model.set_requires_gradient_sync(True)
             >>> model.finalize_backward()
             >>> optimizer.step()
