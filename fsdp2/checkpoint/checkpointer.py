@@ -337,6 +337,9 @@ class Checkpointer:
 
         Example::
 
+            from fsdp2.checkpoint import Checkpointer, CheckpointNotFound
+
+            checkpoints = Checkpointer("run/checkpoints")
             try:
                 first = checkpoints.load("latest", model=model, optimizer=optimizer).step + 1
             except CheckpointNotFound:  # on all ranks or on none
