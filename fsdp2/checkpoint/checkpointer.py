@@ -123,7 +123,7 @@ class Checkpointer:
             if self.root.is_file():
                 why = "is a file, not a folder"
             elif isinstance(error, FileNotFoundError):
-                why = f"cannot be made: {self.root.parent} is no folder: make it before"
+                why = f"cannot be made: {self.root.parent} is not a folder: create it before"
             else:
                 why = f"cannot be made: {error.strerror}"
             raise CheckpointError(f"{self.root} {why}") from error

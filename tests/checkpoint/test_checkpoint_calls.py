@@ -182,6 +182,7 @@ ALONE = """
 import sys, torch, torch.distributed as dist
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.checkpoint.saving import roll_call
+from torch.testing._internal.distributed import fake_pg  # registers the backend
 def write_at(*args):
     raise OSError(28, "No space left on device")
 dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)

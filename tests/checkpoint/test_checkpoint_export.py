@@ -123,7 +123,7 @@ def test_export_refuses_what_exists(
         assert command("export", folder / "run", tmp_path / name) == 2
         assert "exists already" in error_of(capsys)
     assert command("export", folder / "run", tmp_path / "no" / "out") == 2
-    assert "make it before exporting" in error_of(capsys)
+    assert "create it before exporting" in error_of(capsys)
     assert command("export", folder / "run", "/proc/out") == 2
     assert "/proc cannot be written to" in error_of(capsys)
 

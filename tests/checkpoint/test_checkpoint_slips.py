@@ -210,7 +210,7 @@ SLIPS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda top: Checkpointer(top / "a" / "b"),
         CheckpointError,
-        r"b cannot be made: .*a is no folder",
+        r"b cannot be made: .*a is not a folder",
     ),
     (
         lambda top: Checkpointer(top / "text.safetensors"),

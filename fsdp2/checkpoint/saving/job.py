@@ -159,7 +159,9 @@ class _named:  # noqa: N801
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise CheckpointError(f"{self.root} is no folder: make it before saving") from error
+            raise CheckpointError(
+                f"{self.root} is not a folder: create it before saving"
+            ) from error
         if isinstance(error, PermissionError):
             raise CheckpointError(f"{self.root} cannot be written to") from error
 

@@ -97,7 +97,7 @@ def export(
             f"{target.name} is one file, of the model alone: the optimizer needs a folder"
         )
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is no folder: make it before exporting")
+        raise CheckpointError(f"{target.parent} is not a folder: create it before exporting")
     plans = _plan(source, dtype, None if single or to_file else max_file_bytes, with_optimizer)
     result = Exported(target, verified=verify and source.verifiable)
     job = _Export(source, Disk(), result, on_bytes)
