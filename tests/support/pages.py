@@ -36,6 +36,11 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def without_blocks(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def is_quoted(block: Block, page: Path) -> bool:
     """Whether a file that the page links to has the code of the block, however it is indented."""
     return any(_tokens(block.code) in _tokens(path.read_text()) for path in linked_files(page))

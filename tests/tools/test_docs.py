@@ -23,6 +23,7 @@ import pytest
 
 import fsdp2
 from harness import ours_only
+from pages import without_blocks
 
 pytestmark = [ours_only("about the pages of this package")]
 
@@ -145,13 +146,12 @@ def test_entries_of_classes_show_their_methods_which_all_have_docstrings() -> No
 @cache
 def prose(page: Path) -> str:
     """The text of a page without its code."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", without_blocks(page))
 
 
 def anchors(page: Path) -> set[str]:
     """What follows # in a link to a heading of ``page``."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = without_blocks(page)
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         for heading in re.findall(r"^#+ (.*?) *$", text, re.MULTILINE)

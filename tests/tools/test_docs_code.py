@@ -36,6 +36,7 @@ from test_docstring_examples import (
 )
 
 import fsdp2.checkpoint
+import pages
 from example_runs import run_scripts
 
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
@@ -52,8 +53,7 @@ NOT_RUN = {
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """The contents of the fenced blocks of these languages; "" is none."""
-    fenced = re.findall(r"^```(\S*).*?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [block for language, block in fenced if language in languages]
+    return [block.code for block in pages.blocks(page) if block.language in languages]
 
 
 # ------------------------------------------------------------------------------------------ Python
@@ -157,7 +157,6 @@ WORD = re.compile(rf"(?:\w+=\S+ )*({'|'.join(KNOWN)})\b")
 
 def commands(page: Path) -> Iterator[str]:
     """Those of blocks without a language, and those in backquotes that begin with a known word."""
-    text = page.read_text()
     variables: dict[str, str] = {}
     for block in blocks(page, "", "sh", "bash", "console"):
         lines = block.replace("\\\n", " ").splitlines()
@@ -171,8 +170,7 @@ def commands(page: Path) -> Iterator[str]:
                     part = part.replace(name, value)
                 if WORD.match(part):
                     yield part
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    for part in re.findall(r"`([^`\n]+)`", prose):
+    for part in re.findall(r"`([^`\n]+)`", pages.without_blocks(page)):
         if WORD.match(part) and " " in part and "..." not in part:
             yield part
 
