@@ -96,3 +96,8 @@ class Finalization:
         """Raises RuntimeError if ``handle`` is not of the finalization that is pending."""
         if self.pending is not handle:
             raise RuntimeError("This gradient reduction handle was invalidated by a reset")
+
+    def end(self) -> None:
+        """The iteration is over, or was dropped."""
+        self.active = False
+        self.pending = None

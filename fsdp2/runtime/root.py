@@ -493,8 +493,7 @@ class Runtime:
                 unit.gradients.refuse_graph()
         self._attached.clear()
         self.forwards.forget_ungraphed()
-        self.finalization.active = False
-        self.finalization.pending = None
+        self.finalization.end()
 
     def _free_units(self) -> None:
         for unit in self.units:
@@ -609,8 +608,7 @@ class Runtime:
         self.forwards.end_pass()
         self._carried_unit = None
         self.in_backward = False
-        self.finalization.active = False
-        self.finalization.pending = None
+        self.finalization.end()
         self.forward_root = None
         if lost:
             raise accumulation_lost(lost)
