@@ -200,6 +200,19 @@ def make_group() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
+def measure_alone() -> dict[str, Entered]:
+    """Measure in a process that did nothing else.
+
+    What other models set up for a whole process would be counted with ours: a hook on all
+    optimizers, say.
+    """
+    make_group()
+    try:
+        return measure()
+    finally:
+        dist.destroy_process_group()
+
+
 def show(measured: dict[str, Entered]) -> None:
     """Print both tables."""
     sizes = {

@@ -7,12 +7,11 @@ whoever has to raise one says in the commit what the code is worth.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import harness
 
@@ -24,10 +23,9 @@ from benchmarks.structure import FIRST, STEADY, Entered, Size
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[dict[str, Entered]]:
-    structure.make_group()
-    yield structure.measure()
-    dist.destroy_process_group()
+def measured() -> dict[str, Entered]:
+    with ProcessPoolExecutor(1, mp_context=harness.fork_context()) as pool:
+        return pool.submit(structure.measure_alone).result(timeout=harness.JOB_TIMEOUT_S)
 
 
 @cache
