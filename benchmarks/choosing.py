@@ -86,7 +86,7 @@ def examples() -> dict[str, Example]:
     folder = str(machine.REPOSITORY / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from lm_model import Block, LanguageModel, ModelConfig
+    from common.lm_model import Block, LanguageModel, ModelConfig
     from train_recommender import DECADES, GENRES_OF_A_MOVIE, DeepAndWide
     from train_resnet import Residual, ResNet18
     from train_weather import FUTURE, PAST, WeatherModel

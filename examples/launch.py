@@ -17,7 +17,7 @@ import shlex
 import signal
 import sys
 
-from options import OneLineParser, positive
+from common.options import OneLineParser, positive
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 

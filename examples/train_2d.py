@@ -33,11 +33,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from common.lm_model import LanguageModel, ModelConfig
+from common.lm_report import Numbers
+from common.options import OneLineParser, fail, positive
+from common.text_data import Batches, read_text
 from fsdp2 import fully_shard
-from lm_model import LanguageModel, ModelConfig
-from lm_report import Numbers
-from options import OneLineParser, fail, positive
-from text_data import Batches, read_text
 
 
 def main() -> None:

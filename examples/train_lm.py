@@ -7,15 +7,15 @@ other text). Every rank holds only its shards of the parameters, the gradients a
 state. The same command trains on GPUs over NCCL where there are GPUs, and on the CPU over gloo
 where there are none. `--help` lists the options.
 
-Read `main` from top to bottom; the functions follow in the order of their use. The files beside
-this one are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
+Read `main` from top to bottom; the functions follow in the order of their use. The files in
+`common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
 (the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
 group), `lm_report.py` (progress bar and figures).
 """
 
 from __future__ import annotations
 
-from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a request from here)
+from common.interrupt import stop_requested  # isort: skip (before torch: it takes Ctrl-C)
 
 import argparse
 import math
@@ -33,6 +33,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from common.lm_model import LanguageModel, ModelConfig, init_std
+from common.lm_report import (
+    LossLog,
+    Numbers,
+    Progress,
+    memory_in_use,
+    print_start,
+    report,
+    sent_bytes,
+    show_profile,
+)
+from common.options import checkpoint_folder, checkpoint_path, fail, options_to_save, parse_options
+from common.processes import set_earlier_run_aside, start_processes
+from common.text_data import Batches, Text, read_text, validation_starts, windows_at
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -43,20 +57,6 @@ from fsdp2 import (
     profile,
 )
 from fsdp2.checkpoint import Checkpointer
-from lm_model import LanguageModel, ModelConfig, init_std
-from lm_report import (
-    LossLog,
-    Numbers,
-    Progress,
-    memory_in_use,
-    print_start,
-    report,
-    sent_bytes,
-    show_profile,
-)
-from options import checkpoint_folder, checkpoint_path, fail, options_to_save, parse_options
-from processes import set_earlier_run_aside, start_processes
-from text_data import Batches, Text, read_text, validation_starts, windows_at
 
 
 def main() -> None:

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from common.lm_model import LanguageModel, ModelConfig
+from common.lm_report import Numbers
+from common.options import OneLineParser, fail, positive
+from common.text_data import Batches, read_text
 from fsdp2 import fully_shard
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
-from lm_model import LanguageModel, ModelConfig
-from lm_report import Numbers
-from options import OneLineParser, fail, positive
-from text_data import Batches, read_text
 
 CHOICES = 2  # experts per token
 

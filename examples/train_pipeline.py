@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from common.lm_model import LanguageModel, ModelConfig
+from common.lm_report import Numbers
+from common.options import OneLineParser, fail, positive
+from common.text_data import Batches, read_text
 from fsdp2 import fully_shard
-from lm_model import LanguageModel, ModelConfig
-from lm_report import Numbers
-from options import OneLineParser, fail, positive
-from text_data import Batches, read_text
 
 # Which stages a rank of a pipeline of two has, and how many there are.
 ONE_EACH = ([[0], [1]], 2)

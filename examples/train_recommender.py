@@ -26,7 +26,7 @@ What is shown here:
 
 from __future__ import annotations
 
-from training import Run, parse, say, training_parser  # isort: skip (Ctrl-C: see interrupt.py)
+from common.training import Run, parse, say, training_parser  # isort: skip (takes Ctrl-C)
 
 import argparse
 
@@ -35,10 +35,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from family_data import Batches, Ratings, read_ratings
+from common.family_data import Batches, Ratings, read_ratings
+from common.options import positive
+from common.processes import start_processes
 from fsdp2 import explain, init_on_whole_tensors, shard_model
-from options import positive
-from processes import start_processes
 
 DECADES = 14  # from the 1890s; 0 is unknown
 GENRES_OF_A_MOVIE = 4

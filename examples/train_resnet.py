@@ -24,7 +24,7 @@ On GPUs `--amp` uses float16 and a `GradScaler`: its gradients can underflow, bf
 
 from __future__ import annotations
 
-from training import Run, parse, say, training_parser  # isort: skip (Ctrl-C: see interrupt.py)
+from common.training import Run, parse, say, training_parser  # isort: skip (takes Ctrl-C)
 
 import argparse
 
@@ -33,10 +33,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from family_data import Batches, Digits, neighbour_accuracy, read_digits
+from common.family_data import Batches, Digits, neighbour_accuracy, read_digits
+from common.options import fail, positive
+from common.processes import start_processes
 from fsdp2 import shard_model
-from options import fail, positive
-from processes import start_processes
 
 
 class Residual(nn.Module):

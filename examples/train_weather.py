@@ -25,7 +25,7 @@ a unit's forward it costs no further gather, see `Block.forward`.
 
 from __future__ import annotations
 
-from training import Run, parse, say, training_parser  # isort: skip (Ctrl-C: see interrupt.py)
+from common.training import Run, parse, say, training_parser  # isort: skip (takes Ctrl-C)
 
 import argparse
 from typing import Any
@@ -36,10 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from family_data import TEMPERATURE, Batches, Weather, read_weather
+from common.family_data import TEMPERATURE, Batches, Weather, read_weather
+from common.options import fail, positive
+from common.processes import start_processes
 from fsdp2 import explain, shard_model
-from options import fail, positive
-from processes import start_processes
 
 PAST, FUTURE, PATCH = 72, 24, 6  # hours
 

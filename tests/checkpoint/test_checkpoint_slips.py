@@ -256,7 +256,7 @@ def test_all_earlier_runs_of_an_example_are_kept(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    processes = importlib.import_module("processes")
+    processes = importlib.import_module("common.processes")
     out = tmp_path / "lm"
     for run in range(3):
         processes.set_earlier_run_aside(str(out))

@@ -130,7 +130,7 @@ def test_a_slurm_job_starts_torchrun_on_every_node(left: str, tmp_path: Path) ->
     assert (options.nnodes, options.nproc_per_node) == ("4", "8")
     assert options.rdzv_endpoint == "node3:24567"
     assert ("--resume" in options.training_script_args) == resumed
-    source = (EXAMPLES / "options.py").read_text()
+    source = (EXAMPLES / "common" / "options.py").read_text()
     for word in options.training_script_args:
         assert not word.startswith("--") or f'"{word}"' in source, word
 

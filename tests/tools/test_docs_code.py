@@ -211,7 +211,7 @@ def check_make(words: list[str]) -> None:
 def source_of(script: re.Match[str], target: str) -> str:
     if script[1] is None:
         files = [ROOT / script[0].replace("$*", target.removeprefix("train-"))]
-        files += [ROOT / "examples" / name for name in ("options.py", "training.py")]
+        files += [ROOT / "examples" / "common" / name for name in ("options.py", "training.py")]
     else:
         files = module_files(script[1])
     return "".join(file.read_text() for file in files)

@@ -250,7 +250,9 @@ def refused(
 
 
 def options_module() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("options", EXAMPLES / "options.py")
+    specification = importlib.util.spec_from_file_location(
+        "options", EXAMPLES / "common" / "options.py"
+    )
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -261,7 +263,7 @@ def options_module() -> ModuleType:
 def test_bad_option_ends_all_ranks_with_one_line_and_status_2(tmp_path: Path) -> None:
     """By a script that does no more: importing torch in every rank would be most of the test."""
     script = tmp_path / "train.py"
-    script.write_text("from options import OneLineParser\nOneLineParser().parse_args()\n")
+    script.write_text("from common.options import OneLineParser\nOneLineParser().parse_args()\n")
     path = os.pathsep.join([str(EXAMPLES), environment()["PYTHONPATH"]])
     done = subprocess.run(
         launch(2, str(script), "--stepz"),

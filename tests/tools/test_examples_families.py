@@ -222,7 +222,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_held_out_weather_was_never_seen(example: Any) -> None:
-    weather = example("family_data").read_weather(96)
+    weather = example("common.family_data").read_weather(96)
     hours = torch.arange(96)
     seen = (weather.train[:, None] + hours).unique()
     unseen = (weather.held_out[:, None] + hours).unique()
@@ -234,7 +234,7 @@ def test_held_out_weather_was_never_seen(example: Any) -> None:
 
 
 def test_held_out_ratings_are_the_last_of_everybody(example: Any) -> None:
-    ratings = example("family_data").read_ratings()
+    ratings = example("common.family_data").read_ratings()
     assert len(ratings.train) + len(ratings.held_out) == len(ratings.users) == 100_004
     assert not torch.isin(ratings.train, ratings.held_out).any()
     of_user = [
@@ -252,7 +252,7 @@ def test_held_out_ratings_are_the_last_of_everybody(example: Any) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_batches_are_the_same_for_every_number_of_ranks(example: Any, num_ranks: int) -> None:
-    make = example("family_data").Batches
+    make = example("common.family_data").Batches
     ranks = [make(100, 24, rank=r, num_ranks=num_ranks, seed=1) for r in range(num_ranks)]
     epochs = []
     for epoch in range(2):
@@ -327,7 +327,7 @@ def test_missing_data_package_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
-        getattr(example("family_data"), reader)()
+        getattr(example("common.family_data"), reader)()
     assert ended.value.code == 2
     name = {"sklearn.datasets": "scikit-learn"}.get(package, package)
     assert f"pip install {name}" in capsys.readouterr().err

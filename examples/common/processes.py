@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from options import checkpoint_folder, fail
+from common.options import checkpoint_folder, fail
 
 FILES_OF_A_RUN = ("losses.jsonl", "summary.json", "loss.png")
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from common.options import checkpoint_path
+from common.text_data import Text, ngram_bits_per_byte, validation_starts
 from fsdp2 import Profile, explain
-from options import checkpoint_path
-from text_data import Text, ngram_bits_per_byte, validation_starts
 
 try:
     from tqdm import tqdm

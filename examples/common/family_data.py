@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import fail
+from common.options import fail
 
 MISSING = "{0} is not installed: pip install {0} (in a checkout: pip install '.[examples]')"
 

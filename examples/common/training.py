@@ -5,7 +5,7 @@ The scripts show forward, backward and the optimizer's step; this file has the r
 
 from __future__ import annotations
 
-from interrupt import stop_requested  # isort: skip (before torch: Ctrl-C is a request from here)
+from common.interrupt import stop_requested  # isort: skip (before torch: it takes Ctrl-C)
 
 import argparse
 import json
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.checkpoint import Checkpointer
-from lm_report import LossLog, Numbers, Progress, memory_in_use
-from options import (
+from common.lm_report import LossLog, Numbers, Progress, memory_in_use
+from common.options import (
     OneLineParser,
     as_saved,
     checkpoint_folder,
@@ -37,7 +36,8 @@ from options import (
     positive_number,
     saved_run,
 )
-from processes import set_earlier_run_aside
+from common.processes import set_earlier_run_aside
+from fsdp2.checkpoint import Checkpointer
 
 STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
 WARM_UP_STEPS = 20  # of the learning rate

@@ -1,0 +1,1 @@
+"""What the examples share, and any training script has: options, text, processes, figures."""
