@@ -1,7 +1,9 @@
-"""Ctrl-C as a request. Importing this module is what makes it one.
+"""Ctrl-C and SIGUSR1 as requests to save and stop. Importing this module makes them so.
 
-It is imported before torch, whose import takes seconds, so that there is no moment at which
-Ctrl-C ends a rank in the middle of something.
+SIGUSR1 is what a batch system can send before a job's time is up (see clusters/slurm.sbatch).
+
+The module is imported before torch, whose import takes seconds, so that at no moment a signal ends
+a rank in the middle of something.
 """
 
 from __future__ import annotations
@@ -22,3 +24,4 @@ def _request(*_: object) -> None:
 
 
 signal.signal(signal.SIGINT, _request)
+signal.signal(signal.SIGUSR1, _request)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -107,32 +111,156 @@ def test_two_nodes_on_one_machine_train_together(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path / "minimal-checkpoints").steps() == [20]
 
 
+# A task for each rank, to which signals go on, as srun does it.
+SRUN = """
+import os, signal, subprocess, sys
+assert sys.argv[1] == "--kill-on-bad-exit=1"
+tasks = []
+for i in range(int(os.environ["SLURM_NTASKS"])):
+    numbers = {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+    tasks.append(subprocess.Popen(sys.argv[2:], env=os.environ | numbers))
+signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
+codes = [task.wait() for task in tasks]
+sys.exit(max(codes, key=abs))
+"""
+# A rank that trains nothing: until it is asked to stop, or says of itself how it ends.
+RANK = f"""
+import os, signal, sys, time
+assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN  # until it is handled
+sys.path.insert(0, {str(EXAMPLES)!r})
+from common.interrupt import stop_requested
+folder, rank = sys.argv[sys.argv.index("--out") + 1], os.environ["RANK"]
+open(f"{{folder}}/began-{{rank}}", "x").close()
+while not stop_requested() and "ALONE" not in os.environ:
+    time.sleep(0.01)
+if stop_requested():
+    open(f"{{folder}}/saved-{{rank}}", "x").close()
+sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+class SlurmJob:
+    """slurm.sbatch, run with stand-ins for what a cluster has."""
+
+    def __init__(self, folder: Path, python: str, num_ranks: int, **variables: str) -> None:
+        self.out, self.requeued = folder / "out", folder / "requeued"
+        tools = folder / "tools"
+        tools.mkdir()
+        self.out.mkdir(exist_ok=True)
+        (tools / "srun.py").write_text(SRUN)
+        stand_in(tools, "srun", f'exec {sys.executable} {tools / "srun.py"} "$@"')
+        stand_in(tools, "python", python)
+        scontrol = r"""
+            case "$*" in
+                "show hostnames node[3-6]") printf "%s\n" 127.0.0.1 node4 node5 node6 ;;
+                "requeue 1234567") touch REQUEUED ;;
+                *) exit 1 ;;
+            esac"""
+        stand_in(tools, "scontrol", scontrol.replace("REQUEUED", str(self.requeued)))
+        self.variables = environment(
+            PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", OUT=str(self.out),
+            SLURM_JOB_NODELIST="node[3-6]", SLURM_JOB_ID="1234567",
+            SLURM_NTASKS=str(num_ranks), SLURM_NTASKS_PER_NODE=str(num_ranks), **variables,
+        )  # fmt: skip
+
+    def run(self, signal_when: Callable[[], bool] | None = None) -> tuple[int, str]:
+        """The exit status and what was printed; SIGUSR1 is for the script alone, as with `B:`."""
+        process = subprocess.Popen(
+            ["bash", str(CLUSTERS / "slurm.sbatch")], env=self.variables, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while signal_when is not None and not signal_when():
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            if signal_when is not None:
+                process.send_signal(signal.SIGUSR1)
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, printed
+
+
+def slurm_settings() -> dict[str, str]:
+    lines = (CLUSTERS / "slurm.sbatch").read_text().splitlines()
+    words = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
 @pytest.mark.parametrize("left", ["nothing", "a save that was cut", "a checkpoint"])
-def test_a_slurm_job_starts_torchrun_on_every_node(left: str, tmp_path: Path) -> None:
+def test_a_slurm_job_starts_a_rank_for_every_gpu(left: str, tmp_path: Path) -> None:
     resumed = left == "a checkpoint"
-    stand_in(
-        tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-6]" ] && printf "node3\\nnode4\\n"'
-    )
-    stand_in(tmp_path, "srun", 'printf "%s\\n" "$@"')
-    root = tmp_path / "out" / "checkpoints"
+    asked = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    job = SlurmJob(tmp_path, f'echo {" ".join(f"${name}" for name in asked)} "$@"', 3)
+    root = job.out / "checkpoints"
     if left == "a save that was cut":
         (root / ".step-000001.0-1.tmp" / ".fsdp2").mkdir(parents=True)
     elif resumed:
         root.mkdir(parents=True)
         Checkpointer(root).save(1, model=torch.nn.Linear(2, 2))
-    printed = run_script(
-        CLUSTERS / "slurm.sbatch", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        SLURM_JOB_NODELIST="node[3-6]", SLURM_JOB_ID="1234567", SLURM_JOB_NUM_NODES="4",
-        SLURM_GPUS_ON_NODE="8", OUT=str(tmp_path / "out"),
-    ).splitlines()  # fmt: skip
-    assert printed[:2] == ["--kill-on-bad-exit=1", "torchrun"]
-    options = torchrun_options(printed[2:])
-    assert (options.nnodes, options.nproc_per_node) == ("4", "8")
-    assert options.rdzv_endpoint == "node3:24567"
-    assert ("--resume" in options.training_script_args) == resumed
+    status, printed = job.run()
+    assert status == 0, printed
+    ranks = [line.split() for line in sorted(printed.splitlines())]
+    numbers = [["127.0.0.1", "24567", str(i), str(i), "3", "3"] for i in range(3)]
+    assert [rank[: len(asked)] for rank in ranks] == numbers
+    script, *arguments = ranks[0][len(asked) :]
+    assert (ROOT / script).is_file()
+    assert ("--resume" in arguments) == resumed
     source = (EXAMPLES / "common" / "options.py").read_text()
-    for word in options.training_script_args:
+    for word in arguments:
         assert not word.startswith("--") or f'"{word}"' in source, word
+    settings = slurm_settings()
+    assert settings["--ntasks-per-node"] == settings["--gpus-per-node"]
+    assert not job.requeued.exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [("when its time is up", 0), ("when its time is up", 3), ("alone", 0), ("alone", 3)],
+)
+def test_a_slurm_job_saves_before_its_time_is_up_and_is_requeued(
+    ends: str, status: int, tmp_path: Path
+) -> None:
+    """Only if all ranks have saved: a rank that fails would fail again and again."""
+    signalled = ends == "when its time is up"
+    (tmp_path / "rank.py").write_text(RANK)
+    variables = {"STATUS": str(status)} | ({} if signalled else {"ALONE": "1"})
+    rank = f'exec {sys.executable} {tmp_path / "rank.py"} "$@"'
+    job = SlurmJob(tmp_path, rank, 2, **variables)
+    began = [job.out / f"began-{i}" for i in range(2)]
+    ended, printed = job.run((lambda: all(p.exists() for p in began)) if signalled else None)
+    assert ended == status, printed
+    assert len(list(job.out.glob("saved-*"))) == (2 if signalled else 0)
+    assert job.requeued.exists() == (signalled and status == 0)
+    settings = slurm_settings()
+    assert "--requeue" in settings
+    assert settings["--signal"].startswith("B:USR1@")
+    # What the job prints after it was requeued must not replace what it printed before.
+    assert settings["--open-mode"] == "append"
+
+
+@pytest.mark.long
+def test_a_slurm_job_goes_on_where_the_signal_stopped_it(tmp_path: Path) -> None:
+    tiny = "--dim 32 --layers 1 --heads 2 --hidden 32 --length 16 --steps 100000"
+    text = tmp_path / "text"
+    text.write_text("def f(x): return x\n" * 10_000)
+    python = f'exec {sys.executable} "$@" {tiny} --data {text}'
+    job = SlurmJob(tmp_path, python, 2)
+    log = job.out / "losses.jsonl"
+    stops = []
+    for _ in range(2):
+        done = stops[-1] if stops else 0
+        status, printed = job.run(
+            lambda: log.exists() and log.read_text().count("\n") > done + 3  # noqa: B023
+        )
+        assert status == 0, printed
+        stops.append(Checkpointer(job.out / "checkpoints").steps()[-1])
+        assert f"stopped after step {stops[-1]}" in printed
+    assert stops[1] > stops[0] + 3
+    assert job.requeued.exists()
 
 
 def test_the_manifest_is_one_of_jobset_whose_pods_find_each_other() -> None:

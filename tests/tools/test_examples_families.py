@@ -206,8 +206,8 @@ def test_report_has_the_bytes_of_every_rank(family: Family) -> None:
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the examples; Ctrl-C stays what it was."""
-    handler = signal.getsignal(signal.SIGINT)
+    """Imports a module of the examples; signals stay what they were."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
     monkeypatch.syspath_prepend(str(EXAMPLES))
     before = set(sys.modules)
 
@@ -215,7 +215,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
         return importlib.import_module(name)
 
     yield load
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     for name in set(sys.modules) - before:
         if str(EXAMPLES) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
