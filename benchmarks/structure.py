@@ -40,7 +40,10 @@ import fsdp2
 PACKAGE = Path(fsdp2.__file__).parent
 TORCH = Path(inspect.getfile(inspect.unwrap(torch_fully_shard))).parent
 # What a training step is made of; the rest of the package stands on it or beside it.
-CORE = ("policy.py", "sharding", "comm", "runtime", "api/fully_shard.py", "api/module.py")
+CORE = (
+    *("policy.py", "sharding", "comm", "runtime"),
+    *("api/fully_shard.py", "api/module.py", "api/comm_settings.py"),
+)
 
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

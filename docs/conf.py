@@ -52,6 +52,7 @@ ALIASES = {"nn": "torch.nn", "dist": "torch.distributed"}
 # Names in signatures that are no part of the API, and have no entry.
 NOT_PUBLIC = {
     "T": "the type of the optimizer that a function takes and returns",
+    "M": "the type of the module, or list of modules, that a function takes and returns",
     "Cut": "what `Layout.cut` makes for `run_whole`",
     "Candidate": "the settings of an `Outcome`; its text says them",
     "Launch": "an event of a plan; the picture shows it",

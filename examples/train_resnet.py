@@ -142,7 +142,7 @@ def build_model(options: argparse.Namespace, device: torch.device) -> ResNet18:
     It is small, so every rank makes it whole, with the same weights, and keeps its shards.
     """
     torch.manual_seed(options.seed)
-    model: nn.Module = ResNet18(options.width).to(device)
+    model = ResNet18(options.width).to(device)
     if options.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return shard_model(model, strategy=options.strategy, wrap=Residual)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from ..common.classes import class_for
 from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from ..runtime.building import name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks
+from ..runtime.optimizer_checks import watch_flattening
 from ..runtime.requested_gradients import look_at_requests
 from ..runtime.unit import Unit, set_unit, units_in
 from ..runtime.unit_config import UnitConfig
@@ -31,7 +32,6 @@ from .arguments import (
     warn_of_other_meshes,
 )
 from .deepcopy import refuse_own_deepcopy
-from .flat_optimizers import watch_flattening
 from .library_methods import adapt_layers, refuse_pruning, refused_methods
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
@@ -39,48 +39,22 @@ from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_o
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    direct_min_bytes: int | None = ...,
-) -> Any: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    direct_min_bytes: int | None = ...,
-) -> list[Any]: ...
+# A module, or a list of modules: what is given is what comes back.
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module,
+    module: M,
     *,
-    mesh=None,
-    reshard_after_forward=None,
-    shard_placement_fn=None,
-    mp_policy=MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy=OffloadPolicy(),  # noqa: B008 (has no state)
-    ignored_params=None,
-    dp_mesh_dims=None,
-    direct_min_bytes=None,
-):
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    direct_min_bytes: int | None = None,
+) -> M:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     The parameters that no earlier call on a submodule took become one unit: they are gathered
@@ -112,6 +86,8 @@ def fully_shard(
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
+        Type checkers see the class it had: they learn of the methods of `FSDPModule` by
+        ``assert isinstance(model, FSDPModule)``.
 
     Raises:
         ValueError: for a mesh that cannot be used, a module or parameter that is already sharded
@@ -149,14 +125,14 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def replicate(
-    module: Any,
+    module: M,
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> M:
     """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
 
     Data parallelism as in DDP, for units that are better left unsharded: small ones, whose gathers

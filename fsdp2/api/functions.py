@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MethodType
 
 from torch import nn
@@ -38,7 +39,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(wrapped, module))
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Make several roots (such as the pipeline stages of one rank) use the same streams.
 
     Memory that one of them frees can then be reused by the others at once. Roots whose first

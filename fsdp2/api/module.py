@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..comm.custom import AllGather, ReduceScatter
 from ..common.classes import original_class
 from ..runtime.building import build_runtime
 from ..runtime.finalization import GradientReductionHandle
 from ..runtime.frozen_cache import KeepFrozen
 from ..runtime.hooks import wrapper_prefix
 from ..runtime.root import Runtime
-from ..runtime.unit import Unit, own_modules, unit_of, units_in
+from ..runtime.unit import Unit, own_modules, unit_of
 from ..runtime.unwritten import to_be_made, write_pattern
+from .comm_settings import CommSettings
 from .deepcopy import ToBeCopied
-from .link_choices import change_links, change_memory, check_one_mesh
 from .torch_compat import PipelineState, state_of
 
 
-class FSDPModule:
+class FSDPModule(CommSettings):
     """A sharded module: `fully_shard` makes its class a subclass of this and the original class.
 
     Outside of forward and backward its parameters are DTensors, sharded over the mesh.
@@ -314,7 +313,7 @@ class FSDPModule:
         for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
             runtime.choose_cached()
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's forward begins.
 
         Replaces the automatic choice (the module that ran next in the last forward). More than one
@@ -325,7 +324,7 @@ class FSDPModule:
         """
         unit_of(self).config.forward_prefetch = units_of_all(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's backward begins.
 
         Replaces the automatic choice (the module that ran before this one in forward).
@@ -373,65 +372,6 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.config.reduce_unused = reduce_scatter_unused_params
 
-    # -- how to communicate -----------------------------------------------------------------
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, into memory that it allocates. Not recursive.
-
-        Parameters are then copied out of one flat buffer. Applies from the next gather on.
-
-        Args:
-            comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
-
-        Raises:
-            ValueError: if parameters of this module are on different meshes.
-
-        Example:
-            >>> class Counted:
-            ...     calls = 0
-            ...     def allocate(self, size, *, dtype, device):
-            ...         return torch.empty(size, dtype=dtype, device=device)
-            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-            ...         self.calls += 1
-            ...         return dist.all_gather_into_tensor(
-            ...             output_tensor, input_tensor, group=group, async_op=async_op)
-            >>> model.layers[0].set_custom_all_gather(Counted())
-        """
-        change_links(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter with ``comm``, in memory that it allocates. Not recursive.
-
-        Args:
-            comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
-
-        Raises:
-            ValueError: if parameters of this module are on different meshes.
-        """
-        change_links(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
-
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
-        """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
-
-        Args:
-            hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
-                after the reduce-scatter (and the all-reduce over replicas, if any), and may
-                change them in place, for example all-reduce them over other ranks. It is called
-                once per part; large units of several dtypes have several parts.
-            stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
-
-        Raises:
-            ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
-        """
-        unit = unit_of(self)
-        check_one_mesh(unit, "set_all_reduce_hook")
-        if stream is not None and unit.mesh.replicate_group is not None:
-            raise ValueError("stream cannot be set when using native HSDP")
-        config = unit.config
-        config.all_reduce_hook, config.all_reduce_stream = hook, stream
-
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next gathers wait for ``event`` only, not for all queued work.
 
@@ -440,76 +380,6 @@ class FSDPModule:
                 root.
         """
         self._unit_and_runtime()[1].optimizer_event = event
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether to reduce with SUM only and divide afterwards. Not recursive.
-
-        Some implementations (NCCL's zero-copy transfers) support only SUM.
-        """
-        change_links(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Set whether reduce-scatters have their own process group, and so their own communicator.
-
-        By default they have one on NCCL and similar backends, created when the module is sharded:
-        otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
-        group must be created.
-
-        Args:
-            enable: True creates one on any backend; False shares the all-gathers' group.
-            recurse: whether to set it for sharded submodules too.
-        """
-        method = "set_separate_reduce_scatter_group"
-        for unit in self._units(recurse):
-            change_links(unit, method, separate_reduce_group=enable)
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Limit how many units' gradients may be in flight before compute waits for the oldest.
-
-        The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
-
-        Raises:
-            TypeError: if it is not an int.
-            ValueError: if it is less than 1.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for unit in self._units(recurse):
-            unit.config.max_input_buffers = max_input_buffers
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether collectives use flat buffers that the process group allocates (NCCL).
-
-        Lets NCCL reduce in the network where supported, at the cost of copies into and out of
-        flat buffers. Not recursive.
-
-        Raises:
-            RuntimeError: without CUDA and NCCL, or with a custom collective.
-        """
-        change_memory(
-            unit_of(self), "set_allocate_memory_from_process_group_for_comm", "group", enable
-        )
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather on symmetric memory, with flat buffers. Not recursive.
-
-        Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
-
-        Raises:
-            RuntimeError: without CUDA and NCCL, or with a custom collective.
-            ValueError: for a ``backend`` other than "NCCL".
-        """
-        if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
-        change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
 
     def reset_iter_state(self) -> None:
         """Discard an iteration that raised.
@@ -537,14 +407,14 @@ class FSDPModule:
                     param.sharded.grad = None
                 elif grad is not None:
                     grad.requires_grad_(False).zero_()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
         try:
-            return super().load_state_dict(state_dict, *args, **options)  # type: ignore[misc]
+            return super().load_state_dict(state_dict, *args, **options)
         except RuntimeError as error:
-            names = (name for name, _ in self.named_parameters())  # type: ignore[attr-defined]
+            names = (name for name, _ in self.named_parameters())
             advice = wrapper_prefix(state_dict, names)
             if not advice:
                 raise
@@ -559,8 +429,8 @@ class FSDPModule:
             unit.runtime.reshard(unit)
         unit.param_group.note_grad_dtypes()
         kept = unit.param_group.detach_gradients()
-        made = to_be_made(fn, own_modules(self, recurse), unit.params)  # type: ignore[arg-type]
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        made = to_be_made(fn, own_modules(self, recurse), unit.params)
+        result = super()._apply(fn, recurse)
         unit.param_group.adopt_replaced()
         unit.param_group.attach_gradients(kept)
         unit.param_group.dirty = True
@@ -570,7 +440,6 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Support `copy.deepcopy`. Not ``__deepcopy__``: wrappers that forward attributes, like
         those of ``torch.compile``, would be mistaken for the module inside."""
-        assert isinstance(self, nn.Module)
         return ToBeCopied.result, (ToBeCopied(self),)
 
     def _check_root(self, method: str) -> None:
@@ -581,11 +450,7 @@ class FSDPModule:
                 f"not on '{unit.name}'"
             )
 
-    def _sharded_modules(self, recurse: bool) -> list[FSDPModule]:
-        return [unit.modules[0] for unit in self._units(recurse)]  # type: ignore[misc]
-
     def _get_fsdp_state(self) -> PipelineState:
-        assert isinstance(self, nn.Module)
         state = state_of(self)
         assert state is not None
         return state
@@ -593,12 +458,7 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; torch's method selects the stream that allocates, which is fixed here."""
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        assert isinstance(self, nn.Module)
-        return units_in(self) if recurse else [unit_of(self)]
-
     def _unit_and_runtime(self) -> tuple[Unit, Runtime]:
-        assert isinstance(self, nn.Module)
         unit = unit_of(self)
         if unit.runtime is None:
             build_runtime(self)

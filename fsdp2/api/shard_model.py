@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -46,6 +46,7 @@ from ..wrap import UnitDescription, units_of
 from .fully_shard import PlacementFn, fully_shard, replicate
 from .module import FSDPModule
 
+M = TypeVar("M", bound=nn.Module)
 ReshardChoice = bool | int | Callable[[UnitDescription], bool | int | None] | None
 
 
@@ -94,7 +95,7 @@ def find_strategy(name: str) -> Strategy:
 
 
 def shard_model(
-    model: Any,
+    model: M,
     mesh: DeviceMesh | None = None,
     *,
     strategy: str = "full",
@@ -108,7 +109,7 @@ def shard_model(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
-) -> Any:
+) -> M:
     """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
     Equivalent to calling `fully_shard` (for ``"none"``: `replicate`) on every unit that `units_of`
@@ -263,6 +264,6 @@ def _set_prefetch(units: list[UnitDescription], modules: dict[str, nn.Module], d
     tops = [unit_of(modules[unit.modules[0]]).modules[0] for unit in inner]
     for i, top in enumerate(tops):
         assert isinstance(top, FSDPModule)
-        top.set_modules_to_forward_prefetch(tops[i + 1 : i + 1 + depth])  # type: ignore[arg-type]
+        top.set_modules_to_forward_prefetch(tops[i + 1 : i + 1 + depth])
         earlier = tops[max(0, i - depth) : i]
-        top.set_modules_to_backward_prefetch(earlier[::-1])  # type: ignore[arg-type]
+        top.set_modules_to_backward_prefetch(earlier[::-1])

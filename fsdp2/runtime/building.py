@@ -13,8 +13,8 @@ from torch import nn
 from ..sharding.param import ORIGINS
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
+from .optimizer_checks import watch_originals
 from .root import Runtime
-from .stale_optimizers import watch_optimizers
 from .unit import Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
 
@@ -54,7 +54,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
         unit.runtime = runtime
     runtime.choose_cached()
     runtime.first_forward = FirstForward.of(root_module, units)
-    watch_optimizers(units)
+    watch_originals(units)
     for parameters, name, value in lent:
         parameters[name] = value
     return runtime

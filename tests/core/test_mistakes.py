@@ -465,7 +465,7 @@ def test_an_optimizer_of_two_models_one_of_which_is_sharded_after_it() -> None:
 @distributed(2)
 def test_optimizers_that_hold_originals_and_are_right() -> None:
     """The originals live on, and nothing is wrong."""
-    from fsdp2.runtime import stale_optimizers
+    from fsdp2.runtime import optimizer_checks
 
     # Accelerate puts the sharded parameters into the optimizer that it was given.
     model = mlp()
@@ -488,8 +488,8 @@ def test_optimizers_that_hold_originals_and_are_right() -> None:
         late = torch.optim.AdamW(model.parameters())
         for optimizer in (early, late, of_teacher):
             optimizer.step()
-        assert early in stale_optimizers._fine
-        assert of_teacher not in stale_optimizers._fine, step
+        assert early in optimizer_checks._fine
+        assert of_teacher not in optimizer_checks._fine, step
         for optimizer in (early, late, of_teacher):
             optimizer.zero_grad()
 
@@ -498,14 +498,14 @@ def test_optimizers_that_hold_originals_and_are_right() -> None:
 def test_steps_of_usual_optimizers_have_no_hook() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
-    from fsdp2.runtime import stale_optimizers
+    from fsdp2.runtime import optimizer_checks
 
-    if stale_optimizers._hook is not None:  # of an earlier test
-        stale_optimizers._hook.remove()
-        stale_optimizers._hook = None
+    check = optimizer_checks._check_originals
+    if check in optimizer_checks._installed:  # by an earlier test
+        optimizer_checks._installed.pop(check).remove()
     before = len(hooks)
     model = sharded_mlp(mlp())
     model(torch.ones(2, 4)).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
-    assert stale_optimizers._hook is None
+    assert check not in optimizer_checks._installed
     assert len(hooks) == before

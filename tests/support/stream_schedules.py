@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2.sharding.bucket
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.testing import Recorder, UsedAfterFreeError, recording
 
 DIM = 4
@@ -287,7 +287,7 @@ class Training:
 
     def _choose(self) -> None:
         plan = self.plan
-        for unit in self.model._sharded_modules(True):
+        for unit in (module for module in self.model.modules() if isinstance(module, FSDPModule)):
             if plan.hook:
                 own = plan.hook == "stream" and not plan.host
                 stream = self.recorder.device.Stream("hook") if own else None

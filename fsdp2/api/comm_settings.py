@@ -1,0 +1,205 @@
+"""How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..comm.custom import AllGather, ReduceScatter
+from ..comm.transports import backend_name
+from ..runtime.unit import Unit, unit_of, units_in
+
+if TYPE_CHECKING:
+    # Every instance of `FSDPModule` is an nn.Module, by its original class: type checkers may
+    # know. At run time this is a mixin without fields, which goes in front of any class of modules.
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+class CommSettings(_Base):
+    """The part of `FSDPModule` that chooses collectives, their memory and their groups."""
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, into memory that it allocates. Not recursive.
+
+        Parameters are then copied out of one flat buffer. Applies from the next gather on.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+
+        Example:
+            >>> class Counted:
+            ...     calls = 0
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            ...         self.calls += 1
+            ...         return dist.all_gather_into_tensor(
+            ...             output_tensor, input_tensor, group=group, async_op=async_op)
+            >>> model.layers[0].set_custom_all_gather(Counted())
+        """
+        _change(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter with ``comm``, in memory that it allocates. Not recursive.
+
+        Args:
+            comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
+
+        Raises:
+            ValueError: if parameters of this module are on different meshes.
+        """
+        _change(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
+
+        Args:
+            hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
+                after the reduce-scatter (and the all-reduce over replicas, if any), and may
+                change them in place, for example all-reduce them over other ranks. It is called
+                once per part; large units of several dtypes have several parts.
+            stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
+
+        Raises:
+            ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
+        """
+        unit = unit_of(self)
+        _check_one_mesh(unit, "set_all_reduce_hook")
+        if stream is not None and unit.mesh.replicate_group is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        config = unit.config
+        config.all_reduce_hook, config.all_reduce_stream = hook, stream
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether to reduce with SUM only and divide afterwards. Not recursive.
+
+        Some implementations (NCCL's zero-copy transfers) support only SUM.
+        """
+        _change(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Set whether reduce-scatters have their own process group, and so their own communicator.
+
+        By default they have one on NCCL and similar backends, created when the module is sharded:
+        otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
+        group must be created.
+
+        Args:
+            enable: True creates one on any backend; False shares the all-gathers' group.
+            recurse: whether to set it for sharded submodules too.
+        """
+        method = "set_separate_reduce_scatter_group"
+        for unit in self._units(recurse):
+            _change(unit, method, separate_reduce_group=enable)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Limit how many units' gradients may be in flight before compute waits for the oldest.
+
+        The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
+
+        Raises:
+            TypeError: if it is not an int.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.config.max_input_buffers = max_input_buffers
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Set whether collectives use flat buffers that the process group allocates (NCCL).
+
+        Lets NCCL reduce in the network where supported, at the cost of copies into and out of
+        flat buffers. Not recursive.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+        """
+        method = "set_allocate_memory_from_process_group_for_comm"
+        _change_memory(unit_of(self), method, "group", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather on symmetric memory, with flat buffers. Not recursive.
+
+        Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
+
+        Raises:
+            RuntimeError: without CUDA and NCCL, or with a custom collective.
+            ValueError: for a ``backend`` other than "NCCL".
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
+        _change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_in(self) if recurse else [unit_of(self)]
+
+
+def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) -> None:
+    """Change a unit's communication options from the next gather on.
+
+    Args:
+        method: the public method that was called, for messages.
+        one_mesh: whether the option needs all parameters on one mesh.
+        options: fields of `CommOptions`.
+    """
+    if one_mesh:
+        _check_one_mesh(unit, method)
+        if unit.config.comm_options.memory is not None:
+            raise RuntimeError(
+                f"{method} cannot be combined with process-group or symmetric memory, "
+                "which has collectives of its own"
+            )
+    if unit.runtime is not None:
+        unit.runtime.reshard(unit)
+    unit.param_group.change_links(**options)
+
+
+def _check_one_mesh(unit: Unit, method: str) -> None:
+    """Raise ValueError if the parameters of ``unit`` are on several meshes."""
+    meshes = {param.mesh for param in unit.params}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{method} is not supported where shard_placement_fn puts parameters on "
+            f"different meshes: it would be called for each of {len(meshes)}"
+        )
+
+
+def _change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
+    """Communicate on memory of this ``kind``, "group" or "symmetric", or on ordinary memory again.
+
+    Raises:
+        RuntimeError: without CUDA and NCCL, or with a custom collective.
+    """
+    options = unit.config.comm_options
+    if options.all_gather is not None or options.reduce_scatter is not None:
+        raise RuntimeError(
+            f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "
+            "their allocate() give that memory"
+        )
+    group = unit.mesh.shard_group or unit.mesh.replicate_group
+    backend = backend_name(group, unit.device) if group is not None else "no group"
+    if enable and (unit.device.type != "cuda" or backend != "nccl"):
+        raise RuntimeError(
+            f"{method} needs CUDA and NCCL, but this module is on '{unit.device.type}' with "
+            f"'{backend}'"
+        )
+    _change(unit, method, memory=kind if enable else None)

@@ -1,0 +1,93 @@
+"""Optimizers that cannot train a sharded model: their step raises an error that says what to do.
+
+- One that was built before `fully_shard` holds parameters that nothing computes with: training
+  runs and learns nothing.
+- LBFGS makes one vector of all gradients. DTensors support that if all ranks have equally many
+  rows, with the result of one process; otherwise torch fails with an internal error.
+
+torch calls hooks before the steps of all optimizers of a process, so each check is installed only
+once a model needs it. Ordinary training never has the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..sharding.param import ORIGINS, ShardedParam, managed_param
+from .unit import Unit
+
+_installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
+_fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
+
+
+def watch_originals(units: Sequence[Unit]) -> None:
+    """Look out for optimizers that hold original parameters of ``units``.
+
+    To be called before the first forward: an original dies when it is sharded, unless a user or an
+    optimizer holds it. The first step after gradients of the sharded ones raises RuntimeError.
+    """
+    if any(unit in units for unit, _ in ORIGINS.values()):
+        _install(_check_originals)
+
+
+def watch_flattening(params: Iterable[ShardedParam]) -> None:
+    """Make ``LBFGS.step`` raise RuntimeError for parameters that it cannot flatten."""
+    if any(_is_uneven(param.sharded) for param in params):
+        _install(_check_flattening)
+
+
+def _install(check: Callable[..., None]) -> None:
+    if check not in _installed:
+        _installed[check] = register_optimizer_step_pre_hook(check)
+
+
+def _check_originals(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _fine:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [(param, ORIGINS[param][1]) for param in params if param in ORIGINS]
+    if not found:
+        _fine.add(optimizer)
+    elif any(param.grad is not None for param, _ in found):
+        # Something computes with the originals: another model that is not sharded.
+        return
+    lost = [managed.fqn for _, managed in found if managed.sharded.grad is not None]
+    # Without a gradient of the sharded ones nothing is lost yet: the optimizer may get them later.
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise RuntimeError(
+            f"This {type(optimizer).__name__} was built before fully_shard: it holds the original "
+            f"'{lost[0]}'{more}, while the gradients are those of the sharded parameters, so its "
+            "step would change nothing. Build it after fully_shard, from model.parameters()"
+        )
+
+
+def _is_uneven(param: Any) -> bool:
+    return isinstance(param, DTensor) and any(
+        isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size(i)
+        for i, placement in enumerate(param.placements)
+    )
+
+
+def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, LBFGS):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # Uneven DTensors that are not ours are left to torch: the advice is about our calls.
+            managed = managed_param(param) if _is_uneven(param) else None
+            if managed is not None:
+                raise RuntimeError(
+                    f"Cannot flatten unevenly sharded tensor: {type(optimizer).__name__} makes one "
+                    "vector of all gradients, which DTensors support only if all ranks have "
+                    f"equally many rows; '{managed.fqn}' of shape {tuple(param.shape)} is sharded "
+                    f"over {param.device_mesh.size()} ranks. Do not shard the model: "
+                    'shard_model(model, strategy="none"), or leave such parameters replicated: '
+                    "shard_placement_fn=lambda param: Replicate()"
+                )
