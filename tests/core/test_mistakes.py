@@ -348,9 +348,18 @@ def test_writes_by_data_are_refused_and_change_nothing() -> None:
     def vector() -> None:
         nn.utils.vector_to_parameters(torch.zeros(30), model[0].parameters())
 
+    def until_memory_is_used_again() -> None:
+        weight = model[0].weight
+        before = torch._C._storage_address(weight)
+        for _ in range(100):
+            weight.data = torch.ones(6, 4)
+            if torch._C._storage_address(weight) == before:
+                return
+
+    writes = (whole, dtensor, dtype, vector, until_memory_is_used_again)
     actions = (model.state_dict, lambda: model(x))
     for step in range(2):  # before the first forward, and after a step
-        for write in (whole, dtensor, dtype, vector):
+        for write in writes:
             for action in actions:
                 write()
                 error_of(action, RuntimeError, "'0.weight'", "param.data = ...", advice)
