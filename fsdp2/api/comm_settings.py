@@ -170,7 +170,7 @@ def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) 
             )
     if unit.runtime is not None:
         unit.runtime.reshard(unit)
-    unit.param_group.change_links(**options)
+    unit.param_group.change_comm_options(**options)
 
 
 def _check_one_mesh(unit: Unit, method: str) -> None:

@@ -521,7 +521,7 @@ class CountedParamGroup(ParamGroup):
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
 
-    def _make_links(self) -> None:
+    def _make_transports(self) -> None:
         made = {b.mesh: _Transports(self.replay, b.mesh, self.device) for b in self.buckets}
         self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)

@@ -41,7 +41,7 @@ class ParamGroup:
     Attributes:
         params: all parameters.
         buckets: their storages: of those that share dtypes and a mesh.
-        links: for each bucket its transports; buckets on the same mesh share one.
+        transports: of each bucket; buckets on the same mesh share them.
         gather_tags, reduce_tags: for each bucket the first of its message tags.
         unsharded: of each parameter, what computes; None before the first gather.
         is_trained: of each parameter, whether it is.
@@ -62,7 +62,7 @@ class ParamGroup:
     ) -> None:
         self.mesh = mesh
         self.device = device
-        self._settings = config
+        self._config = config
         self._registration = registration
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
@@ -89,7 +89,7 @@ class ParamGroup:
     def shard(self, params: list[ShardedParam]) -> None:
         """Take over whole parameters: plan the buckets and keep this rank's shards."""
         self.params = params
-        policy = self._settings.mp_policy
+        policy = self._config.mp_policy
         cast_frozen = getattr(policy, "cast_frozen_params", False)
         for param in params:
             param.param_dtype = param_dtype_of(policy, param.sharded)
@@ -148,7 +148,7 @@ class ParamGroup:
 
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
-        config, policy = self._settings, self._settings.mp_policy
+        config, policy = self._config, self._config.mp_policy
         groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
         for param in self.params:
             alone = param if param.extension else None
@@ -177,7 +177,7 @@ class ParamGroup:
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
         """What the policy says, or what loses nothing of all gradients of the unit."""
-        chosen_dtype = self._settings.mp_policy.reduce_dtype
+        chosen_dtype = self._config.mp_policy.reduce_dtype
         if chosen_dtype is not None:
             return sum_dtype(param.dtype, chosen_dtype)
         dtype = _own_grad_dtype(param)
@@ -222,9 +222,9 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.keeps_storage = keep
 
-    def change_links(self, **options: Any) -> None:
+    def change_comm_options(self, **options: Any) -> None:
         """Communicate in another way from the next gather on; fields of `CommOptions`."""
-        config = self._settings
+        config = self._config
         config.comm_options = replace(config.comm_options, **options)
         self.transports.clear()
         self._forget_plans()
@@ -236,7 +236,7 @@ class ParamGroup:
         Raises:
             ValueError: a group of ``meshes`` cannot communicate what is on the device.
         """
-        config = self._settings
+        config = self._config
         make_groups(meshes, self.device, config.comm_options, config.reshard_after_forward)
 
     def _forget_plans(self) -> None:
@@ -285,7 +285,7 @@ class ParamGroup:
             self.reshard_storage()
         self._check_materialized()
         with torch.inference_mode(False), torch.no_grad():
-            self._make_links()
+            self._make_transports()
             for bucket, transports in zip(self.buckets, self.transports, strict=True):
                 bucket.materialize(
                     secondary_size=transports.make_secondary(secondary_size), split=split
@@ -314,11 +314,11 @@ class ParamGroup:
                 "initialize them, or load a checkpoint with load_state_dict(..., assign=True)"
             )
 
-    def _make_links(self) -> None:
+    def _make_transports(self) -> None:
         made = {transports.mesh: transports for transports in self.transports}
         for mesh in dict.fromkeys(bucket.mesh for bucket in self.buckets):
             if mesh not in made:
-                made[mesh] = MeshTransports(mesh, self.device, self._settings.comm_options)
+                made[mesh] = MeshTransports(mesh, self.device, self._config.comm_options)
         self.transports = [made[bucket.mesh] for bucket in self.buckets]
         if self._reserved_tags[0] < 0:
             self._reserve_tags()

@@ -22,8 +22,11 @@ they run at different times.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, done
+from ..common.failures import reraise
 from ..dtensor.from_local import local_of
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam, with_own_storage
@@ -371,6 +375,128 @@ class Reduction:
                 for hook in tuple(hooks.values()):
                     hook(sharded)
         return attached
+
+
+@dataclass
+class _Launched:
+    """The reductions of one unit that were launched together."""
+
+    unit_name: str
+    nbytes: int
+    reductions: list[Reduction] = field(default_factory=list)
+
+    def reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
+        present, params = reduction.plan.present, reduction.bucket.params
+        names = [params[i].fqn for i in present[:3]] + (["..."] if len(present) > 3 else [])
+        what = f"the reduction of gradients of unit '{self.unit_name}' ({', '.join(names)})"
+        transport = reduction.scatter or reduction.replicate
+        reraise(error, what, transport and transport.group)
+
+
+class ReductionsInFlight:
+    """The reductions of a tree that were launched and are not complete, by unit, oldest first.
+
+    Attributes:
+        max_bytes: of gradients in flight before compute waits for the oldest.
+        attached: the sharded parameters whose ``.grad`` the present backward made.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.attached: list[nn.Parameter] = []
+        self._launched: deque[_Launched] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def launch(
+        self,
+        reductions: Sequence[Reduction],
+        streams: Streams,
+        *,
+        unit_name: str,
+        max_units: int | None,
+    ) -> None:
+        """Launch the reductions of one unit, after making room for them.
+
+        Args:
+            max_units: units that may be in flight; None: ``max_bytes`` limits them.
+        """
+        # [Note: the order of launches]
+        # 1. Room is made before the launch, which allocates: the other way round the limit on
+        #    bytes in flight would be exceeded by one unit.
+        # 2. A reduction that collides writes the same slices of the sharded gradients as an earlier
+        #    one (a unit that ran twice). Nothing but its completion orders the two.
+        # 3. Host-ordered devices have no queue behind a reduce-scatter: somebody has to finish it
+        #    and start the all-reduce. That is done for all but the newest, which has just begun:
+        #    to finish that too would leave nothing to overlap with compute.
+        new = _Launched(unit_name, sum(reduction.nbytes for reduction in reductions))
+        self._make_room(new.nbytes, max_units, streams)
+        if any(reduction.collides() for reduction in reductions):
+            self.complete(streams)
+        self._launched.append(new)
+        for reduction in reductions:
+            try:
+                reduction.launch(streams)
+            except RuntimeError as error:
+                new.reraise(error, reduction)
+            new.reductions.append(reduction)  # if the next one raises, this one is discarded
+        if not streams.stream_ordered:
+            if any(reduction.replicate is not None for reduction in reductions):
+                self._advance(islice(self._launched, len(self._launched) - 1))
+            if new.nbytes > self.max_bytes and max_units is None:
+                self.complete(streams)
+
+    def _make_room(self, nbytes: int, max_units: int | None, streams: Streams) -> None:
+        """Complete older reductions until ``nbytes`` more may be in flight."""
+        if max_units is not None:
+            while len(self._launched) >= max_units:
+                self._complete_oldest(streams)
+            return
+        in_flight = sum(older.nbytes for older in self._launched)
+        while self._launched and in_flight + nbytes > self.max_bytes:
+            in_flight -= self._launched[0].nbytes
+            self._complete_oldest(streams)
+
+    def start_all_reduces(self, streams: Streams) -> None:
+        """Host-ordered devices: start the all-reduces behind all reduce-scatters in flight."""
+        if not streams.stream_ordered:
+            self._advance(
+                launched
+                for launched in self._launched
+                if any(reduction.replicate is not None for reduction in launched.reductions)
+            )
+
+    def _advance(self, in_flight: Iterable[_Launched]) -> None:
+        for launched in in_flight:
+            for reduction in launched.reductions:
+                try:
+                    reduction.advance()
+                except RuntimeError as error:
+                    launched.reraise(error, reduction)
+
+    def complete(self, streams: Streams) -> None:
+        """Complete all."""
+        while self._launched:
+            self._complete_oldest(streams)
+
+    def _complete_oldest(self, streams: Streams) -> None:
+        launched = self._launched.popleft()
+        for reduction in launched.reductions:
+            try:
+                self.attached += reduction.complete(streams)
+            except RuntimeError as error:
+                launched.reraise(error, reduction)
+
+    def discard(self, streams: Streams) -> None:
+        """Drop what a failed backward has made; gradients that were there before stay."""
+        for launched in self._launched:
+            for reduction in launched.reductions:
+                reduction.discard(streams)
+        self._launched.clear()
+        for param in self.attached:
+            param.grad = None
+        self.attached.clear()
 
 
 def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:

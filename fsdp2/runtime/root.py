@@ -9,24 +9,22 @@ this one, and the reverse of this forward what to gather next in backward.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from ..comm.streams import streams_for
-from ..common.failures import accumulation_lost, reraise
+from ..common.failures import accumulation_lost
 from .deferred_reductions import run_deferred
 from .finalization import Finalization, GradientReductionHandle
 from .first_forward import FirstForward
 from .forwards import Forward, Forwards, modules_being_called
 from .frozen_cache import choose_cached
-from .reduction import Reduction
+from .reduction import ReductionsInFlight
 from .torch_modes import NOT_TRACED
 from .unit import AfterForward, State, Unit
 from .unwritten import warn_of_unwritten
@@ -43,6 +41,7 @@ class Runtime:
     Attributes:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
+        reductions: those that were launched and are not complete.
         creates_graph: whether the last backward was called with ``create_graph=True``: a second one
             is to go through it, and reads the weights again.
         is_last_backward: whether the end of the next backward waits for the reductions.
@@ -59,7 +58,7 @@ class Runtime:
         self.streams = next(filter(None, (*shared, *before)), None) or streams_for(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
-        self.max_bytes_in_flight = num_units * max(blocks, default=_largest_bytes(root))
+        self.reductions = ReductionsInFlight(num_units * max(blocks, default=_largest_bytes(root)))
         self._offloads = any(unit.config.offload for unit in units)
         self.is_last_backward = True
         self.finalization = Finalization(root.config.manual_finalization)
@@ -77,8 +76,6 @@ class Runtime:
         self.creates_graph = False
         self.num_backwards = 0
         self.forwards = Forwards()
-        self._attached: list[nn.Parameter] = []  # whose .grad this backward made
-        self._reductions: deque[list[Reduction]] = deque()
         self._carried_unit: Unit | None = None
         self._finalizing = False  # inside of `finalize_backward`
 
@@ -306,23 +303,15 @@ class Runtime:
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
         """Start the reduction of the gradients that ``unit`` has."""
-        # [Note: the order of a reduction]
-        # 1. `reduced` is set even if there turns out to be nothing to reduce. With `reduce_unused`
-        #    the end of backward reduces each unit that was not, and all ranks must agree on which.
-        # 2. `take` before freeing: it tells which gradients are complete, and only parameters of
-        #    those may be freed while backward goes on.
-        # 3. `_make_room` before `launch`, which allocates: the other way round the limit on bytes
-        #    in flight would be exceeded by one unit.
-        # 4. A reduction that collides writes the same slices of the sharded gradients as an earlier
-        #    one (a unit that ran twice). Nothing but its completion orders the two.
-        # 5. Host-ordered devices have no queue behind a reduce-scatter: somebody has to finish it
-        #    and start the all-reduce. That is done for all but the newest, which has just begun:
-        #    to finish that too would leave nothing to overlap with compute.
         config, gradients = unit.config, unit.gradients
         if not config.reduce_grads:
             gradients.accumulate()
             return
+        # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of backward
+        # reduces each unit that was not, and all ranks must agree on which.
         unit.reduced = True
+        # Before freeing: it tells which gradients are complete, and only parameters of those may be
+        # freed while backward goes on.
         taken = gradients.take(direct_only=direct_only, may_defer=self.ends_iteration)
         if unit.encloses and self.in_backward and self._frees(unit):
             unit.free_reduced_early(taken, self.streams)
@@ -332,53 +321,13 @@ class Runtime:
             sums=unit.holds_earlier_gradients,
             fill_unused=config.reduce_unused,
         )
-        if not reductions:
-            return
-        nbytes = sum(reduction.nbytes for reduction in reductions)
-        if self._reductions:
-            self._make_room(nbytes, config.max_input_buffers)
-        for reduction in reductions:
-            if reduction.collides():
-                self._complete_all()
-            try:
-                reduction.launch(self.streams)
-            except RuntimeError as error:
-                self._reraise(error, reduction)
-        self._reductions.append(reductions)
-        if not self.streams.stream_ordered:
-            if any(reduction.replicate is not None for reduction in reductions):
-                self._advance(tuple(self._reductions)[:-1])
-            if nbytes > self.max_bytes_in_flight and config.max_input_buffers is None:
-                self._complete_all()
-
-    def _advance(self, in_flight: Iterable[list[Reduction]]) -> None:
-        for reductions in in_flight:
-            for reduction in reductions:
-                try:
-                    reduction.advance()
-                except RuntimeError as error:
-                    self._reraise(error, reduction)
-
-    def _reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
-        bucket = reduction.bucket
-        name = next(unit.name for unit in self.units if bucket in unit.buckets)
-        names = [bucket.params[i].fqn for i in reduction.plan.present[:3]]
-        if len(reduction.plan.present) > 3:
-            names.append("...")
-        what = f"the reduction of gradients of unit '{name}' ({', '.join(names)})"
-        transport = reduction.scatter or reduction.replicate
-        reraise(error, what, transport and transport.group)
-
-    def _make_room(self, nbytes: int, max_buffers: int | None) -> None:
-        """Complete older reductions until one of ``nbytes`` more may be in flight."""
-        if max_buffers is not None:
-            while len(self._reductions) >= max_buffers:
-                self._complete_oldest()
-            return
-        in_flight = sum(r.nbytes for older in self._reductions for r in older)
-        while self._reductions and in_flight + nbytes > self.max_bytes_in_flight:
-            in_flight -= sum(r.nbytes for r in self._reductions[0])
-            self._complete_oldest()
+        if reductions:
+            self.reductions.launch(
+                reductions,
+                self.streams,
+                unit_name=unit.name,
+                max_units=config.max_input_buffers,
+            )
 
     def _reduce_early(self, parent: Unit) -> None:
         """Reduce large gradients of an enclosing unit that are complete already.
@@ -392,17 +341,6 @@ class Runtime:
         if config.reduce_unused:
             return  # which gradients are complete by now differs from rank to rank
         self.reduce(parent, direct_only=True)
-
-    def _complete_oldest(self) -> None:
-        for reduction in self._reductions.popleft():
-            try:
-                self._attached += reduction.complete(self.streams)
-            except RuntimeError as error:
-                self._reraise(error, reduction)
-
-    def _complete_all(self) -> None:
-        while self._reductions:
-            self._complete_oldest()
 
     @property
     def ends_iteration(self) -> bool:
@@ -463,9 +401,9 @@ class Runtime:
         With manual finalization, that is left to the finalization: how many backwards are to come
         is not known, and ranks must agree on the number of reductions.
         """
-        if self._reductions and not self.streams.stream_ordered and self.ends_iteration:
+        if self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
-            self._advance(rs for rs in self._reductions if any(r.replicate for r in rs))
+            self.reductions.start_all_reduces(self.streams)
         leaves_sync = self.finalization.manual and not self._finalizing
         # In the order of the tree, and not of autograd: what no hook has seen has no order of its
         # own that all ranks would know.
@@ -484,14 +422,14 @@ class Runtime:
 
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""
-        self._complete_all()
+        self.reductions.complete(self.streams)
         deferred = [unit.gradients.deferred for unit in self.units]
         if any(of_unit.groups for of_unit in deferred):
             run_deferred(deferred)
         if self.creates_graph:
             for unit in self.units:
                 unit.gradients.refuse_graph()
-        self._attached.clear()
+        self.reductions.attached.clear()
         self.forwards.forget_ungraphed()
         self.finalization.end()
 
@@ -591,11 +529,13 @@ class Runtime:
         lost: list[str] = []
         if self.in_backward or discard:
             lost = [unit.name for unit in self.units if not discard and unit.accumulates]
-            self._discard_gradients()
+            self.reductions.discard(self.streams)
+            for unit in self.units:
+                unit.drop_accumulated()
         if discard:
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None
-        self._complete_all()
+        self.reductions.complete(self.streams)
         for unit in self.units:
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
@@ -612,18 +552,6 @@ class Runtime:
         self.forward_root = None
         if lost:
             raise accumulation_lost(lost)
-
-    def _discard_gradients(self) -> None:
-        """Drop what a failed backward has made; gradients that were there before stay."""
-        for reductions in self._reductions:
-            for reduction in reductions:
-                reduction.discard(self.streams)
-        self._reductions.clear()
-        for param in self._attached:
-            param.grad = None
-        self._attached.clear()
-        for unit in self.units:
-            unit.drop_accumulated()
 
 
 def _largest_bytes(unit: Unit) -> int:

@@ -35,8 +35,8 @@ class UnitGrads:
     reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
 
     def __init__(self, param_group: ParamGroup, config: UnitConfig) -> None:
-        self._contents = param_group
-        self._settings = config
+        self._param_group = param_group
+        self._config = config
         self._offloads = config.offload
         self.accumulated: dict[int, torch.Tensor] = {}
         self.deferred = DeferredReductions()
@@ -48,7 +48,7 @@ class UnitGrads:
 
     def has_whole(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
-        return any(map(_has_grad, self._contents.unsharded)) or bool(self.accumulated)
+        return any(map(_has_grad, self._param_group.unsharded)) or bool(self.accumulated)
 
     def are_accumulated(self) -> bool:
         """Whether the run of autograd that is in progress accumulates any of them.
@@ -56,7 +56,7 @@ class UnitGrads:
         ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, go
         through the unit and do not. To be called inside of such a run.
         """
-        param_group = self._contents
+        param_group = self._param_group
         if self._generation != param_group.generation:
             self._generation = param_group.generation
             self._accumulators = [
@@ -73,7 +73,7 @@ class UnitGrads:
         """Whether anything is left to reduce; sums that wait for an all-reduce count."""
         if self.has_whole():
             return True
-        return any(bucket.partial_present for bucket in self._contents.buckets)
+        return any(bucket.partial_present for bucket in self._param_group.buckets)
 
     # -- taking and keeping -----------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class UnitGrads:
         """
         may_defer = may_defer and self._may_defer()
         taken = []
-        for bucket in self._contents.buckets:
+        for bucket in self._param_group.buckets:
             grads: dict[int, torch.Tensor] = {}
             for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
                 grad = unsharded.grad
@@ -111,7 +111,7 @@ class UnitGrads:
 
     def _may_defer(self) -> bool:
         """Whether nobody looks at sharded gradients before the end of the last backward."""
-        config = self._settings
+        config = self._config
         return (
             config.all_reduce_grads
             and config.all_reduce_hook is None
@@ -133,7 +133,7 @@ class UnitGrads:
         tied parameter are added up in the dtype of the reduction, too.
         """
         self.widened = wanted
-        for bucket in self._contents.buckets:
+        for bucket in self._param_group.buckets:
             if bucket.params[0].grad_dtype_is_set or not bucket.widens:
                 continue
             for i, unsharded in bucket.unsharded:
@@ -147,7 +147,7 @@ class UnitGrads:
 
     def accumulate(self) -> None:
         """Without sync: keep gradients unsharded, in the dtype of the reduction."""
-        for bucket in self._contents.buckets:
+        for bucket in self._param_group.buckets:
             if bucket.reduce_dtype == bucket.gather_dtype:
                 continue  # autograd accumulates in .grad, in the right dtype
             for param in bucket.params:
@@ -165,10 +165,10 @@ class UnitGrads:
         """Forget them, after a backward that failed."""
         self.accumulated.clear()
         self.deferred.forget()
-        for param in self._contents.params:
+        for param in self._param_group.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        for bucket in self._contents.buckets:
+        for bucket in self._param_group.buckets:
             bucket.partial = None
             bucket.partial_present.clear()
 
@@ -178,7 +178,7 @@ class UnitGrads:
         The reduction is not differentiated; without this, a penalty on gradients would have no
         effect beside a loss that has one.
         """
-        for param in self._contents.params:
+        for param in self._param_group.params:
             if isinstance(param.sharded.grad, DTensor):
                 param.sharded.grad = reduced_without_graph(param, param.sharded.grad)
 
@@ -196,7 +196,7 @@ class UnitGrads:
                 the dtype of the reduction.
             fill_unused: reduce zeros for trained parameters without a gradient.
         """
-        param_group, config = self._contents, self._settings
+        param_group, config = self._param_group, self._config
         reductions = []
         for index, (bucket, grads) in enumerate(zip(param_group.buckets, taken, strict=True)):
             if fill_unused:
@@ -227,7 +227,7 @@ class UnitGrads:
     def _follows_autograd(self, bucket: Bucket) -> bool:
         """Whether gradients are reduced in the dtype that autograd makes (``grad_dtype`` None)."""
         param = bucket.params[0]
-        if self._settings.mp_policy.reduce_dtype is not None:
+        if self._config.mp_policy.reduce_dtype is not None:
             return False
         return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
 

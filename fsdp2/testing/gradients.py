@@ -130,7 +130,7 @@ def _take(original: Any, gradients: UnitGrads, **kwargs: Any) -> Any:
         return original(**kwargs)
     account.observe()
     taken = original(**kwargs)
-    for bucket, grads in zip(gradients._contents.buckets, taken, strict=True):
+    for bucket, grads in zip(gradients._param_group.buckets, taken, strict=True):
         account.took([bucket.params[i] for i in grads])
     return taken
 

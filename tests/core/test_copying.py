@@ -478,19 +478,19 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "recomputes_all", "has_graph", "reduced", "holds_earlier_gradients",
         "holds_partial_sums",
     }  # fmt: skip
-    contents = {
+    planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
         "_reserved_tags",
         "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
     }  # fmt: skip
-    given = {"mesh", "device", "_settings", "_registration"}
+    given = {"mesh", "device", "_config", "_registration"}
     mesh: Any = None
     unit = Unit((nn.Linear(1, 1),), mesh, torch.device("cpu"), UnitConfig())
     assert vars(unit).keys() == kept | anew
-    assert vars(unit.param_group).keys() == contents | given
+    assert vars(unit.param_group).keys() == planned | given
     gradients = {
-        "accumulated", "deferred", "_contents", "_settings", "_offloads", "_accumulators",
+        "accumulated", "deferred", "_param_group", "_config", "_offloads", "_accumulators",
         "_generation", "widened",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients

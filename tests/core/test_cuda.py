@@ -303,7 +303,7 @@ def predicted_peak_bytes(model: nn.Module) -> int:
     shard_bytes = [sum(bucket.shards.nbytes for bucket in unit.buckets) for unit in units]
     unit_bytes = units[0].gathered_bytes
     state = sum(shard_bytes) + sum(shard_bytes[2:])
-    return state + 2 * unit_bytes + unit_bytes + units[0].runtime.max_bytes_in_flight
+    return state + 2 * unit_bytes + unit_bytes + units[0].runtime.reductions.max_bytes
 
 
 @each_device

@@ -237,7 +237,7 @@ def test_how_many_reductions_may_be_on_their_way(num_buffers: int) -> None:
     def counted(runtime: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal most
         reduce(runtime, *args, **kwargs)
-        most = max(most, len(runtime._reductions))
+        most = max(most, len(runtime.reductions))
 
     runtime_of().reduce = counted.__get__(runtime_of())
     model.zero_grad()

@@ -19,7 +19,7 @@ from fsdp2.comm.transports import GroupTransport, done
 from fsdp2.runtime import unit as unit_module
 from fsdp2.runtime.forwards import Forward
 from fsdp2.runtime.hooks import UnitHooks
-from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import State, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
@@ -277,7 +277,7 @@ def _run_finish_twice(self: Reduction) -> None:
 
 
 def _reset_lazily(self: Runtime) -> None:
-    self._reductions.clear()
+    self.reductions._launched.clear()
     for unit in self.units:
         unit.gradients.drop()
         for bucket in unit.buckets:
@@ -648,7 +648,7 @@ MUTATIONS: dict[str, Mutation] = {
     "reductions are not limited in number": Mutation(
         "",
         None,
-        lambda: replace(Runtime, "_make_room", lambda *_: None),
+        lambda: nothing(ReductionsInFlight, "_make_room"),
         "they only hold more memory: what overwrites a sharded gradient completes them first",
     ),
 }

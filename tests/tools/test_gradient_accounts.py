@@ -15,7 +15,7 @@ from torch import nn
 
 import harness
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import unit_of
 from fsdp2.runtime.unit_grads import UnitGrads
@@ -46,7 +46,7 @@ def accumulate_and_sync(model: nn.Module) -> None:
 
 
 def of_unit(gradients: UnitGrads, name: str) -> bool:
-    return gradients._contents._registration.unit_name == name
+    return gradients._param_group._registration.unit_name == name
 
 
 def take_and_forget() -> Any:
@@ -67,7 +67,9 @@ def forget_to_take() -> Any:
     take, left = UnitGrads.take, UnitGrads.are_left
 
     def blind(self: UnitGrads, **kwargs: Any) -> Any:
-        return [{} for _ in self._contents.buckets] if of_unit(self, "2") else take(self, **kwargs)
+        return (
+            [{} for _ in self._param_group.buckets] if of_unit(self, "2") else take(self, **kwargs)
+        )
 
     def nothing_left(self: UnitGrads) -> bool:
         return False if of_unit(self, "2") else left(self)
@@ -103,7 +105,7 @@ def reset_on_the_unsharded_parameter() -> Any:
 
 
 def never_complete() -> Any:
-    return mock.patch.object(Runtime, "_complete_all")
+    return mock.patch.object(ReductionsInFlight, "complete")
 
 
 def not_attached() -> Any:
