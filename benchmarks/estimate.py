@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
-    parser.add_argument("--write-docs", action="store_true", help="put it into docs/planning.md")
+    parser.add_argument("--write-docs", action="store_true", help="update docs/planning.md")
     options = parser.parse_args(arguments)
     cases = [case for case in MAIN if case.mesh == (2,)] if options.quick else MAIN + MORE
     results = [compare(case) for case in cases]

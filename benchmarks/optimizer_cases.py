@@ -1,7 +1,7 @@
-"""Every optimizer of several libraries, and how each is made.
+"""The optimizers of several libraries, and how to construct each.
 
-An optimizer that wraps another one is made around AdamW; then `local_step` and `whole_step` are
-applied to that.
+An optimizer that wraps another one is constructed around AdamW or SGD, to which `local_step` and
+`whole_step` are applied.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LEFT_OUT = {
     ("pytorch_optimizer", "LOMO"): "steps inside backward, on plain models",
     ("pytorch_optimizer", "CPUOffloadOptimizer"): "needs a GPU",
     ("torchao.optim", "CPUOffloadOptimizer"): "needs a GPU",
-    ("pytorch_optimizer", "DeMo"): "synchronizes by itself, instead of FSDP",
-    ("pytorch_optimizer", "DistributedMuon"): "synchronizes by itself, instead of FSDP",
-    ("pytorch_optimizer", "GSAM"): "runs the model by itself",
-    ("pytorch_optimizer", "PCGrad"): "runs several backwards by itself",
+    ("pytorch_optimizer", "DeMo"): "synchronizes gradients itself, instead of FSDP",
+    ("pytorch_optimizer", "DistributedMuon"): "synchronizes gradients itself, instead of FSDP",
+    ("pytorch_optimizer", "GSAM"): "runs the model itself",
+    ("pytorch_optimizer", "PCGrad"): "runs several backwards itself",
     ("pytorch_optimizer", "LoRARite"): "for pairs of LoRA matrices only",
     ("pytorch_optimizer", "AdaHessian"): "needs Hessian-vector products",
     ("pytorch_optimizer", "SophiaH"): "needs Hessian-vector products",
@@ -53,7 +53,7 @@ def around(kind: Any, model: nn.Module, wrap: Wrap) -> Any:
 
 
 def around_sgd(kind: Any, model: nn.Module, wrap: Wrap) -> Any:
-    """For those that keep something in the state before the inner optimizer does."""
+    """For wrappers that store something in the state before the inner optimizer does."""
     return kind(wrap(torch.optim.SGD(model.parameters(), lr=0.01)))
 
 
@@ -113,8 +113,8 @@ class OptimizerCase:
     """One optimizer class.
 
     Attributes:
-        with_closure: its step gets the closure that computes gradients.
-        left_out: why it is not trained; empty where it is.
+        with_closure: whether its step takes the closure that computes gradients.
+        left_out: why it is not trained; empty if it is.
     """
 
     library: str
@@ -134,13 +134,13 @@ class OptimizerCase:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The first in which one process can step is the one that is compared in."""
+        """Dtypes to compare in; the first in which one process can step is used."""
         if self.quantizes:  # written for these dtypes
             return (torch.float32,)
         return (torch.float64, torch.float32)
 
     def make(self, model: nn.Module, wrap: Wrap) -> Any:
-        """With its defaults, in training mode where it has one."""
+        """The optimizer with its defaults, in training mode if it has one."""
         kind = vars(importlib.import_module(self.library))[self.name]
         maker = MAKERS.get((self.library, self.name))
         if maker is None:

@@ -1,7 +1,7 @@
-"""Trains with an optimizer over sharded parameters, beside the same one on one process.
+"""Trains with an optimizer over sharded parameters, and with the same one in one process.
 
-Every case has a process group of its own with a short timeout, since a rank that fails alone leaves
-its group broken. What came of it the ranks tell each other through the store.
+Every case has its own process group with a short timeout: a rank that fails alone leaves its group
+broken. Ranks exchange their outcomes through the store.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "local_step": local_step,
     "whole_step": whole_step,
 }
-# Factors of the gradients of the steps: clipping and counters show.
+# Gradient scale of each step, so that mistakes in clipping and counters show.
 SCALES = (1.0, 0.01, 30.0, 1.0, 100.0, 0.3)
 GROUP_TIMEOUT = timedelta(seconds=5)
-# Of the largest change of a parameter: what rounding may make of it.
+# Allowed rounding error, relative to the largest change of a parameter.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-_runs = itertools.count()  # of this process; the store keeps what was said in each
+_runs = itertools.count()  # number of this process's runs; the store keeps the keys of each
 PACKAGE = str(Path(__file__).parents[1] / "fsdp2")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one way of stepping: "right", "refused", "raises", "wrong", or "not trained" and why."""
+    """Outcome of one way of stepping: "right", "refused", "raises", "wrong" or "not trained"."""
 
     kind: str
     text: str = ""
 
 
 def build(case: OptimizerCase, dtype: torch.dtype) -> nn.Module:
-    """Rows that neither 2 nor 3 ranks share evenly; some ranks have none of the last ones.
+    """A model whose rows neither 2 nor 3 ranks share evenly; some ranks have no rows of the last
+    parameters.
 
-    For optimizers that quantize their state also a weight of which all ranks have whole blocks.
+    For optimizers that quantize their state, it also has a weight of which all ranks hold whole
+    blocks.
     """
     torch.manual_seed(0)
     sizes = [64, 65, 7, 1]
@@ -81,7 +83,7 @@ class Loss:
 
 
 def own_rows(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, as `torch.chunk` deals them out."""
+    """This rank's rows of a whole tensor, as `torch.chunk` splits it."""
     if not isinstance(like, DTensor):
         return whole
     chunks = whole.chunk(like.device_mesh.size()) if whole.ndim else (whole,)
@@ -90,7 +92,7 @@ def own_rows(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def steps(optimizer: Any, loss: Loss, with_closure: bool, feed: Any = None) -> Any:
-    """A generator: one step each time.
+    """Yield after each step.
 
     Args:
         feed: called between backward and step.
@@ -167,7 +169,8 @@ def try_way(case: OptimizerCase, way: str, expected: Reference, key: str) -> Out
     group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo")
     answer: dict[str, Any]
     try:
-        # DTensor remembers by equal meshes, also the group of an earlier one, which may be broken.
+        # DTensor caches by mesh equality, including the group of an earlier, equal mesh, which may
+        # be broken: a name of its own makes this mesh different.
         name = re.sub(r"\W", "_", key)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
         answer = {"error": error_of(case, way, expected, mesh)}
@@ -180,12 +183,12 @@ def try_way(case: OptimizerCase, way: str, expected: Reference, key: str) -> Out
 
 
 def judge(answers: Sequence[dict[str, Any]], tolerance: float) -> Outcome:
-    """What the ranks' answers come to: who failed by itself counts, not who waited for it."""
+    """Combine the ranks' answers: a rank's own failure counts, not the timeout of others."""
     raised = [a for a in answers if "raised" in a]
     if not raised:
         worst = max(a["error"] for a in answers)
         return Outcome("right") if worst <= tolerance else Outcome("wrong", f"by {worst:.0e}")
-    # Others notice it by a timeout, or by whole_step's message.
+    # The other ranks see a timeout, or whole_step's message.
     first = min(raised, key=lambda a: (a["at"] == "waiting", a["at"] == "fsdp2"))
     if first["at"] == "fsdp2":
         return Outcome("refused", first["raised"])
@@ -198,7 +201,7 @@ def _described(error: Exception) -> str:
 
 
 def _where(error: Exception) -> str:
-    """Which package the innermost frame is of."""
+    """The package of the innermost frame."""
     text = str(error)
     if any(word in text for word in ("Timed out", "timeout", "Connection closed", "gloo")):
         return "waiting"
@@ -210,7 +213,7 @@ def _where(error: Exception) -> str:
 
 
 def outcomes(case: OptimizerCase, key: str) -> dict[str, Outcome]:
-    """Of every way, on the ranks of the world."""
+    """The outcome of every way of stepping, on the ranks of the world."""
     if case.left_out:
         return dict.fromkeys(WAYS, Outcome("not trained", case.left_out))
     expected = None

@@ -1,9 +1,10 @@
-"""All optimizers of several libraries over sharded parameters: which are right, as a table.
+"""Trains with optimizers of several libraries over sharded parameters and tabulates the results.
 
     python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--ranks N ...] [--write FILE]
 
-Each is trained with its defaults on 2 and on 3 ranks, over plain DTensors, by
-`fsdp2.optim.local_step` and by `whole_step`, and compared with one process.
+Each optimizer runs with its defaults on 2 and on 3 ranks, over plain DTensors, with
+`fsdp2.optim.local_step` and with `whole_step`, and is compared with one process. The text of
+docs/optimizers.md around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LONGEST = 150  # characters of a message in the table
 
 
 def cell(by_ranks: dict[int, Sequence[str]]) -> str:
-    """What the table says of one way of stepping."""
+    """The cell for one way of stepping."""
     texts = {ranks: _text(*outcome) for ranks, outcome in by_ranks.items()}
     if len({(kind, text[:40]) for kind, text in by_ranks.values()}) == 1 or _both_wrong(by_ranks):
         return next(iter(texts.values()))
@@ -37,7 +38,7 @@ def _both_wrong(by_ranks: dict[int, Sequence[str]]) -> bool:
 
 
 def _text(kind: str, text: str) -> str:
-    # Of a refusal the reason, without who it is and what to do.
+    # Of a refusal only the reason, without the optimizer's name and the advice.
     if kind == "refused":
         text = text.removeprefix("TypeError: ")
     text = re.sub(r".* is not (elementwise|one that steps each parameter on its own): ", "", text)
@@ -72,7 +73,7 @@ def section(library: str, names: Sequence[str], outcomes: dict[int, dict[str, An
 
 
 def write(file: Path, library: str, text: str) -> None:
-    """Put rows into the table of a library: in the place of those of the same optimizers."""
+    """Insert rows into the table of a library; they replace rows of the same optimizers."""
     parts = [part.rstrip() + "\n" for part in re.split(r"(?m)^(?=## )", file.read_text())]
     for i, part in enumerate(parts):
         if part.startswith(f"## {library} "):

@@ -1,7 +1,7 @@
-"""The planner's simulation beside published tables: what it says and what others measured.
+"""Compares the planner's simulation with published measurements.
 
-Nothing here is measured: models are on the meta device, hardware is described. The figures and the
-settings are from the sources, written down from memory; docs/planning.md says what was assumed.
+Nothing is measured here: models are on the meta device and hardware is described. The figures and
+settings of the sources were written down from memory; docs/planning.md lists the assumptions.
 Writes benchmarks/results/published.json and prints a table.
 
     python -m benchmarks.published
@@ -28,6 +28,7 @@ from fsdp2.estimation.events import StepTrace
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.tracing import trace_step
 from fsdp2.planner import SimulatedStep, Simulator, find_hardware
+from fsdp2.render.text import plural
 from fsdp2.wrap import UnitDescription, units_of
 
 from . import machine
@@ -62,7 +63,7 @@ class Row:
     Attributes:
         what: "tokens/s/GPU", "TFLOPS/GPU", "GiB" or "relative TFLOPS/GPU" (to ``base``).
         calibrated: whether the GPU's efficiency was chosen to meet this row.
-        remark: why it misses, where it does.
+        remark: why the prediction is off, if it is.
     """
 
     source: str
@@ -87,8 +88,11 @@ def _t5(num_gpus: int) -> Run:
 
 
 RESERVED = "published: reserved by the allocator; predicted: allocated"
-CONTENTION = "kernels of collectives take nothing from compute here; memory retries are not seen"
-HIDDEN = "all communication but the first and last is hidden here; no stragglers, no congestion"
+CONTENTION = "the simulation ignores that collectives slow down compute, and allocator retries"
+HIDDEN = (
+    "in the simulation all but the first and last communication is hidden; no stragglers or "
+    "congestion"
+)
 ROWS = [
     Row("torchtitan", _llama(8), "tokens/s/GPU", 5762, calibrated=True),
     Row("torchtitan", _llama(128), "tokens/s/GPU", 5605),
@@ -144,7 +148,7 @@ def simulate(run: Run) -> SimulatedStep:
 
 
 def predict(published: Row) -> float:
-    """What the simulation says."""
+    """The simulated value of a published figure."""
     run = published.run
     step = simulate(run)
     if published.what == "GiB":
@@ -164,7 +168,8 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [row(header), row(["---"] * len(header))]
     for result in results:
         run = result["row"]["run"]
-        name = f"{run['model']}, {run['num_gpus']} GPUs, {run['batch']} sequences each"
+        batch = plural(run["batch"], "sequence")
+        name = f"{run['model']}, {run['num_gpus']} GPUs, {batch} each"
         note = "calibrated on this row" if result["row"]["calibrated"] else result["row"]["remark"]
         cells = [result["row"]["source"], name, result["row"]["what"]]
         cells += [f"{result['row']['published']:,}", f"{result['predicted']:,.4g}"]
@@ -173,12 +178,12 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what the command line says; returns the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
     parser.add_argument(
         "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
     )
-    parser.add_argument("--write-docs", action="store_true", help="put it into docs/planning.md")
+    parser.add_argument("--write-docs", action="store_true", help="update docs/planning.md")
     options = parser.parse_args(arguments)
     results = []
     for published in ROWS:

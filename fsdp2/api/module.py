@@ -289,7 +289,8 @@ class FSDPModule(CommSettings):
         parameters of this module and its sharded submodules are selected unit by unit in module
         order; those of a unit are kept together if they fit. Trained parameters of the same unit
         are gathered and freed as before. `reshard` frees a module's kept parameters until their
-        next use. Writes through ``.data`` go unnoticed: call `reshard` after them.
+        next use. Writes through ``.data`` go unnoticed: call `reshard` afterwards, on the sharded
+        module that the parameter belongs to.
 
         Args:
             max_bytes: limit on the bytes of kept parameters per rank, in the compute dtype. 0

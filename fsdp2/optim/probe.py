@@ -172,13 +172,13 @@ def _compare_shards(
                 return f"cannot step on a part of a parameter ({error})"
         for whole, mine, old in zip(wholes, pieces, before, strict=True):
             if not _close(torch.cat(list(mine)) if whole.ndim else mine[0], whole, old):
-                return "changes an element differently when it does not see the whole parameter"
+                return "changes an element differently when it sees only part of the parameter"
             reason = _compare_state(runs, whole, mine)
             if reason is not None:
                 return reason
         for run in runs[1:]:
             if not _same_options(run, runs[0]):
-                return "writes into its groups what depends on the part of a parameter that it sees"
+                return "writes group values that depend on which part of a parameter it sees"
     return None
 
 
@@ -227,14 +227,14 @@ def _compare_separate(
         shared.attributes = attributes
         for p, q, old in zip(together, alone, before, strict=True):
             if not _close(q, p, old):
-                return "steps a parameter differently when it sees the others too"
+                return "steps a parameter differently when it also sees the others"
         if not _same_options(shared, joint):
-            return "writes into its groups, or keeps on itself, what depends on all parameters"
+            return "writes group values, or keeps attributes, that depend on all parameters"
         for name, value in joint.attributes.items():
             if is_container(value) or isinstance(value, Tensor | torch.Generator):
                 original = own_attributes(optimizer).get(name)
                 if not same(original, value):
-                    return f"keeps what it remembers in its attribute '{name}', not in its state"
+                    return f"stores its history in its attribute '{name}', not in its state"
     return None
 
 
@@ -420,10 +420,10 @@ def _compare_state(runs: Sequence[Run], whole: Tensor, pieces: Sequence[Tensor])
         found = [state[key] for state in states]
         leaves = [_leaves(value), *map(_leaves, found)]
         if len({len(each) for each in leaves}) > 1:
-            return f"keeps another '{key}' for a part of a parameter than for all of it"
+            return f"keeps a different '{key}' for part of a parameter than for all of it"
         for of_whole, *of_parts in zip(*leaves, strict=True):
             if not _is_cut(of_whole, of_parts, whole):
-                return f"keeps another '{key}' for a part of a parameter than for all of it"
+                return f"keeps a different '{key}' for part of a parameter than for all of it"
     return None
 
 

@@ -59,8 +59,8 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
             parameter.VAR_KEYWORD,
         ):
             raise TypeError(
-                f"{name}.step() demands a {parameter.name}, which it calls as often as it likes "
-                f"while it moves all parameters: {caller} cannot run that. See docs/optimizers.md"
+                f"{name}.step() requires a {parameter.name}, which it calls any number of times "
+                f"while it changes all parameters: {caller} cannot run that. See docs/optimizers.md"
             )
 
 

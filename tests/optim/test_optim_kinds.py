@@ -268,8 +268,8 @@ class OnItself(Base):
 
 
 COUPLED: dict[type[Base], str] = {
-    GlobalNorm: "steps a parameter differently when it sees the others too",
-    Estimate: "differently|depends on all parameters",
+    GlobalNorm: "steps a parameter differently when it also sees the others",
+    Estimate: "differently|depend on all parameters",
     Noise: "draws random numbers",
     Decays: "changes parameters that have no gradient",
     OnItself: "its attribute 'sums'",
@@ -428,7 +428,7 @@ def test_wrappers_and_demanded_closures_are_refused_with_words(wrap: Callable[..
         wrap(Wrapper(inner))
     with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, and Duck is none"):
         wrap(Duck(inner))
-    with pytest.raises(TypeError, match=r"LBFGS.step\(\) demands a closure"):
+    with pytest.raises(TypeError, match=r"LBFGS.step\(\) requires a closure"):
         wrap(torch.optim.LBFGS(inner.param_groups[0]["params"]))
 
 

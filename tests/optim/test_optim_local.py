@@ -388,8 +388,8 @@ def test_what_is_refused() -> None:
     params = trainable(model)
     for optimizer, message in (
         (torch.optim.Adafactor(params), "Adafactor is not elementwise.*whole_step"),
-        (torch.optim.LBFGS(params), "demands a closure"),
-        (Rows(params, 0.1), "Rows is not elementwise: it keeps another 'rows'"),
+        (torch.optim.LBFGS(params), "requires a closure"),
+        (Rows(params, 0.1), "Rows is not elementwise: it keeps a different 'rows'"),
     ):
         kind = type(optimizer)
         with pytest.raises(TypeError, match=message):
