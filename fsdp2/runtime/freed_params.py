@@ -1,9 +1,9 @@
 """A stand-in for a parameter whose memory was given back while its unit computes.
 
-Backward does not need it any more, as far as autograd knows. But activations may be recomputed
-in backward, by code that uses the parameter again. So until the unit is freed, the module holds
-a `FreedParameterProxy`: any operation on it first gathers the unit again and then runs on the
-unsharded parameter.
+Backward does not need it any more, as far as autograd knows. But a loss may be computed from it
+outside of forward, and activations may be recomputed in backward, by code that uses the parameter
+again. So until the unit is freed, the module holds a `FreedParameterProxy`: any operation on it
+first gathers the unit again and then runs on the unsharded parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ from torch import nn
 
 from ..common.pytree import map_tensors
 
+# Attributes that lead to the data; the others (shape, dtype, grad) do without.
+_POINTER = "__cuda_array_interface__"
+_VIEWS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", _POINTER))
+
+
+def _needs_data(func: Any) -> bool:
+    if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        return True
+    # (a property, as the pointer is, has no name before Python 3.13)
+    return getattr(func.__self__, "__name__", _POINTER) in _VIEWS
+
 
 class FreedParameterProxy(torch.Tensor):
     """Stands for ``unsharded``; calls ``recall`` before the first operation on it."""
@@ -27,35 +38,48 @@ class FreedParameterProxy(torch.Tensor):
     @staticmethod
     def make(unsharded: nn.Parameter, recall: Callable[[], None]) -> FreedParameterProxy:
         """A stand-in with the metadata of ``unsharded`` and no memory."""
-        stand_in = torch.Tensor._make_wrapper_subclass(
-            FreedParameterProxy,
-            unsharded.shape,
-            dtype=unsharded.dtype,
-            device=unsharded.device,
-            requires_grad=unsharded.requires_grad,
-        )
-        stand_in._unsharded = unsharded
-        stand_in._recall = recall
-        return stand_in
+        with torch.enable_grad():
+            proxy = _Passing.apply(unsharded)
+        proxy._unsharded = unsharded
+        proxy._recall = recall
+        return proxy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Looking at attributes (shape, dtype, grad) needs no data.
-        needs_data = getattr(func, "__name__", "") not in ("__get__", "__set__")
+        found: list[FreedParameterProxy] = []
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             if not isinstance(tensor, FreedParameterProxy):
                 return tensor
-            if needs_data:
-                tensor._recall()
+            found.append(tensor)
             return tensor._unsharded
 
-        with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = map_tensors(replace, (args, kwargs or {}))
-            return func(*args, **kwargs)
+        args, kwargs = map_tensors(replace, (args, kwargs or {}))
+        if _needs_data(func):
+            for proxy in found:
+                proxy._recall()
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise NotImplementedError(f"{func} on a released parameter")
+
+
+class _Passing(torch.autograd.Function):
+    """The stand-in as autograd sees it: what it gets as a gradient goes to ``unsharded``.
+
+    Operators never see the stand-in, but ``autograd.Function.apply`` does not ask
+    ``__torch_function__``: its node takes the stand-in itself for its input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unsharded: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(
+            FreedParameterProxy, unsharded.shape, dtype=unsharded.dtype, device=unsharded.device
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

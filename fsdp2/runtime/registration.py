@@ -211,7 +211,7 @@ class Registration:
         if self.overrides:  # of a forward that failed
             self.overrides = []
         dicts, names, values = self._expected[self.registered]
-        if self._proxies or all(map(is_, map(dict.get, dicts, names), values)):
+        if all(map(is_, map(dict.get, dicts, names), values)):
             return
         for param in self._params:
             shown = getattr(param, self.registered)
@@ -228,7 +228,11 @@ class Registration:
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
         given = [module._parameters.get(name) for module, name in param.owners]
-        changed = [i for i, value in enumerate(given) if value is not shown]
+        changed = [
+            i
+            for i, value in enumerate(given)
+            if value is not shown and not isinstance(value, FreedParameterProxy)
+        ]
         if not changed:
             return
         first = given[0]

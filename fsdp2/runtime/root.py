@@ -25,7 +25,7 @@ from .first_forward import FirstForward
 from .forwards import Forward, Forwards, modules_being_called
 from .frozen_cache import choose_cached
 from .reduction import ReductionsInFlight
-from .torch_modes import NOT_TRACED
+from .torch_modes import NOT_TRACED, outside_torch_modes
 from .unit import AfterForward, State, Unit
 from .unwritten import warn_of_unwritten
 
@@ -495,7 +495,7 @@ class Runtime:
         self.finalization.choose(manual, in_backward=_autograd_is_running())
 
     def wait_unshard(self, unit: Unit) -> None:
-        unit.unshard(self.streams)
+        outside_torch_modes(unit.unshard, self.streams)
 
     def look_for_unwritten(self) -> None:
         """Before the first gather after ``to_empty``: warn of what nothing wrote since."""

@@ -1,0 +1,195 @@
+"""Parameters that were freed before the rest of their unit, and are needed after all.
+
+After forward the root keeps its parameters for backward, but for an embedding's weight, which
+backward does not read. Until the unit is gathered again a stand-in takes its place in the module,
+where others may find it: a loss outside of the model's forward, recomputation, another forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fsdp2.runtime.freed_params import FreedParameterProxy
+from harness import distributed, ours_only
+from models import Case
+from reference import assert_same, assert_same_gradients, average_gradients, pair
+
+VOCABULARY, DIM = 2048, 64  # 1 MiB in fp64
+
+pytestmark = ours_only("torch keeps all parameters of a root")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Saving(torch.autograd.Function):
+    """Logits, by a function that autograd hands the weight itself, as fused losses are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+Logits = Callable[[Tensor, Tensor], Tensor]
+LOGITS: dict[str, Logits] = {
+    "linear": F.linear,
+    "T": lambda x, weight: x @ weight.T,
+    "mT": lambda x, weight: x @ weight.mT,
+    "data": lambda x, weight: x @ weight.data.t(),
+    "function": lambda x, weight: Saving.apply(x, weight),  # type: ignore[return-value]
+}
+
+
+class Model(nn.Module):
+    """Maps tokens to hidden states, or to logits by ``logits``, recomputed in backward."""
+
+    def __init__(self, logits: Logits | None = None, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+        self.logits, self.options = logits, options
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(tokens))
+        if self.logits is None:
+            return x
+        result = checkpoint(lambda x: self.logits(x, self.embedding.weight), x, **self.options)
+        assert isinstance(result, Tensor)
+        return result
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def models(*args: Any, **options: Any) -> tuple[Case, list[Any]]:
+    """The case, and a sharded and a plain model."""
+
+    def blocks(model: nn.Module) -> Sequence[nn.Module]:
+        return list(model.get_submodule("blocks").children())
+
+    case = Case("freed early", lambda: Model(*args, **options), blocks, batch, loss)
+    return case, list(pair(case))
+
+
+def assert_freed(model: Any) -> None:
+    weight = model.embedding.weight
+    assert type(weight) is FreedParameterProxy
+    assert weight._unsharded.untyped_storage().size() == 0
+
+
+@pytest.mark.parametrize("how", list(LOGITS))
+@distributed(2)
+def test_a_loss_outside_of_the_forward_uses_the_weight(how: str) -> None:
+    case, (model, plain) = models()
+    for step in range(2):
+        tokens, targets = case.batch(step, dist.get_rank(), torch.float64)
+        for network in (plain, model):
+            hidden = network(tokens)
+            if network is model and step == 0:  # later it is kept, since it was needed
+                assert_freed(model)
+            logits = LOGITS[how](hidden, network.embedding.weight)
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", list(LOGITS))
+@distributed(2)
+def test_recomputation_uses_the_weight(how: str, reentrant: bool) -> None:
+    case, (model, plain) = models(LOGITS[how], use_reentrant=reentrant)
+    for step in range(2):
+        data = case.batch(step, dist.get_rank(), torch.float64)
+        for network in (plain, model):
+            value = case.loss(network, *data)
+            if network is model and step == 0:
+                assert_freed(model)
+            value.backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@distributed(2)
+def test_selective_checkpointing_does_not_see_the_gather() -> None:
+    def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    case, (model, plain) = models(
+        LOGITS["linear"],
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(save_all),
+    )
+    data = case.batch(0, dist.get_rank(), torch.float64)
+    for network in (plain, model):
+        case.loss(network, *data).backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_backward_is_asked_for_the_weight_alone() -> None:
+    case, (model, plain) = models()
+    tokens, _ = case.batch(0, dist.get_rank(), torch.float64)
+    for network in (plain, model):
+        value = network(tokens).square().mean()
+        if network is model:
+            assert_freed(model)
+        value.backward(inputs=[network.embedding.weight])
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@distributed(2)
+def test_functional_call_between_forward_and_backward() -> None:
+    """As with a teacher's weights: they compute, and not those of the model."""
+    case, (model, plain) = models()
+    tokens, _ = case.batch(0, dist.get_rank(), torch.float64)
+    teacher = {name: 2 * p.detach() for name, p in plain.named_parameters()}
+    sharded_teacher = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    outputs = []
+    for network, given in ((plain, teacher), (model, sharded_teacher)):
+        value = network(tokens).square().mean()
+        if network is model:
+            assert_freed(model)
+        with torch.no_grad():
+            outputs.append(functional_call(network, given, (tokens,)))
+        value.backward()
+    assert_same(outputs[1], outputs[0], "output of the teacher")
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
