@@ -33,8 +33,8 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         param_dtype_override_fn: called once with each parameter when `fully_shard` takes it.
             Returns the parameter's own dtype to compute with it uncast, or ``param_dtype`` or
-            None to follow ``param_dtype``; must be equal on every rank. Inputs are still cast to
-            ``param_dtype``. Keyword-only.
+            None to follow ``param_dtype``. It must return the same on every rank. Inputs are
+            still cast to ``param_dtype``. Keyword-only.
         cast_frozen_params: whether parameters that are frozen when `fully_shard` is called are
             also stored in ``param_dtype``: nothing updates them, so they do not need the extra
             precision. ``state_dict`` then has that dtype. Not in torch.
@@ -55,6 +55,8 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    # Keyword-only, as in torch. It came after `cast_frozen_params`, which by that stays the fifth
+    # positional argument.
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
@@ -65,12 +67,15 @@ class MixedPrecisionPolicy:
 
 
 def check_dtypes(policy: Any) -> None:
-    """Check that the dtypes of ``policy``, ours or torch's, can be computed with.
+    """Check that ``policy``, ours or torch's, names dtypes that forward can compute in.
 
     Raises:
         TypeError: if one is neither None nor a floating-point or complex ``torch.dtype``.
     """
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        # torch's class checks nothing when it is made, so `fully_shard` calls this for both: a
+        # wrong value would show as an error of a cast in the first forward, far from where it was
+        # set.
         value = getattr(policy, name)
         if value is None:
             continue
@@ -88,7 +93,7 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
     Raises:
         ValueError: if its ``param_dtype_override_fn`` returns a value that is not allowed.
     """
-    choose = getattr(policy, "param_dtype_override_fn", None)  # not there in torch before 2.15
+    choose = getattr(policy, "param_dtype_override_fn", None)  # torch's policy has it since 2.15
     chosen = None if choose is None else choose(param)
     if chosen is None:
         return policy.param_dtype
@@ -106,27 +111,32 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
 
 
 def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that ``param_dtype`` casts a parameter of ``dtype`` to; integers are not cast."""
+    """The dtype of the unsharded form of a parameter of ``dtype``."""
+    # Neither integers, which are indices or quantized values, nor complex numbers, which a real
+    # dtype would cut to their real part, count as floating point here.
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
 def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` parameters are summed given ``reduce_dtype``.
-    Complex ones keep their own: a real dtype would lose the imaginary part."""
+    """The dtype in which gradients of ``dtype`` parameters are summed given ``reduce_dtype``."""
+    # A cast of complex gradients to a real dtype drops the imaginary part, with a warning at most.
     if reduce_dtype is None or (dtype.is_complex and not reduce_dtype.is_complex):
         return dtype
     return reduce_dtype
 
 
 def wire_dtype(compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-    """In which dtype an exchange sends the gradients of one backward: as they were computed, where
-    the sum is wider and widens them on arrival."""
+    """The dtype in which an exchange sends the gradients of one backward."""
+    # The receiver widens what it adds, so to widen before sending would only send more bytes. This
+    # follows from settings and never from the gradient at hand: the receiver allocates by it, and
+    # autograd makes some gradients of low-precision weights in float32 (norms on the CPU).
     return compute_dtype if compute_dtype.itemsize < reduce_dtype.itemsize else reduce_dtype
 
 
 def exchanged_sum_dtype(reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
-    """In which dtype an exchange adds: low precision in float32, since that costs no byte on the
-    wire, and wider gradients at once in their own dtype, which saves the copy into them."""
+    """The dtype in which an exchange adds."""
+    # The addition is local: adding low precision in float32 costs no byte on the wire. And where
+    # ``.grad`` is wider than that, adding in its dtype lets the sum be written straight into it.
     sums = reduce_dtype if reduce_dtype.itemsize >= 4 else torch.float32
     return grad_dtype if grad_dtype.itemsize > sums.itemsize else sums
 
@@ -159,8 +169,8 @@ class DataParallelMeshDims:
     """Names the data-parallel dims of a mesh that has other dims as well.
 
     Args:
-        shard: name of the mesh dim (or dims, which are flattened into one) to shard over.
-        replicate: name of the mesh dim (or dims) to replicate over.
+        shard: name of the mesh dim to shard over, or names of several to flatten into one.
+        replicate: name of the mesh dim to replicate over, or names of several, as for ``shard``.
 
     Raises:
         ValueError: when neither is given.

@@ -402,7 +402,7 @@ def _stage(
     moment = layout.num_shards * layout.filler_numel
     for i in plan.copied_in:
         slot = layout.slots[i]
-        if not plan.all_simple and not _is_simple(slot, layout.num_shards):
+        if not plan.all_simple and not _is_simple(slot):
             moment += slot.full_numel
     account.touch("communication buffers", moment * bucket.gather_dtype.itemsize)
     return held

@@ -1,14 +1,15 @@
 """What the package ``spmd_types`` says about a parameter, read once, when it is sharded.
 
-torchtitan's default tensor parallelism computes on plain tensors. A parameter is this rank's part,
-and an annotation tells for every mesh axis how the parts make up the whole:
+torchtitan's default tensor parallelism computes on plain tensors. A parameter holds this rank's
+part, and an annotation says for every mesh axis how the parts make up the whole:
 
-- ``S(dim)``: they are slices. The gradient is a slice as well.
-- ``I``: all ranks have the same, and so is the gradient: whoever computes has summed it already.
-- ``R``: all ranks have the same, and each has a contribution to the gradient: it is to be summed.
+- ``S(dim)``: the parts are slices, and so are the gradients.
+- ``I``: all ranks hold the same values and the same gradient, which the model has already summed.
+- ``R``: all ranks hold the same values, and each has its own contribution to the gradient, which
+  remains to be summed.
 
-So a parameter with annotations is a tensor-parallel one: its sharded form is a DTensor on all axes.
-But it computes as a plain tensor, and gets plain gradients.
+So an annotated parameter is tensor-parallel: its sharded form is a DTensor on all axes. But forward
+and backward use a plain tensor, whose gradient is plain too.
 
 Source: https://github.com/meta-pytorch/spmd_types/blob/main/docs/local_spmd_types.md
 """
@@ -28,13 +29,13 @@ from .mesh import DataParallelMesh
 
 @dataclass(frozen=True)
 class Annotations:
-    """Of one parameter, on the dims of the mesh that `DataParallelMeshDims` names dims of.
+    """The annotations of one parameter, as placements on the mesh given to `fully_shard`.
 
     Attributes:
-        placements, grad_placements: of the parameter and of its gradient on each dim of that mesh;
-            None: it knows of data parallelism only.
-        is_summed: whether gradients have to be summed over ranks that are not data parallel.
-        attributes: what the type checker reads from the tensor that computes, by name.
+        placements, grad_placements: layout of the parameter and of its gradient, one placement per
+            dim of the full mesh; None and () if all dims of the mesh are data parallel.
+        is_summed: whether gradients must be summed over ranks that are not data parallel.
+        attributes: attributes, by name, that the type checker reads from the unsharded tensor.
     """
 
     placements: tuple[Placement, ...] | None
@@ -46,8 +47,10 @@ class Annotations:
         """The shape of the whole parameter, of which each rank has ``local``.
 
         Args:
-            sizes: of the mesh dims.
+            sizes: number of ranks of each mesh dim.
         """
+        # Annotations give no sizes, and asking other ranks would be a collective while sharding. So
+        # slices count as equal, which is what the plain tensor parallelism that annotates makes.
         whole = list(local)
         for size, placement in zip(sizes, self.placements or (), strict=False):
             if isinstance(placement, Shard):
@@ -55,30 +58,34 @@ class Annotations:
         return torch.Size(whole)
 
 
-# The attributes of a tensor that hold them.
+# The attributes under which `spmd_types` keeps annotations. By name, since `ShardedParam` takes
+# them off what it carries to the sharded form: of that DTensor they would not be true.
 _TYPES, _SPEC = "_local_type", "_partition_spec"
 
 
 def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> Annotations | None:
     """The annotations of ``param``; None if it has none.
 
-    Only a program that has imported ``spmd_types`` can have annotated it.
-
     Raises:
-        ValueError: if they contradict what ``mesh`` is, or say too little about one of its dims.
+        ValueError: if they contradict ``mesh``, or do not cover all of its dims.
     """
+    # Not imported here: a parameter can only have been annotated by a program that imported it.
     spmd: Any = sys.modules.get("spmd_types")
     own = spmd.get_local_type(param) if spmd is not None else None
     if not own:
         return None
     spec = spmd.get_partition_spec(param)
     types = dict(own)
-    if spec is not None:  # where they are slices, `own` says "varying" only
+    if spec is not None:  # for slices `own` only says "varying"; the spec says which dim
         types.update(spmd.types.partition_spec_to_shard_types(spec))
+    # Axes are matched by the ranks they consist of, not by name: programs name, split and flatten
+    # their data-parallel dims as they like.
     axes = _MeshAxes(spmd, mesh)
     others: dict[Any, tuple[Placement, Placement]] = {}
     for axis, its_type in types.items():
         if axes.is_data_parallel(axis):
+            # S would mean that the model slices the parameter there itself, and I that it sums the
+            # gradient itself: the reduction would then average what is summed already.
             if its_type is not spmd.R:
                 raise ValueError(
                     f"Parameter '{name}': expected spmd.R on the data-parallel axis {axis} but got "
@@ -91,7 +98,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
                 f"Parameter '{name}' has an annotation of spmd_types on the axis {axis}, which is "
                 f"no dim of the mesh of fully_shard, {axes.mesh}. Call fully_shard with mesh=<the "
                 "mesh with all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., "
-                "replicate=...), which names those of data parallelism"
+                "replicate=...), which names the data-parallel ones"
             )
     attributes = {_TYPES: axes.completed(own, types), _SPEC: spec}
     if mesh.full_mesh is None:
@@ -99,10 +106,12 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
     both: list[tuple[Placement, Placement]] = []
     for dim, axis in enumerate(axes.of_dims):
         if dim in mesh.full_mesh_dims:
+            # Partial: `TensorSpec.of_gradient` leaves it as it is, for the reduction to average.
             both.append((Replicate(), Partial()))
         elif axis in others:
             both.append(others[axis])
         elif mesh.full_mesh.size(dim) == 1:
+            # One rank has all of it, whatever the annotation says; programs leave such dims out.
             both.append((Replicate(), Replicate()))
         else:
             raise ValueError(
@@ -115,7 +124,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
 
 
 class _MeshAxes:
-    """The dims of a mesh as ``spmd_types`` knows them: by the ranks that they consist of."""
+    """The dims of a mesh as ``spmd_types`` identifies them: by the ranks they consist of."""
 
     def __init__(self, spmd: Any, mesh: DataParallelMesh) -> None:
         self._spmd = spmd
@@ -125,12 +134,14 @@ class _MeshAxes:
         self._data_parallel = _joined([self.of_dims[dim] for dim in chosen])
 
     def is_data_parallel(self, axis: Any) -> bool:
-        """Whether it is one of the data-parallel dims, several of them, or a part of one."""
+        """Whether ``axis`` is a data-parallel dim, several of them, or a part of one."""
         return axis <= self._data_parallel
 
     def completed(self, own: dict[Any, Any], types: dict[Any, Any]) -> dict[Any, Any]:
-        """The annotations for computation. Data-parallel axes may have been left out: there it is
-        R. Which axes there are, the program's current mesh says."""
+        """The annotations of the unsharded tensor, with R on the axes that ``own`` leaves out."""
+        # The checker wants a type for each axis of the program's current mesh, and that need not
+        # name the same axes as the mesh given to `fully_shard`. The parameter's own axes will do
+        # where they cover the same ranks.
         compute = list(types)
         if _joined(compute) != _joined(self.of_dims):
             compute = [*(self._spmd.current_mesh() or own)]
@@ -138,14 +149,15 @@ class _MeshAxes:
 
 
 def _joined(axes: list[Any]) -> Any:
-    """One axis over all ranks of these."""
+    """One axis over all ranks of ``axes``."""
+    # Imported here: the package may not be installed, and then nothing comes this far.
     from spmd_types._mesh_axis import flatten_axes
 
     return flatten_axes(tuple(axes))
 
 
 def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placement]:
-    """Of a parameter and of its gradient, along an axis."""
+    """The placements of a parameter and of its gradient along one axis."""
     if its_type is spmd.R:
         return Replicate(), Partial()
     if its_type is spmd.I:

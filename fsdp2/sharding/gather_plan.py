@@ -26,17 +26,16 @@ class GatherPlan:
 
     Attributes:
         inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
-        own, source: this rank's slices of ``outputs`` and where their data comes from. With a
-            cast, ``own`` is written first (cast straight into place) and gathered in place.
+        own, source: this rank's slices of ``outputs`` and where their data comes from.
         rows: for each output, how many elements each rank has that are not padding.
+        messages: what a transport keeps with the plan, so that it is made once; None at first.
     """
 
     def __init__(
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
     ) -> None:
-        self.rank = rank
         self.cast = shards.dtype != gathered.dtype
-        self.messages: Any = None  # what a transport wants to keep with the plan
+        self.messages: Any = None
         num_shards = layout.num_shards
         spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]
         starts = [layout.slots[i].full_offset for i in layout.direct]
@@ -56,11 +55,14 @@ class GatherPlan:
             output[rank * numel : (rank + 1) * numel]
             for output, (_, numel) in zip(self.outputs, spans, strict=True)
         ]
+        # A cast writes straight into the own slices, which are then gathered in place: no buffer
+        # for the cast shard. Without a cast, shards are read where they are: no copy at all.
         self.inputs = self.own if self.cast else self.source
         self._plan_unpack(layout, gathered)
 
     def _plan_unpack(self, layout: BucketLayout, gathered: Gathered) -> None:
         """Views for copying packed parameters from the pack to their places."""
+        # In the pack the slices of one rank are together, and in place those of one parameter.
         self.unpack_to: list[torch.Tensor] = []
         self.unpack_from: list[torch.Tensor] = []
         if not layout.packed:
@@ -70,6 +72,8 @@ class GatherPlan:
         pack = pack.view(num_shards, layout.pack_numel)
         slots = [layout.slots[i] for i in layout.packed]
         for group in _of_equal_size([slot for slot in slots if slot.dim in (0, None)]):
+            # Seen as (parameter, rank, element) both sides are strided, so one copy takes the whole
+            # group. (Every rank sends its copy of a 0-dim parameter; rank 0's is the one in use.)
             first, numel = group[0], group[0].shard_numel
             whole = gathered.view(first.full_offset, len(group) * num_shards * numel)
             rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)
@@ -78,6 +82,8 @@ class GatherPlan:
         for slot in slots:
             if slot.dim in (0, None):
                 continue
+            # Cut along another dim, the slice of a rank is a block of columns in the whole, and the
+            # last ranks' blocks are narrower: a copy for each rank.
             whole = gathered.view(slot.full_offset, prod(slot.shape)).view(slot.shape)
             offset = slot.shard_offset - layout.pack_offset
             for rank in range(num_shards):
@@ -88,6 +94,7 @@ class GatherPlan:
 
     def unpack(self) -> None:
         """Copy packed parameters from the pack to their places, those of equal size together."""
+        # (`_foreach_copy_` refuses empty lists.)
         if self.unpack_to:
             torch._foreach_copy_(self.unpack_to, self.unpack_from)
 
@@ -95,15 +102,14 @@ class GatherPlan:
 class GatherBatch:
     """The gathers of several buckets over the same ranks, as one.
 
-    All are of bytes, so that any backend takes buckets of several dtypes in one call: gloo's
-    coalesced calls promote mixed dtypes and corrupt data, NCCL's are not documented.
-
     Args:
-        plans: with memory behind their tensors.
+        plans: allocated, since views of their tensors are made.
     """
 
     def __init__(self, plans: Sequence[Any]) -> None:
         self.plans = tuple(plans)
+        # As bytes, so that one call takes buckets of several dtypes: gloo's coalesced calls promote
+        # mixed dtypes and corrupt data without an error, and of NCCL's torch does not say.
         self.outputs = [t.view(torch.uint8) for plan in plans for t in plan.outputs]
         self.inputs = [t.view(torch.uint8) for plan in plans for t in plan.inputs]
 
@@ -114,6 +120,8 @@ class GatherBatch:
 
 def _of_equal_size(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Neighbours in both storages with shards of equal size, grouped; empty ones left out."""
+    # Equal size is not enough: whole parameters start on 256 bytes, so small ones have gaps between
+    # them unless they fill that, and one strided view needs equal distances.
     groups: list[list[Slot]] = []
     for slot in slots:
         if not slot.shard_numel:

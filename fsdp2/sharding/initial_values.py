@@ -1,4 +1,4 @@
-"""Whether ranks were given the same model by those who called `fully_shard`.
+"""Whether all ranks passed the same initial values to `fully_shard`.
 
 Every rank keeps its own rows of a parameter, so ranks that initialized it from different seeds
 make a mixture, which no later step can tell from a model. Samples of the whole parameters are kept
@@ -18,7 +18,7 @@ from .samples import Samples
 
 
 class InitialValues:
-    """Samples of whole parameters, of those that every rank gets rows of.
+    """Samples of the whole parameters of which every rank gets rows.
 
     Args:
         params: about to be sharded.
@@ -30,12 +30,16 @@ class InitialValues:
         self._shards = Samples([])
 
     def of_shards(self) -> InitialValues | None:
-        """Now that parameters are sharded, note what their shards are; None if there are none."""
+        """Sample the shards too, once there are any; None if there is nothing to compare."""
+        # From the shards, not from the whole: the sharded dtype may be another one
+        # (`cast_frozen_params`), and a cast is not a write.
         self._shards = Samples([param.local for param in self._params])
         return self if self._params else None
 
     def unwritten(self) -> list[tuple[ShardedParam, bytes]]:
         """The parameters whose shards are as they were, with samples of what they were cut from."""
+        # By value, not by version counter: a load with ``assign=True``, a move and a write through
+        # ``.data`` all leave counters as they were, or bring new ones.
         now = Samples([param.local for param in self._params]).read()
         rows = zip(self._params, self._whole.read(), self._shards.read(), now, strict=True)
         return [
@@ -50,6 +54,8 @@ def whole_of(param: ShardedParam) -> torch.Tensor:
 
 def _is_cut_for_all(param: ShardedParam) -> bool:
     """Whether there are several shards of it, and none is empty."""
+    # A rank without rows cannot see that they were not written. It would leave the parameter out of
+    # what it says, and so disagree with ranks that have some.
     num_shards, dim = param.mesh.num_shards, param.dim
     if num_shards == 1 or dim is None or not param.full_shape[dim]:
         return False

@@ -32,8 +32,8 @@ from functools import cached_property
 from math import prod
 
 ALIGN_BYTES = 16  # of every slice of a collective
-GATHERED_ALIGN_BYTES = 256  # of every whole parameter, as allocators give it to kernels
-# Direct parameters of a bucket; of more than these the largest. Each is one entry of a batched
+GATHERED_ALIGN_BYTES = 256  # of every whole parameter: what kernels get from allocators otherwise
+# Most direct parameters of a bucket; if there are more, the largest. Each is one entry of a batched
 # collective, which the host prepares one by one (a few us each) and the device runs on its few
 # channels one after the other. A block with 128 experts, a module each, has 384 matrices of them.
 MAX_DIRECT = 128
@@ -128,11 +128,6 @@ class BucketLayout:
         """Indices of the slots in the reduce-scatter tail, in storage order."""
         return self._ordered(lambda s: s.shard_offset >= self.tail_offset)
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the gathered storage that hold no parameter and no packed copy."""
-        return sum(slot.full_numel - prod(slot.shape) for slot in self.slots)
-
     def _ordered(self, keep: Callable[[Slot], bool]) -> tuple[int, ...]:
         chosen = [i for i, slot in enumerate(self.slots) if keep(slot)]
         return tuple(sorted(chosen, key=lambda i: self.slots[i].shard_offset))
@@ -160,11 +155,16 @@ def plan_bucket(
     Returns:
         The layout; a pure function of the arguments, so every rank computes the same.
     """
+    # Counted in elements of the narrowest dtype: storages in all dtypes share these offsets, and
+    # what is a multiple of 16 bytes in the narrowest one is so in all.
     align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
     chunks = [_chunk(s, d, num_shards) for s, d in zip(shapes, dims, strict=True)]
     shard_numels = [_shard_numel(*args) for args in zip(shapes, dims, chunks, strict=True)]
 
     def may_be_direct(i: int) -> bool:
+        # A shard of another length is not rounded up: the padding would lie between the rows of two
+        # ranks, in the middle of the gathered parameter. And without elements (`max(..., 1)`) it
+        # would be an empty entry of a collective.
         big = shard_numels[i] * itemsizes[0] >= max(direct_min_bytes, 1)
         return dims[i] == 0 and big and shard_numels[i] % align == 0
 
@@ -172,11 +172,14 @@ def plan_bucket(
     everything = range(len(shapes))
     direct = list(everything)
     if num_shards > 1:
+        # (Sorting is stable: which of two equal parameters is direct is the same on all ranks.)
         by_size = sorted(filter(may_be_direct, everything), key=lambda i: -shard_numels[i])
         direct = sorted(by_size[:MAX_DIRECT])
     # Packed parameters on dim-0 come before those on other dims: the former are taken out of the
     # pack by one kernel over a contiguous part of it.
     packed = sorted(set(everything).difference(direct))
+    # Uneven direct gradients need padding, so they are staged for the reduce-scatter like packed
+    # ones. Beside the pack they make one input with it, the tail.
     direct.sort(key=lambda i: not even[i])
     # Neighbours of equal size are taken out together.
     packed.sort(key=lambda i: (dims[i] not in (0, None), shard_numels[i]))
@@ -231,6 +234,8 @@ def secondary_layout(
             chunk=chunks[i],
             shard_offset=offset,
             shard_numel=numels[i],
+            # Its place stays: autograd has saved views of it, and backward reads through them what
+            # is gathered from the larger shards.
             full_offset=layout.slots[i].full_offset,
             full_numel=num_shards * numels[i],
             direct=i in direct,
@@ -241,6 +246,9 @@ def secondary_layout(
 
 def _secondary_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
     """The shape whose rows are dealt out; with their padding they fit into the slot's place."""
+    # They fit for dim 0 since the padding grows with the number of ranks, and fewer ranks share it
+    # now. Other dims lie in the gathered storage as the whole parameter does, in row-major order:
+    # their rows can be dealt out where that needs no padding, else only elements can.
     whole_rows = slot.dim is not None and prod(slot.shape) == slot.full_numel
     if slot.dim == 0 or (whole_rows and slot.shape[0] % num_shards == 0):
         return slot.shape
@@ -251,6 +259,7 @@ def _finish(num_shards, slots, shard_end: int, full_end: int, align: int) -> Buc
     """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""
     done: list[Slot] = [slot for slot in slots if slot is not None]
     packed = [slot.shard_offset for slot in done if not slot.direct]
+    # With one shard nothing is reduce-scattered. Gradients are then copied or adopted one by one.
     tail = [
         slot.shard_offset for slot in done if num_shards > 1 and not (slot.direct and slot.even)
     ]

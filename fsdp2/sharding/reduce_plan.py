@@ -1,6 +1,6 @@
 """Which parts of a bucket one gradient reduction covers, and how small gradients are staged.
 
-Pure bookkeeping over a layout plus the one copy that packed gradients need. A reduction covers
+Pure bookkeeping over a layout, and the one copy that packed gradients need. A reduction covers
 the parameters that have a gradient: usually all of a unit, but unused parameters have none, and
 the root unit's head is reduced long before its embedding.
 """
@@ -20,13 +20,13 @@ class ReducePlan:
 
     Attributes:
         direct: slots whose gradients are sent as they are.
-        staged: slots that are copied into one buffer first, in storage order. Those of the tail
-            without a gradient send zeros, so that it has one layout; empty if none has one.
+        copied_in: slots that are copied into one buffer (the stage) first, in storage order; empty
+            if none of them has a gradient.
         present: slots that have a gradient; ``numel``: of these gradients, before reduction.
         covered: slots whose sharded gradient is written.
         spans: (offset, numel) in the sharded storage of each direct slot, then of the stage.
         shapes: of the padded shard of each direct slot.
-        sums: gradients may be sums of several backwards, in the dtype of the reduction already.
+        sums: gradients may be sums over several backwards, in the dtype of the reduction already.
         ranges: ``spans`` with neighbours merged.
     """
 
@@ -42,14 +42,17 @@ class ReducePlan:
         """
         Args:
             present: slots that have a gradient, ascending.
-            must_copy_in: slots that are only ever sent through the buffer: the storage's last.
-            casts: whether gradients are cast on their way, so that others may as well be cast into
-                the buffer: one kernel, and one entry of the batch.
+            must_copy_in: slots that can only be sent through the buffer: the last of the storage.
+            casts: whether gradients are cast before they are sent.
         """
         self.present = tuple(present)
         self.sums = sums
+        # All of them or none: those without a gradient send zeros, so that the stage has one layout
+        # whichever of them a backward has used. (Without elements, there is nothing to send.)
         has_stage = any(i in must_copy_in and layout.slots[i].shard_numel for i in present)
         self.copied_in = tuple(must_copy_in) if has_stage else ()
+        # A gradient that is cast is copied anyway. Cast into the stage it costs no more, and is no
+        # entry of its own in the batch: one kernel and one message for all.
         if casts and (has_stage or not must_copy_in):
             self.copied_in = _neighbours_before(layout, present, must_copy_in) + self.copied_in
         joined = {*must_copy_in, *self.copied_in}
@@ -64,10 +67,12 @@ class ReducePlan:
         if self.copied_in:
             self.stage_offset = min(layout.slots[i].shard_offset for i in self.copied_in)
             self.spans.append((self.stage_offset, layout.shard_numel - self.stage_offset))
-        # Staged slots whose gradients need no rearrangement before they are cut into chunks.
+        # Known once per plan: in a steady step the gradients go to `_chunk_cat` without a look at
+        # each of them.
         self.all_simple = set(self.copied_in) <= set(present) and all(
-            _is_simple(layout.slots[i], layout.num_shards) for i in self.copied_in
+            _is_simple(layout.slots[i]) for i in self.copied_in
         )
+        # All-reduces and hooks see these: one call for what lies together, not one per parameter.
         self.ranges: list[tuple[int, int]] = []
         for offset, numel in sorted(self.spans):
             if self.ranges and sum(self.ranges[-1]) == offset:
@@ -88,6 +93,8 @@ def _neighbours_before(
     layout: BucketLayout, present: Sequence[int], must_copy_in: Sequence[int]
 ) -> tuple[int, ...]:
     """The slots that lie before those that must be copied in, as far as each has a gradient."""
+    # Backwards from there, and no further than the first gap: the output of the stage is one range
+    # of the sharded storage, and a slot in it without a gradient would be overwritten with zeros.
     end = min((layout.slots[i].shard_offset for i in must_copy_in), default=layout.shard_numel)
     found: list[int] = []
     for i in reversed(layout.direct):
@@ -127,8 +134,12 @@ def copy_in(
             for i in plan.copied_in
             if layout.slots[i].shard_numel
         ]
-    if len({piece.dtype for piece in pieces}) > 1:  # `_chunk_cat` casts, but all from one dtype
+    # `_chunk_cat` casts into ``out``, but all pieces from one dtype. They have several where unused
+    # parameters send zeros, and where autograd left a norm's gradient in float32.
+    if len({piece.dtype for piece in pieces}) > 1:
         pieces = [piece.to(dtype) for piece in pieces]
+    # The filler rounds up the row of each rank, so that the slice of the next one is aligned. It
+    # has to be a piece: `_chunk_cat` takes the shape of its result from the pieces.
     if layout.filler_numel:
         pieces.append(
             torch.zeros(num_shards * layout.filler_numel, dtype=pieces[0].dtype, device=device)
@@ -138,9 +149,10 @@ def copy_in(
     return out
 
 
-def _is_simple(slot: Slot, num_shards: int) -> bool:
+def _is_simple(slot: Slot) -> bool:
     """Whether ``_chunk_cat`` by itself cuts the gradient as the ranks hold it."""
-    return slot.shard_numel > 0 and slot.dim == 0 and slot.shape[0] > (num_shards - 1) * slot.chunk
+    # It pads with zeros, for ranks without any rows as well. It would fail on empty tensors.
+    return slot.shard_numel > 0 and slot.dim == 0
 
 
 def _rows_first(
@@ -149,9 +161,9 @@ def _rows_first(
     """The gradient as a tensor that cutting along dim-0 divides among the ranks."""
     if grad is None:
         return torch.zeros(slot.full_numel, dtype=dtype, device=device)
-    if slot.dim is None:
+    if slot.dim is None:  # every rank holds it whole, so every rank gets the whole mean
         return grad.reshape(1, -1).expand(num_shards, -1).contiguous()
-    if _is_simple(slot, num_shards):
+    if _is_simple(slot):
         return grad
     whole = grad.new_zeros((num_shards, slot.shard_numel))
     for rank in range(num_shards):

@@ -1,9 +1,9 @@
-"""How many references there are to a tensor: by views, by autograd, by Python.
+"""Counts of the references to a tensor: by views, by autograd, by Python.
 
 The memory of a parameter may be freed before its unit is resharded if nothing but the library
-refers to it. Three counts tell, and each sees what the others miss: a view holds the *storage*,
-autograd's saved variables hold the *tensor*, and ``ctx.weight = weight`` in a custom autograd
-function (fused cross-entropies do that) holds the *Python object*.
+refers to it. That takes three counts, since each sees what the others miss: a view holds the
+*storage*, autograd's saved variables hold the *tensor*, and ``ctx.weight = weight`` in a custom
+autograd function (fused cross-entropies do that) holds the *Python object*.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 
 
 def _objects_held_by_cpp() -> int:
-    """References to a tensor's Python object that C++ holds once it refers to the tensor itself.
-
-    1 where torch keeps the object alive for as long as C++ may hand it out again, which holds for
-    torch 2.10 and later; before, the object was revived.
-    """
+    """References to a tensor's Python object that C++ holds once it refers to the tensor itself."""
+    # Measured, since it depends on how torch is built: 1 where torch keeps the object alive for as
+    # long as C++ may hand it out again (2.10 and later); before, it revived a dead object.
     tensor = torch.zeros(1, device="cpu", requires_grad=True)
     before = sys.getrefcount(tensor)
     graph = tensor * 2  # its accumulation node refers to `tensor`
@@ -49,6 +47,8 @@ class References(NamedTuple):
         Args:
             not_counting: Python references that come and go with registration in modules.
         """
+        # C++ takes its one reference to the object with the second reference to the tensor. Counted
+        # as Python's it would look like a user's, and no parameter that backward uses were freed.
         uses = tensor._use_count()
         objects = sys.getrefcount(tensor) - not_counting - (_HELD_BY_CPP if uses > 1 else 0)
         return cls(torch._C._storage_Use_Count(storage._cdata), uses, objects)

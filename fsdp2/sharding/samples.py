@@ -1,7 +1,7 @@
 """A few elements that stand for a whole tensor: cheap to copy from a device and to compare.
 
-What writes a tensor (an init, a load, other seeds) writes all of it, so sixteen elements tell
-whether it did. They do not tell whether a single element has changed.
+What writes a tensor (an init, a load, another seed) writes all of it, so sixteen elements show it.
+They do not show a change of a single element.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ def bits_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice] | None:
     """The elements of a plain tensor as integers over the same memory, and which of them to take.
 
     Returns:
-        None for subclasses, meta tensors, what is no number, not contiguous, or empty.
+        None for subclasses, meta tensors, tensors of no numbers (bool, complex), and those that are
+        not contiguous, or empty.
     """
+    # Subclasses may compute, or communicate, when they are indexed.
     if tensor is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
         return None
     is_number = tensor.dtype.is_floating_point or tensor.dtype in _INTEGERS
     dense = tensor.layout is torch.strided and tensor.is_contiguous()
     if not (is_number and dense and tensor.numel()):
         return None
+    # Integers over the same memory compare bit by bit: NaN equals itself, and 0.0 is not -0.0.
     kind = _KINDS[tensor.itemsize]
-    # A slice: taken without a transfer to the device.
+    # A slice, since a list of indices would be copied to the device first.
     step = -(-tensor.numel() // NUM_SAMPLES)
     return tensor.detach().view(-1).view(kind), slice(None, None, step)
 
@@ -52,6 +55,8 @@ class Samples:
                 self._devices.append(None)
                 continue
             bits, index = found
+            # A copy on the device, not a view: what was sampled may be written or freed before
+            # `read`, and to copy it to the host here would wait for the device once per tensor.
             taken = bits[index].contiguous().view(torch.uint8)
             self._sizes.append(taken.numel())
             self._devices.append(taken.device)
