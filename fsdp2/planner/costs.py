@@ -62,19 +62,26 @@ def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
 def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     """A collective as a ring: n-1 steps, of which (number of nodes - 1) go over the network.
 
-    Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The formula is NCCL's
-    (src/graph/tuning.cc), for large messages.
+    Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The messages of a call
+    are dealt to the channels, where each goes round after the one before it; their bytes share the
+    link. It is the time by which NCCL chooses algorithms for a group of calls: latency times calls
+    per channel, plus bytes over bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc), with
+    the figures for large messages. All-reduces are not grouped: each message is a call.
     """
     if ring.size < 2:
         return Cost(0.0)
-    times = 2 if transfer.kind == "all_reduce" else 1
+    grouped = transfer.kind != "all_reduce"
     link, bandwidth = link_of(ring, hardware)
     between = ring.num_nodes - 1
-    latency = hardware.call_latency_s + times * (
+    once_round = (
         between * hardware.network_latency_s + (ring.size - 1 - between) * hardware.node_latency_s
     )
-    moved = times * transfer.nbytes * (ring.size - 1) / ring.size
-    return Cost(latency, moved / bandwidth, link)
+    moved = transfer.nbytes * (ring.size - 1) / ring.size
+    if grouped:
+        rounds = -(-transfer.messages // hardware.channels)
+        return Cost(hardware.call_latency_s + rounds * once_round, moved / bandwidth, link)
+    latency = transfer.messages * (hardware.call_latency_s + 2 * once_round)
+    return Cost(latency, 2 * moved / bandwidth, link)
 
 
 def copy_cost(copy: Copy, hardware: Hardware) -> Cost:

@@ -35,8 +35,9 @@ class Hardware:
         node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
         network_bandwidth: bytes per second that a node sends to other nodes.
         network_efficiency: the fraction of it that collectives reach.
-        node_latency_s, network_latency_s: latency of one ring step.
-        call_latency_s: fixed latency of a collective.
+        node_latency_s, network_latency_s: latency of one ring step of a message.
+        call_latency_s: fixed latency of a call, however many messages it has.
+        channels: messages of a call that go round their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
 
     Raises:
@@ -61,6 +62,7 @@ class Hardware:
     node_latency_s: float = 3.4e-6
     network_latency_s: float = 14e-6
     call_latency_s: float = 8.4e-6
+    channels: int = 16
     host_bandwidth: float = 25 * GB
     source: str = field(default="", compare=False)
 
@@ -87,6 +89,7 @@ class Hardware:
 # 190 TFLOPS on A100 and 335 on H100.
 # Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
 # 14 us over the network, 8.4 us per call.
+# Channels: NCCL's log (NCCL_DEBUG=INFO) says 16 to 24 per communicator on nodes of 8 A100 or H100.
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
 _A100 = Hardware(

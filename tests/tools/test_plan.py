@@ -149,6 +149,16 @@ def test_replicas_reduce_less_over_the_network(step: Any) -> None:
     assert hybrid.peak.total > flat.peak.total
 
 
+def test_messages_that_take_turns_are_slower_than_one_pack(step: Any) -> None:
+    def gathers_s(direct_min_bytes: int, channels: int) -> float:
+        hardware = replace(H100, channels=channels)
+        made = simulate(step, hardware, 8, direct_min_bytes=direct_min_bytes)
+        return made.stream_s["all-gather"]
+
+    assert gathers_s(0, channels=1) > 1.2 * gathers_s(10**12, channels=1)
+    assert gathers_s(0, channels=1000) == pytest.approx(gathers_s(10**12, channels=1000), rel=0.02)
+
+
 # -- the choice ----------------------------------------------------------------------------------
 
 
@@ -214,6 +224,14 @@ def test_a_slow_network_makes_it_gather_less_over_it() -> None:
     usual = [o for o in slow.outcomes if o.candidate.strategy == "full"]
     usual = [o for o in usual if o.candidate.reshard is None and o.candidate.wrap == "blocks"]
     assert min(o.seconds for o in usual) > 1.01 * slow.step.seconds
+
+
+def test_messages_that_take_turns_make_it_send_fewer() -> None:
+    """A block that is gathered sends a message per matrix; its gradients, not sharded, are one."""
+    slow = replace(H100, node_latency_s=300e-6)
+    for channels, strategy in ((1000, "full"), (1, "none")):
+        made = planned(replace(slow, channels=channels), 8, activation_checkpointing=("none",))
+        assert made.chosen.candidate.strategy == strategy
 
 
 def test_more_ranks_than_anybody_has() -> None:

@@ -124,8 +124,8 @@ def test_kernels_take_the_slower_of_arithmetic_and_memory() -> None:
     assert operation_s(fused, hardware) == pytest.approx(1e-3)
 
 
-def gather(nbytes: int, kind: str = "all_gather") -> Transfer:
-    return Transfer(kind, "shard", nbytes, nbytes, 1, "unit")
+def gather(nbytes: int, kind: str = "all_gather", messages: int = 1) -> Transfer:
+    return Transfer(kind, "shard", nbytes, nbytes, messages, "unit")
 
 
 def test_a_ring_in_a_node() -> None:
@@ -145,6 +145,46 @@ def test_a_ring_over_nodes() -> None:
     assert cost.fixed_s == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_messages_of_a_call_take_turns_on_the_channels(kind: str) -> None:
+    one, all_at_once, one_more, many = (
+        transfer_cost(gather(8 * 10**9, kind, messages), Ring(16, 8, 1), H100)
+        for messages in (1, 16, 17, 128)
+    )
+    once_round = 14 * 3.4e-6 + 14e-6
+    assert all_at_once == one
+    assert one_more.fixed_s - one.fixed_s == pytest.approx(once_round)
+    assert many.fixed_s == pytest.approx(8.4e-6 + 8 * once_round)
+    assert many.shared_s == one.shared_s  # the bytes are the same
+
+
+def test_all_reduces_are_calls_of_their_own() -> None:
+    one, three = (
+        transfer_cost(gather(8 * 10**9, "all_reduce", messages), Ring(8, 8, 1), H100)
+        for messages in (1, 3)
+    )
+    assert three.fixed_s == pytest.approx(3 * one.fixed_s)
+    assert three.shared_s == one.shared_s
+
+
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.sampled_from([Ring(2, 2, 1), Ring(8, 8, 1), Ring(512, 8, 1), Ring(4, 1, 8)]),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(1, 40),
+)
+def test_more_messages_are_never_faster_and_more_channels_never_slower(
+    kind: str, ring: Ring, messages: int, more: int, channels: int
+) -> None:
+    def seconds(messages: int, channels: int) -> float:
+        hardware = replace(H100, channels=channels)
+        return transfer_cost(gather(10**8, kind, messages), ring, hardware).total_s
+
+    assert seconds(messages, channels) <= seconds(messages + more, channels)
+    assert seconds(messages, channels + more) <= seconds(messages, channels)
+
+
 def test_rings_of_replicas_share_the_network_of_a_node() -> None:
     one, eight = Ring(4, 1, 1), Ring(4, 1, 8)
     assert link_of(one, H100)[1] == pytest.approx(8 * link_of(eight, H100)[1])
@@ -161,6 +201,8 @@ def test_presets(name: str) -> None:
 def test_hardware_of_ones_own() -> None:
     with pytest.raises(ValueError, match="network_bandwidth must be positive"):
         replace(H100, network_bandwidth=0)
+    with pytest.raises(ValueError, match="channels must be positive"):
+        replace(H100, channels=0)
     with pytest.raises(ValueError, match="no hardware 'b52'"):
         find_hardware("b52")
     with pytest.raises(TypeError, match="a name or a Hardware"):
