@@ -152,7 +152,7 @@ def _locals(model: nn.Module) -> list[Tensor]:
 
 
 def _memories(model: nn.Module) -> list[memoryview]:
-    from fsdp2.checkpoint.format.tensors import memory_of
+    from fsdp2.common.memory import memory_of
 
     return [memory_of(local) for local in _locals(model)]
 

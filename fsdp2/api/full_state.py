@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..checkpoint.format.inner import inner_of, is_subclass, kind_of, local_part
-from ..comm.wire import Wire, current_device
+from ..comm.wire import Wire
+from ..common.memory import current_device
 from ..dtensor.boxes import Box
 from ..dtensor.from_local import dtensor_over
+from ..dtensor.parts import local_part
 from ..dtensor.placement import this_rank
+from ..dtensor.subclasses import inner_of, is_subclass, kind_of
 from ..runtime.hooks import about_to_write, wrapper_prefix
 from ..runtime.unit import units_in
 from .spread import Spread, spread_of

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..checkpoint.loading.fill import usual_device
 from ..common.failures import explained
+from ..common.memory import usual_device
 from ..dtensor.placement import own_part
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import units_in

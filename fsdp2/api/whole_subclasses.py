@@ -1,6 +1,6 @@
 """Reconstructs a whole tensor subclass from its shards.
 
-Shards are joined through their inner tensors (`checkpoint.inner`), because classes implement the
+Shards are joined through their inner tensors (`dtensor.subclasses`), because classes implement the
 operators that split a whole tensor but rarely those that join. An inner tensor has rows for each
 row of the shard (codes, scales), or there is one for all rows (a table). Only the class knows
 which: it is asked for fewer rows, and the inner tensors that get shorter scale with the rows. All
@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checkpoint.format.inner import fewer_rows, follows_rows, inner_of, is_subclass, kind_of
-from ..checkpoint.format.tensors import memory_of
+from ..common.memory import memory_of
+from ..dtensor.subclasses import fewer_rows, follows_rows, inner_of, is_subclass, kind_of
 from ..sharding.tensor_subclass import contiguous_strides
 from .spread import Spread
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.failures import explained
+from ..common.memory import current_device
 from ..dtensor.placement import this_rank
 from .transports import backend_name, take_tags
 
@@ -128,10 +129,3 @@ class Wire:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def current_device(kind: str) -> torch.device:
-    """The device of this rank, of type ``kind``."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..common.failures import explained
+from ..common.memory import current_device
 from ..dtensor.boxes import Box
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.placement import box_of
@@ -157,7 +158,7 @@ class Exchange:
         self.coordinate = tuple(coordinate)
         # In the order in which tensors are put together.
         self.dims = tuple(d for d in reversed(range(mesh.ndim)) if mesh.size(d) > 1)
-        self.device = device_of(mesh)
+        self.device = current_device(mesh.device_type)
 
     def gather(self, items: Sequence[Item], locals_: Sequence[Tensor]) -> list[Tensor | None]:
         """The whole tensors that this rank owns, None for the others.
@@ -316,11 +317,3 @@ class Exchange:
         cut = layout.cut
         origins = cut.origins(self.coordinate, self.dims)
         return [part_of(whole, cut.box(origin)).reshape(-1) for origin in origins]
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this rank computes on."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    module = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..common.failures import explained
+from ..common.memory import current_device
 from ..dtensor.parts import local_part, uncompiled, without_partial_sums
 
 # CPU tensors below this are measured together: one call for each would cost more than the copy.
@@ -461,10 +462,7 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     supported = group._device_types
     if device.type in {d.type for d in supported} or not supported:
         return device
-    kind = supported[0].type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return current_device(supported[0].type)
 
 
 def joint_norm(

@@ -85,6 +85,13 @@ def test_files_import_only_what_stands_before_them() -> None:
     assert upward(layers()) == []
 
 
+def test_only_the_command_line_builds_on_checkpoints() -> None:
+    """Models are sharded, collected and initialized without loading the checkpoint code."""
+    room = "checkpoint/"
+    others = [name for name in layers() if not name.startswith((room, "cli/"))]
+    assert [n for n in others if any(o.startswith(room) for o in imported(PACKAGE / n))] == []
+
+
 def test_any_other_order_of_two_files_that_know_each_other_is_refused() -> None:
     """What the tests above rely on: imports are found, and the order matters."""
     order = layers()

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ...dtensor.from_local import dtensor_over
+from ...dtensor.parts import laid_out_like, local_part
 from ...dtensor.placement import box_of
+from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointMismatch
 from .header import TensorInfo
-from .inner import is_subclass, local_part
 from .tensors import DTYPES
 
 PLAIN = "plain"  # no DTensor, though the parameter is one
@@ -91,9 +92,7 @@ def _empty_plain(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Placed as ``param``, whose class the memory is not of."""
     local = local_part(param)
     made = torch.empty(local.shape, dtype=dtype, device=local.device)
-    if not isinstance(param, DTensor):
-        return made
-    return dtensor_over(made, param.device_mesh, param.placements, param.shape, param.stride())
+    return laid_out_like(made, param) if isinstance(param, DTensor) else made
 
 
 def _placements(dims: Dims, param: DTensor) -> list[Placement]:

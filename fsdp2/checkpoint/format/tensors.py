@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from ...common.memory import memory_of
 from ...common.pinned import power_of_two
+from ...dtensor.parts import local_part
 from ..errors import CheckpointError
 from .header import TensorInfo, header_length, parse_header
 from .manifest import Part
@@ -43,18 +42,7 @@ def describe(name: str, tensor: Tensor) -> TensorInfo:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor of this rank: a DTensor's local tensor, without autograd."""
-    if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
-        return cast(Tensor, local.wait() if hasattr(local, "wait") else local).detach()
-    return tensor.detach()
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable; valid as long as the tensor is."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    return local_part(tensor).detach()
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...common.memory import device_for, usual_device
 from ...dtensor.boxes import Box
 from ..errors import CheckpointError, some
 from ..format.tensors import DTYPES, local_of
@@ -176,20 +177,6 @@ def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.dev
     """One with memory: on ``device``, else on that of its mesh, else on ``usual``."""
     own = device_for(tensor) if isinstance(tensor, DTensor) else usual
     return torch.empty_like(tensor, device=device or own)
-
-
-def usual_device(model: nn.Module | None) -> torch.device:
-    """Where buffers belong, which are on no mesh: beside the parameters that compute with them."""
-    parameters = model.parameters() if model is not None else ()
-    return device_for(next((p for p in parameters if isinstance(p, DTensor)), None))
-
-
-def device_for(tensor: Tensor | None) -> torch.device:
-    """Where a tensor of the meta device belongs: the device of its mesh, else the CPU."""
-    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
-        kind = tensor.device_mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-    return torch.device("cpu")
 
 
 def _install(

@@ -18,15 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...dtensor.boxes import Box
-from ...dtensor.from_local import dtensor_over
+from ...dtensor.parts import laid_out_like, local_part
+from ...dtensor.subclasses import inner_of, is_subclass, kind_of
 from ..errors import CheckpointMismatch
 from ..format.inner import (
     DESCRIPTION,
     Description,
-    inner_of,
-    is_subclass,
-    kind_of,
-    local_part,
     parse_description,
     parse_name,
     rows_of,
@@ -264,7 +261,4 @@ def _dtype(description: Description) -> torch.dtype:
 
 
 def _placed(local: Tensor, param: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    mesh, placements = param.device_mesh, param.placements
-    return dtensor_over(local, mesh, placements, param.shape, param.stride())
+    return laid_out_like(local, param) if isinstance(param, DTensor) else local

@@ -25,11 +25,12 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from ...common.memory import memory_of
 from ...dtensor.boxes import Box, boxes_of_range, offset, run_numel, run_offsets, span, strides
 from ..errors import CorruptCheckpoint
 from ..format.checksum import crc32
 from ..format.manifest import BLOCK_BYTES, Chunk
-from ..format.tensors import DTYPES, memory_of
+from ..format.tensors import DTYPES
 from .source import Extent, Source, Stored
 
 PIECE_BLOCKS = 4  # read by one task: as many bytes as stay in a processor's cache

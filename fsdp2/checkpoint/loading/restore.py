@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointMismatch, some
-from ..format.inner import is_subclass
 from ..format.manifest import state_name
 from ..format.state_layout import empty_state, is_laid_out
 from ..format.tensors import NAMES

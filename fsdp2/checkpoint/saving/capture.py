@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ...dtensor.boxes import Box
 from ...dtensor.placement import Balance, Holding, box_of, holding, ranks_of
+from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointError, some
-from ..format.inner import entries_of, is_subclass
+from ..format.inner import entries_of
 from ..format.manifest import Part
 from ..format.state_layout import layout_of
 from ..format.tensors import describe, local_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...common.memory import memory_of
 from ...common.pinned import PinnedBytes
 from ..format.manifest import Part
-from ..format.tensors import memory_of
 from .capture import Captured
 
 ALIGN_BYTES = 64

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...common.memory import memory_of
 from ...dtensor.boxes import Box
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk
 from ..format.header import FilePlan, TensorInfo, frame, plan_file, plan_files
 from ..format.manifest import INDEX
-from ..format.tensors import DTYPES, memory_of
+from ..format.tensors import DTYPES
 from ..loading.reading import verify_boxes
 from ..loading.source import Source, Stored
 from ..saving.writing import MAX_FILE_BYTES
