@@ -1,9 +1,9 @@
 """The storages of a bucket, and every view of them that the steps of training need.
 
 All views are made once, here. A storage is freed and allocated by resizing it, so views, saved
-tensors of autograd and the unsharded parameters stay valid; what changes is only whether there
-is memory behind them. Owners: the bucket owns all three storages; the slices handed out to
-users (sharded parameters, gradients) keep their memory alive by themselves.
+tensors of autograd and the unsharded parameters stay valid; all that changes is whether there is
+memory behind them. The bucket owns all three storages. The slices that users get (sharded
+parameters, gradients) keep their memory alive by themselves.
 """
 
 from __future__ import annotations
@@ -28,28 +28,26 @@ from .references import References
 # Before 2.15, torch lets autograd round gradients to the dtype of the unsharded parameter.
 KEEPS_DTYPES = hasattr(torch.Tensor, "_has_grad_dtype_override")
 
-# In units that enclose others, parameters of at least this size have memory of their own; so has a
-# pack of this size, which is given back when it was copied out.
+# In units that enclose others, parameters of at least this size have memory of their own. So has a
+# pack of this size, which is freed once it has been copied out.
 OWN_PIECE_MIN_BYTES = 1024 * 1024
-# Gradients that are smaller on average keep their memory where a new one has another address, which
-# costs about 10 us a parameter.
+# Gradients that are smaller on average keep their memory between steps if new memory turned out to
+# have another address: to follow it costs about 10 us a parameter.
 FREE_MIN_BYTES = 16 * 1024
 
 
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give ``storage`` memory, of the current stream, or (0) take it away.
-
-    Everything that changes the size of a storage goes through here, where `fsdp2.testing` looks.
-    """
+    """Give ``storage`` memory, of the current stream, or (0) take it away."""
+    # Every change of a storage's size goes through here, where `fsdp2.testing` records it.
     storage.resize_(nbytes)
 
 
 class Segments:
     """The gathered storage of a bucket, as one or several pieces of memory.
 
-    One piece for all parameters, unless the unit encloses others (a root): there large ones have a
-    piece each, which is given back as soon as nothing refers to it any more. A large pack has one
-    too, since nothing reads it after the gather.
+    One piece for all parameters, unless the unit encloses others (a root): there each large one has
+    a piece, which is freed as soon as nothing refers to it any more. A large pack has one too,
+    since nothing reads it after the gather.
     """
 
     def __init__(self, bounds: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -75,7 +73,9 @@ class Segments:
 
     def allocate(self) -> None:
         for storage, size in zip(self.storages, self.sizes, strict=True):
-            if storage.size() != size:  # else it would move
+            # Parts may have memory: those that were not freed early, and all with `keeps_storage`.
+            # `resize_` to the size that it has would still take new memory, and copy.
+            if storage.size() != size:
                 resize(storage, size)
 
     def free(self) -> None:
@@ -86,23 +86,23 @@ class Segments:
 class GradientStore:
     """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
 
-    Reductions write to ``flat``. Each local gradient is a storage of its own on a slice of that:
+    Reductions write to ``flat``. Each local gradient is a slice of it with a storage of its own:
     torch.compile, pickle and `copy.deepcopy` need a DTensor and its local tensor to have the same
     storage offset, and a DTensor, which has no data itself, has offset 0.
 
     [Note: gradients that users keep]
-    A gradient that a user kept across ``zero_grad`` must stay as it is, and nothing tells the
-    library of it: ``.grad`` is an attribute like any other. So before the storage is written again
-    with no ``.grad`` attached, the references to it are counted; if there are others than ours, the
-    old storage is left to them and a new one is made.
+    A gradient that a user kept across ``zero_grad`` must not change, and nothing tells the library
+    that it was kept: ``.grad`` is an attribute like any other. So before the storage is written
+    again with no ``.grad`` attached, the references to it are counted. If there are others than
+    ours, the old storage is left to them and a new one is made.
 
     - Three counts for each gradient, since each sees what the others miss: another name holds the
-      DTensor, ``to_local()`` the local tensor, and a view of that one only the storage.
+      DTensor, ``to_local()`` the local tensor, and a view of the local tensor only the storage.
     - How many references are ours depends on the lists and views here, and on torch. They are
-      counted once, before anybody else can have one; that baseline is private to the store, which
-      must adjust it whenever it makes a view (`outputs`).
-    - Reductions on their way hold views of the flat tensor, so uses of its storage say something
-      only while there are none.
+      counted once, before any other can exist. That baseline is private to the store, which must
+      adjust it whenever it makes a view (`outputs`).
+    - Reductions in flight hold views of the flat tensor, so the number of uses of its storage means
+      something only while there are none.
     - What a rank finds decides about its own memory alone, never about a collective: users may keep
       a gradient on one rank.
     """
@@ -114,22 +114,21 @@ class GradientStore:
         self.flat = flat
         self.storage = flat.untyped_storage()
         self._address = self.storage.data_ptr()
-        self._moves = False  # new memory was somewhere else
+        self._moves = False  # whether new memory has ever had another address
         self._slots, self._rank = layout.slots, rank
         self.locals = [_slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
         self._parts = [local.untyped_storage() for local in self.locals]
         self.dtensors = [
             p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
         ]
-        for i in range(len(params)):
-            # Not a view of it, so that what `to_local` gives is counted.
-            self.dtensors[i]._local_tensor = self.locals[i]
         self._outputs: dict[ReducePlan, list[torch.Tensor]] = {}
         self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
 
     def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
         """How often the DTensors, the local tensors and their storages are referred to."""
+        # The same expressions for the baseline and for every later count, so that references held
+        # by the evaluation itself (arguments, loop variables) are the same in both.
         dtensors, tensors, parts = self.dtensors, self.locals, self._parts
         count, uses = sys.getrefcount, torch._C._storage_Use_Count
         return [(count(dtensors[i]), count(tensors[i]), uses(parts[i]._cdata)) for i in which]
@@ -148,14 +147,14 @@ class GradientStore:
     def referenced_outside(
         self, detached: Collection[int] | None = None, *, idle: bool = True
     ) -> bool:
-        """Whether anyone but the library holds a gradient of ours that is not attached.
+        """Whether anything but the library refers to a gradient of ours that is not attached.
 
         Args:
             detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
-            idle: no reduction that writes here is on its way, holding views of its own.
+            idle: no reduction that writes here is in flight, holding views of its own.
         """
         if not self.storage.size():
-            return False  # nobody did when the memory was given back, and nobody could since
+            return False  # memory is only freed without references, and none can be taken after
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
         if detached is None:
@@ -170,7 +169,9 @@ class GradientStore:
                 self._follow()
 
     def _follow(self) -> None:
-        """Point the local gradients, to which nobody else refers, at where the memory is now."""
+        """Point the local gradients, which only the library refers to, at the new memory."""
+        # Their storages are slices, which keep the address they were made with. The tensor objects
+        # stay: the DTensors hold them, and the baseline counts them.
         self._address = self.storage.data_ptr()
         self._moves = True
         with torch.no_grad():
@@ -181,9 +182,9 @@ class GradientStore:
 
     def free(self) -> None:
         if not self.storage.resizable():
-            return  # page-locked, beside others: to give it back takes longer than a step
+            return  # page-locked, in a block with others: to unlock and lock again exceeds a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
-            return  # to follow takes longer than these few bytes are worth
+            return  # following a new address takes longer than these few bytes are worth
         resize(self.storage, 0)
 
 
@@ -192,14 +193,15 @@ class Bucket:
 
     Attributes:
         shards: 1-D, original dtype, on the device where shards live.
-        reduce_dtype, grad_dtype: in which gradients are summed over ranks, and left to users.
+        reduce_dtype, grad_dtype: dtypes of the sum over ranks, and of ``.grad``.
         widens: whether ``reduce_dtype`` is wider than the dtype of computation.
         gathered: dtype of computation; None with one shard and no cast, where computation uses
             ``shards`` themselves.
-        plan: of the gather over all shards; ``secondary`` of the one after forward, if any.
+        plan: of the gather over all shards; ``secondary`` has the one over the larger shards kept
+            after forward, if any.
         own_pieces: direct slots with a piece of ``gathered`` each.
-        cached: whether to leave it gathered; ``cache_valid``: whether it is, since a gather that
-            began when the shards were as `_cached_versions` says. See `frozen_cache`.
+        cached: whether to leave it gathered. ``cache_valid``: whether it is gathered, by a gather
+            that began when the shards' versions were `_cached_versions`. See `frozen_cache`.
     """
 
     def __init__(
@@ -237,7 +239,8 @@ class Bucket:
             itemsizes=self.itemsizes,
             direct_min_bytes=direct_min_bytes,
         )
-        # Whether gathering is the identity: one shard, same dtype, same device.
+        # Whether gathering is the identity. Then parameters compute on the shards themselves: there
+        # is no second copy, and what the optimizer writes needs no gather to be seen.
         self.aliases_shards = (
             mesh.num_shards == 1 and gather_dtype == self.orig_dtype and shard_device == device
         )
@@ -247,14 +250,15 @@ class Bucket:
         self.unsharded: list[tuple[int, torch.Tensor]] = []
         self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
         self.grads: GradientStore | None = None
-        self.in_flight: set[int] = set()  # slots that reductions on their way write
-        # HSDP without all-reduce: what reductions over shards only have left, and for whom.
+        self.in_flight: set[int] = set()  # slots that reductions in flight write
+        # HSDP without all-reduce: sums over shards that wait for a later all-reduce, of which
+        # slots.
         self.partial: torch.Tensor | None = None
         self.partial_present: set[int] = set()
         self.gathered: Segments | None = None
         self.own_pieces: frozenset[int] = frozenset()
         self.secondary: SecondaryShards | None = None
-        self.keeps_storage = False  # so that addresses stay: for graphs that were captured
+        self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
         self.cache_valid = False
         self._cached_versions = (0, 0)
@@ -265,8 +269,8 @@ class Bucket:
         """Fill a new sharded storage and attach its slices to the parameters.
 
         Args:
-            sources: for each parameter its whole (``whole=True``) or sharded local tensor; on
-                any device.
+            sources: for each parameter, on any device, the whole tensor (``whole=True``) or the
+                local tensor of the sharded one.
         """
         meta = any(source.is_meta for source in sources)
         if self.pin_memory and not meta:
@@ -289,7 +293,7 @@ class Bucket:
         """Make the gathered storage (without memory), the unsharded parameters and the plan.
 
         Args:
-            secondary_size: number of ranks to reshard to after forward, if that is asked for.
+            secondary_size: number of ranks to reshard to after forward, if there is such a setting.
             split: give large parameters a piece of memory of their own.
         """
         self.offload_buffer: torch.Tensor | None = None
@@ -318,6 +322,7 @@ class Bucket:
         if self.shard_device != self.device:  # offloaded: gathers read a copy on the device
             self.offload_buffer = source = torch.empty_like(self.shards, device=self.device)
         self.plan = GatherPlan(self.layout, self.rank, source, self.gathered)
+        # One shard is here since it is cast or offloaded: the "gather" is then that copy alone.
         self.fills_own_slices = (
             self.offload_buffer is not None or self.plan.cast or self.layout.num_shards == 1
         )
@@ -334,13 +339,15 @@ class Bucket:
     def _plan_gathered(
         self, secondary_size: int | None, split: bool
     ) -> tuple[BucketLayout | None, list[int]]:
-        """The layout after forward, if that is another one, and between which elements of the
-        gathered storage its pieces lie."""
+        """The layout after forward, if that is another one, and the bounds (elements) of the pieces
+        of the gathered storage."""
         layout, enough = self.layout, OWN_PIECE_MIN_BYTES // self.itemsizes[0]
         end = layout.gathered_numel
         secondary = None
         if secondary_size is not None:
             secondary = secondary_layout(layout, secondary_size, itemsizes=self.itemsizes)
+            # Its pack is at the same place, and may be larger: slices that were aligned over all
+            # ranks may not be over fewer, and are packed then.
             end = max(end, secondary.gathered_numel)
         bounds = {0, end}
         if end - layout.pack_full_offset >= enough:
@@ -373,7 +380,9 @@ class Bucket:
             self.gathered.free()
 
     def free_pack(self) -> None:
-        """After a gather, and after what it read was copied out."""
+        """Free the pack, if it has a piece of its own, once it was copied out."""
+        # Parameters are then not held twice while they compute. It has memory again at the next
+        # `allocate`; until then only views refer to it, which nothing reads.
         gathered, start = self.gathered, self.layout.pack_full_offset
         if gathered is None or self.keeps_storage or gathered.starts[-1] != start:
             return
@@ -389,16 +398,22 @@ class Bucket:
         return self.cache_valid and self._versions() == self._cached_versions
 
     def is_rewritten(self) -> bool:
-        """Whether since `hold` an operator on a DTensor has written, which all ranks call."""
+        """Whether an operator on a DTensor has written a shard since `mark_cached`."""
+        # Ranks gather together or hang. Operators on DTensors are called by all ranks; a write to
+        # the local tensor may be this rank's alone, and does not count where a gather depends on
+        # it.
         return self._versions()[1] != self._cached_versions[1]
 
     def _versions(self) -> tuple[int, int]:
-        """Grow with writes: those to this rank's rows; those of operators on the DTensors."""
+        """Counters of writes to this rank's rows, and of operators that wrote to the DTensors."""
         params = self.params
         return sum(p.local._version for p in params), sum(p.sharded._version for p in params)
 
     def fill_own_slices(self) -> None:
         """Before a gather: copy offloaded shards to the device, cast into the own slices."""
+        # On the stream of gathers, which orders all of it: the buffer's memory, the copies here,
+        # the gather that reads them, and `free_offload_buffer`, which is called when that is
+        # enqueued.
         if self.offload_buffer is not None:
             resize(self.offload_buffer.untyped_storage(), self.shards.nbytes)
             self.offload_buffer.copy_(self.shards, non_blocking=True)
@@ -410,10 +425,10 @@ class Bucket:
             resize(self.offload_buffer.untyped_storage(), 0)
 
     def note_references(self) -> None:
-        """Remember how often the parameters that may be freed early are referred to by us alone.
-
-        Called between the first gather's launch, which makes the last views, and first use.
-        """
+        """Count the library's own references to the parameters that may be freed early."""
+        # After the launch of the first gather, which makes the last views (messages are kept), and
+        # before anything computes with the parameters. Earlier, our own views would look like a
+        # user's afterwards; later, a user's like ours.
         if self._references or self.gathered is None:
             return
         for i in self.own_pieces:
@@ -433,10 +448,9 @@ class Bucket:
         return self.gathered is not None and not self.keeps_storage and i in self._references
 
     def free_early(self, i: int) -> None:
-        """Free the memory of one parameter, which has its own, if nothing refers to it.
-
-        What backward will read is referred to by autograd, or by whatever computes the gradient.
-        """
+        """Free the memory of one parameter, which has its own, if nothing refers to it."""
+        # Whatever backward will read is referred to: by autograd's saved variables and views, or by
+        # the ``ctx`` of a custom function that computes the gradient.
         now, before = self._count_references(i), self._references[i]
         if now.exceed(before, accumulates_gradient=self.params[i].sharded.requires_grad):
             return
@@ -446,33 +460,34 @@ class Bucket:
 
     def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
         """The dtype that direct gradients travel in, where a transport widens them on arrival."""
+        # Sums of earlier micro-batches are in the dtype of the reduction already: rounding them for
+        # the way would undo what it is for. And where a user sets ``grad_dtype``, autograd makes
+        # that dtype, which need not be the one of computation.
         if plan.sums or self.params[0].grad_dtype_is_set:
             return self.reduce_dtype
         return wire_dtype(self.gather_dtype, self.reduce_dtype)
 
     def keep_dtypes(self) -> None:
-        """Take gradients in the dtype that autograd makes, as they are widened anyway.
-
-        Norms on the CPU compute that of a bfloat16 weight in float32, and torch (since 2.15) does
-        not round it either.
-        """
+        """Take gradients in the dtype that autograd makes, as they are widened anyway."""
+        # Norms on the CPU compute the gradient of a bfloat16 weight in float32. Rounded to bfloat16
+        # and widened again it would lose 16 bits for nothing, and differ from torch's since 2.15.
         self.keeps_dtypes = self.widens and KEEPS_DTYPES and not self.params[0].grad_dtype_is_set
         if self.keeps_dtypes:
             for _, unsharded in self.unsharded:
                 unsharded.grad_dtype = None
 
     def widen(self, grads: Collection[torch.Tensor]) -> None:
-        """Autograd may make gradients of any dtype (``grad_dtype`` None): reduce in the widest."""
+        """Reduce in the widest dtype of ``grads``: with ``grad_dtype`` None they have any."""
         wide = self.reduce_dtype
         for grad in grads:
             wide = torch.promote_types(wide, grad.dtype)
         if wide != self.reduce_dtype:
             self.reduce_dtype = self.grad_dtype = wide
             self.widens = self.gather_dtype.itemsize < wide.itemsize
-            self.grads = None
+            self.grads = None  # it has the former dtype; gradients that are attached keep it alive
 
     def is_reducing(self, i: int) -> bool:
-        """Whether an earlier reduction of a parameter is on its way, or waits for an all-reduce."""
+        """Whether an earlier reduction of a parameter is in flight, or waits for an all-reduce."""
         return i in self.in_flight or i in self.partial_present
 
     def has_gradients(self) -> bool:
@@ -487,10 +502,13 @@ class Bucket:
                 parameter has one.
         """
         grads = self.grads
+        # With nothing to write in place, a kept gradient is in no danger: sums are added to
+        # ``.grad``.
         write = detached is None or len(detached) > 0
         if grads is None or (write and grads.referenced_outside(detached, idle=not self.in_flight)):
             numel, dtype = self.layout.shard_numel, self.grad_dtype
             if self.pin_memory:
+                # A storage of its own, as the block is shared: references to it are counted here.
                 flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
             else:
                 flat = torch.zeros(numel, dtype=dtype, device=self.shard_device)
@@ -499,7 +517,9 @@ class Bucket:
         return grads
 
     def release_gradients(self) -> None:
-        """Give back the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
+        """Free the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
+        # Not while a reduction writes there: its stream still uses the memory, whatever the counts
+        # of references say.
         grads = self.grads
         if grads is None or self.in_flight or self.has_gradients():
             return
@@ -521,7 +541,7 @@ class SecondaryShards:
             self.shards[slot.shard_offset : slot.shard_offset + slot.shard_numel]
             for slot in layout.slots
         ]
-        # What is registered: rows without padding.
+        # The parameters that are registered meanwhile: rows without padding.
         self.locals = [
             padded[: slot.local_numel(rank)].view(slot.local_shape(rank))
             for padded, slot in zip(self._padded, layout.slots, strict=True)
@@ -534,6 +554,8 @@ class SecondaryShards:
 
     def save(self) -> None:
         """Copy this rank's slices out of the gathered storage, before that is freed."""
+        # On compute's stream, so that users may look at them at once. The gather in backward is
+        # ordered behind this copy by the wait for compute that every free begins with.
         self.saved = True
         resize(self.storage, self.shards.numel() * self.shards.itemsize)
         torch._foreach_copy_(self._padded, self._keep)
@@ -545,11 +567,9 @@ class SecondaryShards:
 
 def _alias(tensor: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor on the storage of ``tensor``, from its element ``offset`` on, with a version
-    counter of its own.
-
-    Gathers write through other tensors on the same storage; were the counter shared, autograd
-    would take the gather in backward for a change of its saved weights.
-    """
+    counter of its own."""
+    # A view would share the counter. Gathers write through other tensors on the same storage, and
+    # autograd would take the gather in backward for a change of the weights it saved in forward.
     start = tensor.storage_offset() + offset
     return tensor.new_empty(0).set_(tensor.untyped_storage(), start, shape, strides(shape))
 
@@ -561,11 +581,9 @@ def _shard_of(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
 
 
 def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    """This rank's shard of a parameter as a tensor whose storage is just these bytes of ``flat``.
-
-    ``torch.save`` writes whole storages, so a plain view would make it write the whole unit.
-    """
+    """This rank's shard of a parameter, with a storage of just these bytes of ``flat``."""
+    # ``torch.save`` writes whole storages: of a plain view it would write the whole unit.
     shard = _shard_of(flat, slot, rank)
     if shard.numel() == 0:
-        return flat.new_empty(shard.shape)
+        return flat.new_empty(shard.shape)  # a view would lie at an offset; see `TensorSpec.wrap`
     return shard if flat.is_meta else with_own_storage(shard)

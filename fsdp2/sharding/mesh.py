@@ -1,4 +1,4 @@
-"""Which ranks share a parameter, which replicate it, and which dims are somebody else's."""
+"""Which ranks share a parameter, which replicate it, and which dims are of other parallelisms."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class DataParallelMesh:
         mesh: 1-D (shard), or 2-D (replicate x shard); without ``shard_group``, all replicate.
         shard_group, shard_rank, num_shards: the ranks that together hold each parameter. With
             ``shard_group`` None, nothing is sharded (replicated data parallel).
-        replicate_group, num_replicas: the ranks that hold the same shard; None and 1 without.
-        full_mesh, full_mesh_dims: the larger mesh that `DataParallelMeshDims` named dims of, and
+        replicate_group, replicate_rank, num_replicas: the ranks that hold the same shard; None, 0
+            and 1 without.
+        full_mesh, full_mesh_dims: the larger mesh of which `DataParallelMeshDims` named dims, and
             which of its dims are data parallel.
     """
 
@@ -49,6 +50,7 @@ class DataParallelMesh:
 
 def default_mesh() -> DeviceMesh:
     """A 1-D mesh over the default process group, which is made if there is none."""
+    # As torch's `fully_shard`: under torchrun the environment says all that it takes.
     if not dist.is_initialized():
         dist.init_process_group()
     device_type = _device_type_of_default_group()
@@ -57,6 +59,8 @@ def default_mesh() -> DeviceMesh:
 
 def _device_type_of_default_group() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # gloo cannot send from a device in the order of its streams: a program that chose it on a
+    # machine with GPUs means to train on the CPU.
     if accelerator is None or dist.get_backend() == "gloo":
         return "cpu"
     return accelerator.type
@@ -72,7 +76,7 @@ def resolve_mesh(
         dims: names of the data-parallel dims of a mesh that has others too.
 
     Raises:
-        TypeError: if ``mesh`` is no DeviceMesh.
+        TypeError: if ``mesh`` is not a DeviceMesh.
         ValueError: if the dims of ``mesh`` have no meaning as data parallelism, a name is
             missing, or this rank is not part of the mesh.
     """
@@ -89,6 +93,7 @@ def resolve_mesh(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Slice the data-parallel "
             'dims out of a larger mesh, as in mesh["dp"], or name them with dp_mesh_dims=...'
         )
+    # Such a rank has no groups of the mesh. Torch would fail at the first of them, without a hint.
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"Rank {dist.get_rank()} is not part of {mesh}: call fully_shard only on its ranks"
@@ -107,6 +112,7 @@ def _from_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
     shard_dim: int | None = 0
     replicate_dim: int | None = None
+    # A mesh with shards comes last: `_sharded_spec` puts ``Shard`` on the last data-parallel dim.
     if not dims.shard_names:
         data_parallel, shard_dim, replicate_dim = _flat(mesh, dims.replicate_names), None, 0
     elif not dims.replicate_names:
@@ -124,20 +130,22 @@ def _from_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParall
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
+    # (A name of its own for each set of dims: the mesh keeps the result under it, so that all calls
+    # for the same dims share one group.)
     return mesh[names]._flatten("_".join(names))
 
 
 def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     """The same ranks, each of which holds parameters whole: gradients are averaged over all.
 
-    The group over the ranks of both dims of an HSDP mesh is made once per mesh, by all its ranks
-    at the first call.
+    Collective over the ranks of an HSDP mesh at the first call, which makes a group over both dims.
     """
     shards = mesh.shard_group
     if shards is None:
         return mesh
     group, rank = shards, mesh.shard_rank
     if mesh.replicate_group is not None:
+        # One group over both dims: an all-reduce over each in turn would send everything twice.
         if shards not in _whole_groups:
             ranks = mesh.mesh.mesh.flatten().tolist()
             _whole_groups[shards] = own_group(shards, device_of(mesh), "fsdp2_replicate", ranks)
@@ -153,6 +161,8 @@ def replicated(mesh: DataParallelMesh) -> DataParallelMesh:
     )
 
 
+# By process group, as a mesh equals another one whose groups were destroyed; weak, since a group
+# that the program destroys must not be kept alive by a cache.
 _whole_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -162,6 +172,8 @@ def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     Raises:
         ValueError: if the meshes are not slices of one mesh.
     """
+    # What torch raises for meshes that do not belong together depends on its version, and on what
+    # it stumbles over first.
     try:
         return DeviceMesh._concatenate(list(meshes))
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
@@ -189,20 +201,21 @@ def _make(
 def subgroup_mesh(mesh: DataParallelMesh, size: int) -> DeviceMesh:
     """A mesh of consecutive groups of ``size`` ranks, for resharding to them after forward.
 
-    Made once per mesh and size, since every mesh comes with process groups of its own; not kept
-    by the `DeviceMesh`, which equals one whose groups were destroyed. Collective over the ranks of
-    the mesh.
+    Collective over the ranks of the mesh at the first call for a size.
     """
     shards = mesh.shard_group
     assert shards is not None
+    # Consecutive ranks share a node, where the gather in backward is to stay.
     ranks = mesh.mesh.mesh.reshape(-1, size)
+    # Kept, since every mesh comes with process groups of its own; by group, as `_whole_groups`.
     made = _subgroup_meshes.setdefault(shards, {})
     key = (size, tuple(ranks.flatten().tolist()))
     if key not in made:
         row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
         names = ("fsdp2_across", "fsdp2_within")
         device = device_of(mesh)
-        # Nothing is communicated across: those ranks hold the same.
+        # Nothing is ever sent across, since those ranks hold the same. But torch wants a group for
+        # every dim of a mesh; without a communicator it costs no memory on the device.
         across = own_group(shards, device, names[0], ranks[:, column].tolist(), connect=False)
         within = own_group(shards, device, names[1], ranks[row].tolist())
         made[key] = DeviceMesh.from_group(
@@ -218,6 +231,7 @@ _subgroup_meshes = WeakKeyDictionary()
 
 def device_of(mesh: DataParallelMesh) -> torch.device:
     """The device of this rank that the mesh computes on."""
+    # The CPU has no index: ``torch.cpu.current_device()`` is a string, and ``cpu:0 != cpu``.
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(

@@ -39,10 +39,12 @@ from .tensor_subclass import (
     user_attributes,
 )
 
-# Original parameter -> (unit, its ShardedParam). An entry lives as long as a module holds the
-# original that the sharding did not reach, which means that the parameter is tied across units.
+# Original parameter -> (unit, its ShardedParam). Sharding takes the original out of the modules it
+# reaches. So an entry lives on only if another module still holds the original, which means that
+# the parameter is tied across units.
 ORIGINS: Any = WeakTensorKeyDictionary()
-_managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()  # by id, see below
+# By id, since tensors compare elementwise; an id that was given out again is found out by identity.
+_managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class TensorSpec:
     """How a DTensor is laid out over a mesh: what `DTensor.from_local` needs.
 
     Attributes:
-        data_parallel: dims of ``mesh`` over which computation is data parallel, if it knows of
-            them: there gradients are this rank's own contributions.
+        data_parallel: dims of ``mesh`` over which computation is data parallel, if any: there
+            gradients are this rank's own contributions.
     """
 
     mesh: DeviceMesh
@@ -85,7 +87,9 @@ class TensorSpec:
         return TensorSpec(mesh, placements, self.shape, self.stride)
 
     def of_gradient(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """What the gradient has to be laid out like, which has ``placements`` now."""
+        """The layout that a gradient with ``placements`` should have."""
+        # Over data-parallel dims it stays as it is, ``Partial()`` for a batch that is sharded
+        # there. To redistribute it would all-reduce what the reduction sums anyway.
         return tuple(
             placements[d] if d in self.data_parallel else wanted
             for d, wanted in enumerate(self.placements)
@@ -94,11 +98,12 @@ class TensorSpec:
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor over ``local``, without communication and outside of autograd.
 
-        Where users read it, ``local`` should lie at the beginning of its storage
-        (`with_own_storage`): torch.compile wants the same offset of both.
+        If users see it, ``local`` should be at offset 0 of its storage (`with_own_storage`):
+        torch.compile requires both to have the same offset.
         """
         # Gradients are wrapped in every step, and `DTensor.from_local` costs more than the launch
-        # of a collective: torch's own layout is made once per dtype and shared, as operators do.
+        # of a collective. So torch's description of the layout is made once per dtype and shared,
+        # as operators on DTensors do.
         spec = self._specs.get(local.dtype)
         if spec is None:
             whole = torch.empty(self.shape, dtype=local.dtype, device="meta")
@@ -107,7 +112,7 @@ class TensorSpec:
         if not local.storage_offset():
             return DTensor(local, spec, requires_grad=False)
         with torch.no_grad():
-            # A DTensor takes over the storage offset, but not the storage: with an offset it
+            # A DTensor copies the storage offset, but has no storage: with another offset than 0 it
             # seems to have data, which `copy.deepcopy` and pickle then look for.
             seen = local.as_strided(local.shape, local.stride(), 0)
             made = DTensor(seen, spec, requires_grad=False)
@@ -131,7 +136,7 @@ class ShardedParam:
         Args:
             original: the parameter as the user made it, whole on this rank apart from tensor
                 parallelism.
-            owners: every (module, name) that it is registered as.
+            owners: every (module, name) under which it is registered.
             mesh: the ranks to shard over.
             dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
             fqn: its qualified name, for messages.
@@ -154,7 +159,8 @@ class ShardedParam:
         self.annotations = read_annotations(original, mesh, self.fqn)
         if self.annotations is not None and self.annotations.placements is not None:
             self.tensor_parallel = _annotated_spec(whole, self.annotations, mesh)
-        # Without the methods now: they may be patched onto the class before the first gather.
+        # A wrapper without the methods counts too: libraries patch them onto its class later, and
+        # they are needed at the first gather only.
         self.extension = is_extension(whole, self.fqn) or is_wrapper(whole)
         self.full_shape = tuple(whole.shape)
         self.dtype = whole.dtype
@@ -177,9 +183,11 @@ class ShardedParam:
         self.sharded_spec = _sharded_spec(shape, stride, others, mesh, self.dim)
         self.attributes = user_attributes(original)
         for name in self.annotations.attributes if self.annotations is not None else ():
-            self.attributes.pop(name, None)  # they are of what computes only
+            self.attributes.pop(name, None)  # true of the unsharded tensor only
         self.user_hooks: UserHooks | None = UserHooks(original)  # until it is sharded
-        self.checks_gradient = True  # once: a gradient of several tensors that differ
+        # The check compares values, for which the host waits for the device: in the first step
+        # only.
+        self.checks_gradient = True
         self.is_sharded = False
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
@@ -198,6 +206,7 @@ class ShardedParam:
 
     def note_grad_dtype(self, param: torch.Tensor) -> None:
         """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
+        # Subclasses may refuse attributes that they do not know in their ``__torch_function__``.
         with torch._C.DisableTorchFunctionSubclass():
             if sets_grad_dtype(param):
                 self.grad_dtype_is_set = True
@@ -215,11 +224,9 @@ class ShardedParam:
         return cast(DTensor, self.sharded)._local_tensor
 
     def attach(self, local: torch.Tensor) -> None:
-        """Make ``local``, a slice of the sharded storage, the data of the sharded parameter.
-
-        The Parameter object is kept if it is sharded already: optimizers hold it.
-        """
+        """Make ``local``, a slice of the sharded storage, the data of the sharded parameter."""
         if self.is_sharded:
+            # The Parameter object stays, since optimizers hold it. Only what it shows is replaced.
             cast(DTensor, self.sharded)._local_tensor = local
             return
         self.is_sharded = True
@@ -228,7 +235,9 @@ class ShardedParam:
         self.sharded = self.set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
         (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
-        self.user_hooks = None  # a copy of the parameter has none, as of plain modules
+        self.user_hooks = (
+            None  # carried; a `copy.deepcopy` of this has none, as of plain parameters
+        )
         _managed[id(sharded)] = self
 
     def replace_sharded(
@@ -237,9 +246,9 @@ class ShardedParam:
         """Take over what a user registered in place of the sharded parameter.
 
         Args:
-            new: that.
-            slot, rank: where the own part of a whole tensor is.
-            keep_object: of a DTensor that fits, take the data only (of a whole tensor always).
+            new: the replacement, a DTensor laid out alike or a whole tensor.
+            slot, rank: which part of a whole tensor is this rank's.
+            keep_object: of a DTensor that fits, take the data only, as always of a whole tensor.
 
         Raises:
             ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
@@ -258,6 +267,8 @@ class ShardedParam:
         local, old = data._local_tensor, self.local
         fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
         if fits and (keep_object or not isinstance(new.detach(), DTensor)):
+            # Into the memory that gathers read: storages, plans and views are as before. Anything
+            # else makes the unit plan its storages anew.
             old.copy_(local)
             return
         if isinstance(new.detach(), DTensor):
@@ -271,6 +282,7 @@ class ShardedParam:
 
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
+        # Annotated parameters are tensor-parallel too, but their modules compute on plain tensors.
         is_dtensor = self.tensor_parallel is not None and self.annotations is None
         data = self.tensor_parallel.wrap(full) if self.tensor_parallel and is_dtensor else full
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
@@ -280,11 +292,9 @@ class ShardedParam:
             attach_attributes(self.unsharded, self.annotations.attributes)
 
     def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
-        """Make the DTensor that stands for the parameter resharded to a smaller group.
-
-        None is made where those shards are no rows of the parameter, or of its tensor-parallel
-        part: users see the sharded parameter then.
-        """
+        """Make the DTensor that users see while the parameter is resharded to a smaller group."""
+        # None is made where those shards are not rows, which no placement could describe, and on
+        # tensor-parallel parameters, whose mesh is no part of ``mesh``. Users see the sharded one.
         if slot.shape != self.full_shape or self.tensor_parallel is not None:
             return
         shape = self.sharded_spec.shape
@@ -296,12 +306,12 @@ class ShardedParam:
         _managed[id(self.secondary)] = self
 
     def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
-        """The ranks over which ``grad`` has to be summed to be laid out like the parameter.
+        """The ranks over which ``grad`` must be summed to be laid out like the parameter.
 
-        As the gradients of sequence-parallel norms: `Partial` over tensor-parallel ranks.
+        Gradients of sequence-parallel norms, for one, are `Partial` over tensor-parallel ranks.
 
         Returns:
-            None if that is not all that there is to do, or nothing is.
+            None if nothing is to be done, or more than one sum.
         """
         has = self._placements_of(grad)
         if has is None or self.tensor_parallel is None:
@@ -317,7 +327,7 @@ class ShardedParam:
         return mesh.get_group(dims[0]) if has[dims[0]].is_partial("sum") else None
 
     def _placements_of(self, grad: torch.Tensor) -> tuple[Placement, ...] | None:
-        """How ``grad`` is laid out over tensor-parallel ranks; None: as the parameter is."""
+        """The placements of ``grad`` over tensor-parallel ranks; None: those of the parameter."""
         if isinstance(grad, DTensor):
             return tuple(grad.placements)
         if self.annotations is not None and self.annotations.is_summed:
@@ -334,24 +344,27 @@ class ShardedParam:
         if has is not None and self.tensor_parallel is not None:
             wanted = self.tensor_parallel.of_gradient(has)
             if has != wanted:
-                if not isinstance(grad, DTensor):
+                if not isinstance(grad, DTensor):  # annotated: the plain gradient is a partial sum
                     grad = replace(self.tensor_parallel, placements=has).wrap(grad.contiguous())
                 with explained(f"the sum of the gradient of '{self.fqn}'", None):
                     grad = grad.redistribute(placements=wanted)
         if isinstance(grad, DTensor):
             grad = grad.to_local()
-        if hasattr(grad, "wait"):  # an AsyncCollectiveTensor
+        if hasattr(grad, "wait"):
+            # An AsyncCollectiveTensor. It is a wrapper too, but what it wraps is the gradient:
+            # nothing is to be copied, only waited for.
             grad = grad.wait()
         if is_wrapper(grad):
             grad = plain_gradient(grad, self.fqn, check=self.checks_gradient)
             self.checks_gradient = False
+        # Sparse gradients (``nn.Embedding(sparse=True)``) have other rows on every rank.
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         return grad.contiguous()
 
 
 def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
-    """Whose sharded (or secondary) form ``tensor`` is, if any."""
+    """The parameter whose sharded or secondary form ``tensor`` is; None for other tensors."""
     param = _managed.get(id(tensor))
     if param is None or (tensor is not param.sharded and tensor is not param.secondary):
         return None
@@ -359,10 +372,10 @@ def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
 
 
 def sets_grad_dtype(param: torch.Tensor) -> bool:
-    """Whether a user chose the dtype of ``param.grad``. Before torch 2.15 a choice of the dtype
-    that it has anyway cannot be told from none."""
+    """Whether a user chose the dtype of ``param.grad``."""
     if not hasattr(param, "grad_dtype"):
         return False
+    # Before torch 2.15 a choice of the dtype that it has anyway cannot be told from none.
     is_set = getattr(param, "_has_grad_dtype_override", None)
     return param.grad_dtype != param.dtype if is_set is None else is_set
 
@@ -371,7 +384,7 @@ EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def is_extension(tensor: torch.Tensor, name: str) -> bool:
-    """Whether ``tensor`` decides itself what is gathered in its place; see `extension`.
+    """Whether the class of ``tensor`` decides what is gathered in its place; see `extension`.
 
     Raises:
         ValueError: if it defines only one of the two methods.
@@ -388,11 +401,12 @@ def is_extension(tensor: torch.Tensor, name: str) -> bool:
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor at offset 0 of a storage that has nothing else.
 
-    What is to be a local tensor of a DTensor has to be like that for torch.compile, and not be
-    wrapped at an offset for `copy.deepcopy` and pickle; see `TensorSpec.wrap`.
+    For local tensors of DTensors: torch.compile, `copy.deepcopy` and pickle need offset 0; see
+    `TensorSpec.wrap`.
 
     Args:
-        tensor: contiguous, of a storage whose size does not change.
+        tensor: contiguous, of a storage whose size does not change, as the slice would keep the
+            old address.
     """
     return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
 
@@ -406,9 +420,9 @@ def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
     return storage
 
 
-# What `torch.multiprocessing` and ``share_memory_`` call of a storage. On the CPU they move it to
-# shared memory: the unit would go on with the old one, and nobody would notice. On CUDA they look
-# for an allocation that begins where the storage does.
+# What `torch.multiprocessing` and ``share_memory_`` call on a storage. On the CPU they move it to
+# shared memory: the unit would silently go on with the old memory. On CUDA they look for an
+# allocation that begins where the storage does.
 _SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
 
 
@@ -451,8 +465,9 @@ def _sharded_spec(
         data_parallel[-1] = Shard(dim)
     if tensor_parallel is None:
         return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
-    # Tensor parallelism was applied first, so where both shard the same dim the rows of a rank
-    # are strided in the whole parameter: its tensor-parallel part is cut once more.
+    # Tensor parallelism was applied first. Where both shard the same dim, this rank's
+    # tensor-parallel part is cut once more, and its rows are strided in the whole parameter. With a
+    # plain ``Shard`` checkpoints and ``full_tensor()`` would put them in other places.
     splits = 1
     for size, placement in zip(tensor_parallel.mesh.shape, tensor_parallel.placements, strict=True):
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:

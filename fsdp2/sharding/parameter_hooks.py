@@ -3,8 +3,8 @@
 Autograd accumulates into the unsharded parameters, so it never calls what is registered on the
 sharded ones. `Reduction` does: a tensor hook (``register_hook``) gets the reduced sharded gradient
 before it is added to ``.grad`` and may return another one, a post-accumulate hook gets the
-parameter after that. What one process would give them is the gradient of the whole batch; this is
-it, as a DTensor.
+parameter after that. Both see the gradient of the whole batch, as in training on one process, but
+as a DTensor.
 
 A step without tensor hooks must not look for them at every parameter. So every sharded parameter
 has a dictionary of hooks from the beginning, one that notes when something is put into it.
@@ -32,11 +32,15 @@ class TensorHooks(OrderedDict):
 
     def __init__(self, param: Any) -> None:
         super().__init__()
-        self._param = weakref.ref(param)  # (the collector does not see what hooks of tensors hold)
+        # Weak: the garbage collector does not see what a tensor's hooks hold, so a cycle through
+        # them (parameter, its hooks, parameter) would keep the shards of a deleted model for ever.
+        self._param = weakref.ref(param)
 
     def __setitem__(self, key: Any, hook: Callable[[torch.Tensor], Any]) -> None:
         param = self._param()
         if getattr(hook, "__module__", None) == "torch.autograd.graph":
+            # Its hook counts the tensors that autograd has reached. Called by a reduction instead,
+            # it would count wrong, and fire too late or never.
             raise RuntimeError(
                 f"register_multi_grad_hook on the sharded parameter '{param and param.fqn}': it "
                 "waits for autograd to come to all of its tensors, and autograd never comes to "
@@ -48,12 +52,11 @@ class TensorHooks(OrderedDict):
 
 
 class UserHooks:
-    """The hooks that were registered on a parameter before it was sharded.
-
-    The dictionaries themselves, so that the handles that users were given remove them still.
-    """
+    """The hooks that were registered on a parameter before it was sharded."""
 
     def __init__(self, original: torch.Tensor) -> None:
+        # The dictionaries themselves: the handles that users got refer to them, and must still
+        # work.
         with torch._C.DisableTorchFunctionSubclass():
             self._on_tensor = original._backward_hooks
             self._after_accumulation = original._post_accumulate_grad_hooks
@@ -79,6 +82,7 @@ def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> t
     Raises:
         TypeError: if a hook returns something else than a DTensor of that shape, or None.
     """
+    # A copy of the hooks, since one may remove itself while it runs.
     for hook in tuple((sharded._backward_hooks or {}).values()):
         result = hook(grad)
         if result is None:
@@ -88,10 +92,12 @@ def call_tensor_hooks(sharded: torch.Tensor, grad: torch.Tensor, name: str) -> t
             raise TypeError(
                 f"A hook on parameter '{name}' (register_hook) returned a {type(result).__name__} "
                 f"{shape}: it is given the reduced gradient, a DTensor of shape "
-                f"{tuple(grad.shape)} sharded like the parameter, and has to return one or None. "
+                f"{tuple(grad.shape)} sharded like the parameter, and must return one or None. "
                 "distribute_tensor(whole, grad.device_mesh, grad.placements) makes one"
             )
         assert isinstance(grad, DTensor)
+        # Operators in hooks may leave another layout (``Partial``, ``Replicate``), whose local
+        # tensor would not fit the shard.
         grad = result.detach()
         grad = grad.redistribute(placements=sharded.placements)  # type: ignore[attr-defined]
     return grad

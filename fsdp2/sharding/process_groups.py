@@ -1,15 +1,15 @@
-"""Process groups of the library: beside one of the user's, with its backend and options.
+"""Process groups of the library: each made beside one of the user's, with its backend and options.
 
 ``torch.distributed.new_group`` will not do. Under ``init_process_group(device_id=...)`` it splits
-the communicator of the default group, which every rank of the *world* has to take part in: called
-on a sub-mesh or by one pipeline stage, it hangs. Its names come from counters that ranks have to
-advance together, and it forgets the timeout, the backend and the options of the group beside it.
+the communicator of the default group, and every rank of the *world* must take part in that: called
+on a sub-mesh or by one pipeline stage, it hangs. Its names come from counters that all ranks must
+advance together, and it ignores the timeout, the backend and the options of the group beside it.
 
-`own_group` has two ways instead, and both are collective over the ranks concerned only:
+`own_group` makes groups in two ways, and both are collective over the ranks concerned only:
 
 - *split*: on an accelerator, the communicator of the group beside it is split, if its backend can.
-  All of that group's ranks call, and its communicator is connected before: that is quick at any
-  size, and ranks can tell from what they have which way the others go.
+  All of that group's ranks call. That is quick at any size, since that communicator is connected
+  before. And each rank knows from its own group which of the two ways the others take.
 - *fresh*: a new rendezvous of the ranks at the store, without any split.
 """
 
@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from ..common.failures import explained
 
-# Backends that have nothing to connect ahead of time: gloo does it when a group is made.
+# Backends with nothing to connect ahead of time: gloo connects when a group is made.
 _CONNECTED = ("gloo", "fake", "mpi")
 
 
@@ -44,13 +44,13 @@ def own_group(
 ) -> dist.ProcessGroup:
     """A new group with a communicator of its own; backend, options and timeout are ``beside``'s.
 
-    Collective over ``ranks``, and over those of ``beside`` if they include ``ranks``: then each of
-    them calls, for one of several subsets. Serves ``device`` only.
+    Collective over ``ranks``. If they are a subset of the ranks of ``beside``, all ranks of
+    ``beside`` call, each for its own subset. The group serves ``device`` only.
 
     Args:
-        beside: a group that this rank is in.
+        beside: a group of which this rank is a member.
         purpose: part of the group's name, and its description.
-        ranks: global ranks, in the order that they are to have; None: those of ``beside``.
+        ranks: global ranks, in the order of their numbers in the group; None: those of ``beside``.
         connect: make the communicator now, before memory is scarce, and not at the first use.
     """
     theirs = dist.get_process_group_ranks(beside)
@@ -67,7 +67,7 @@ def own_group(
 
 
 def native_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What serves ``device`` in ``group``; None for a group written in Python.
+    """The backend that serves ``device`` in ``group``; None for a group written in Python.
 
     Raises:
         RuntimeError: nothing serves it.
@@ -83,10 +83,9 @@ def native_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let ``group`` make its communicator now, by a small collective on the current stream.
-
-    NCCL makes it at the first collective: buffers of hundreds of megabytes, at peak memory.
-    """
+    """Let ``group`` make its communicator now, by a small collective on the current stream."""
+    # NCCL makes it at the first collective: hundreds of megabytes of buffers. In the first step
+    # that is at peak memory, and while other ranks are in other collectives.
     backend = None if device.type == "cpu" else native_backend(group, device)
     if backend is None or backend.name().lower() in _CONNECTED or group in _is_connected:
         return
@@ -121,7 +120,8 @@ def _splits(group: dist.ProcessGroup, device: torch.device) -> bool:
 def _split(
     beside: dist.ProcessGroup, device: torch.device, purpose: str, numbers: Sequence[int]
 ) -> dist.ProcessGroup:
-    # A communicator must be there, and idle, when it is split.
+    # NCCL can only split a communicator that is there, and may deadlock if operations on it are
+    # outstanding.
     connect_group(beside, device)
     torch.get_device_module(device).synchronize(device)
     options = _options(beside, device)
@@ -136,6 +136,9 @@ def _split(
         **(only if len(beside._device_types) > 1 else {}),
     )
     assert group is not None
+    # ``ProcessGroup.split_group`` tells torch's registry nothing. From here on it is what
+    # ``torch.distributed`` looks up for a group: backend and store, the name by which functional
+    # collectives find it, and the tags that ``destroy_process_group`` goes by.
     group.bound_device_id = beside.bound_device_id
     world = c10d._world
     backend = _backend_names(beside, device)
@@ -161,7 +164,8 @@ def _fresh(
 ) -> dist.ProcessGroup:
     options = _options(beside, device)
     if hasattr(options, "split_from"):
-        options.split_from = None  # what `beside` was split from
+        # They are a copy of `beside`'s, which may itself be split: NCCL would split that again.
+        options.split_from = None
     with _without_binding() as bound:
         at_once = connect and bound is not None and bound.type == device.type
         group, _ = c10d._new_process_group_helper(
@@ -183,6 +187,7 @@ def _fresh(
 @contextmanager
 def _without_binding() -> Iterator[torch.device | None]:
     """Inside, the default group is bound to no device, so that torch does not split it."""
+    # There is no argument for that: the helper asks the default group, whatever ``device_id`` says.
     default = c10d._get_default_group()
     bound = getattr(default, "bound_device_id", None)
     if bound is not None:
@@ -207,7 +212,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A copy: backends write into what they are given."""
+    """A copy of the backend's options, since a new group writes into what it is given."""
     backend = native_backend(group, device)
     try:
         return copy.deepcopy(backend.options)
@@ -222,7 +227,10 @@ def _backend_names(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _name(purpose: str, ranks: Sequence[int]) -> str:
-    """The same on all ``ranks``, whatever other groups each of them has made, and new."""
+    """A new name, the same on all ``ranks``, whatever other groups each of them has made."""
+    # torch's own counter is advanced by every group that a rank makes. Were it used for groups of
+    # some ranks, the next group of all would have different names, and hang. So the count is per
+    # purpose and ranks, which make these groups together. (A digest: names are keys of the store.)
     made = _num_made.setdefault(c10d._get_default_group(), Counter())
     key = (purpose, *ranks)
     made[key] += 1
@@ -230,7 +238,7 @@ def _name(purpose: str, ranks: Sequence[int]) -> str:
     return f"fsdp2_{digest}_{made[key]}"
 
 
-# By default group: the store is its.
+# By default group, whose store has the keys: after a new ``init_process_group`` names start again.
 _num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
