@@ -1,4 +1,4 @@
-"""Lets ranks agree without collectives, through the process group's key-value store.
+"""Agreement of ranks without collectives, through the process group's key-value store.
 
 Every backend's default process group has a key-value store. It carries a few bytes per save or
 load: the name of the run, and which checkpoint is the latest. No tensors and no collectives are
@@ -87,7 +87,7 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
     """
     if len(ranks) == 1:
         return
-    # A new name for every call: the first rank may be ahead of the others.
+    # A new name for every call: the first rank may be one call ahead of the others.
     token = f".fsdp2-seen-{run_nonce()}-{next(_looks)}"
     if this_rank() == ranks[0]:
         try:

@@ -198,7 +198,7 @@ class Checkpointer:
             except TimeoutError:
                 raise
             except BaseException:
-                self._last = None  # its error is known
+                self._last = None  # its error has been raised; the next save must not repeat it
                 raise
             self._prune(handle)
             return handle
@@ -289,7 +289,8 @@ class Checkpointer:
         with self._disk.directory(self.root) as root:
             for step in self.steps()[: -self.keep]:
                 name = _find(self.root, step).name
-                # Renamed first, so that a checkpoint is either complete or absent.
+                # Rename first, so that a checkpoint is either complete or absent. The name is that
+                # of a staging folder: if this process dies here, a later save removes it.
                 trash = f".{name}.{handle._job.attempt.nonce}.tmp"
                 self._disk.rename(name, trash, root)
                 self._disk.remove_tree(trash, root)

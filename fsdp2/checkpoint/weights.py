@@ -103,7 +103,7 @@ def check_parent(target: Path) -> None:
     """Check that the parent folder of ``target`` exists.
 
     Raises:
-        CheckpointError: if it is not.
+        CheckpointError: if it does not.
     """
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent} is not a folder: create it before saving")

@@ -1,7 +1,7 @@
-"""CRC32, by the fastest library that is installed; all give the same numbers.
+"""CRC32 from the fastest library that is installed; all compute the same numbers.
 
-zlib is always there (2 to 3 GB/s). `isal` uses the processor's carry-less multiplication, which is
-tens of times faster: `pip install fsdp2[fast]`.
+zlib is always there (2 to 3 GB/s). ``isal`` uses the processor's carry-less multiplication, which
+is tens of times faster: ``pip install fsdp2[fast]``.
 """
 
 from __future__ import annotations

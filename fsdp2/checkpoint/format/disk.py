@@ -34,7 +34,7 @@ class Disk:
 
     @contextmanager
     def directory(self, path: str | os.PathLike[str], within: int | None = None) -> Iterator[int]:
-        """A descriptor of a directory, closed at the end."""
+        """A descriptor of a directory; closed on exit."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=within)
         try:
             yield fd
@@ -42,7 +42,7 @@ class Disk:
             os.close(fd)
 
     def make_directory(self, name: str, within: int) -> None:
-        """Unless it exists: all ranks of a save do this."""
+        """Make a directory unless it exists: all ranks of a save call this."""
         self._note("mkdir", name)
         try:
             os.mkdir(name, dir_fd=within)
@@ -71,9 +71,10 @@ class Disk:
         os.rename(old, new, src_dir_fd=within, dst_dir_fd=within)
 
     def remove_tree(self, name: str, within: int) -> None:
-        """Remove a directory and what is in it.
+        """Remove a directory and its contents (several calls).
 
-        What others have removed is no error. If they have put something there meanwhile, it stays.
+        Other processes may remove the same files, which is no error. If they add files meanwhile,
+        the directory stays.
         """
         self._note("remove", name)
         try:
@@ -96,10 +97,10 @@ class Disk:
     # -- files ------------------------------------------------------------------------------
 
     def create(self, name: str, size: int, within: int) -> int:
-        """Open for writing and give it its final size; others may do the same at once.
+        """Open for writing and set the final size; other ranks may do the same at the same time.
 
-        Never truncates what others have written, and never reserves blocks: `posix_fallocate` is
-        emulated by writing on some file systems, which would race with other ranks.
+        Never truncates what other ranks have written, and never reserves blocks: some file systems
+        emulate ``posix_fallocate`` by writing, which would race with other ranks.
         """
         self._note("open", name)
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
@@ -112,7 +113,7 @@ class Disk:
         return fd
 
     def write_at(self, fd: int, data: memoryview | bytes, offset: int, name: str) -> None:
-        """All of ``data``, in as many calls as it takes."""
+        """Write all of ``data``, in as many calls as it takes."""
         view = memoryview(data).cast("B")
         while view:
             self._note("pwrite", name)
@@ -124,7 +125,7 @@ class Disk:
         os.fsync(fd)
 
     def start_sync(self, fd: int, name: str) -> None:
-        """Have the disk write while this rank goes on; `sync` is what makes it durable."""
+        """Start writing to disk early, from another thread; only `sync` counts as durable."""
         self._note("fdatasync", name)
         os.fdatasync(fd)
 
@@ -132,7 +133,7 @@ class Disk:
         os.close(fd)
 
     def write_file(self, name: str, data: bytes, within: int, *, unique: str) -> None:
-        """A small file that is there whole or not at all (several calls).
+        """Write a small file atomically: readers see all of it or none (several calls).
 
         Args:
             unique: distinguishes the temporary name from that of any other rank.
@@ -141,13 +142,14 @@ class Disk:
         fd = self.create(temporary, len(data), within)
         try:
             self.write_at(fd, data, 0, name)
+            # Before the rename: after a power failure the name could stand for an empty file.
             self.sync(fd, name)
         finally:
             self.close(fd)
         self.rename(temporary, name, within)
 
     def note(self, name: str, text: str, within: int) -> None:
-        """A few words for other ranks. On a full disk the file is there, though empty."""
+        """Leave a short message for other ranks. On a full disk the file exists but is empty."""
         self._note("note", name)
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
         with suppress(OSError):
@@ -163,7 +165,7 @@ class Disk:
             os.close(fd)
 
     def touch(self, name: str, within: int) -> float:
-        """Make or refresh an empty file; returns its time by the file system's own clock."""
+        """Create or update an empty file; returns its time by the file system's own clock."""
         self._note("touch", name)
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=within)
         try:
@@ -174,7 +176,7 @@ class Disk:
 
 
 def read_exactly(fd: int, out: memoryview, offset: int) -> int:
-    """Fill ``out`` from ``offset`` on; returns how many bytes there were, fewer at the end."""
+    """Fill ``out`` from ``offset`` on; returns the number of bytes read, fewer at end of file."""
     done = 0
     while done < len(out):
         num = os.preadv(fd, [out[done:]], offset + done)

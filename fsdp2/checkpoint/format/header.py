@@ -1,8 +1,8 @@
-"""The safetensors header: written so that every rank gets the same bytes, read strictly.
+"""The safetensors header: every rank computes the same bytes; reading is strict.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of little-endian header length,
 a JSON object of ``name: {dtype, shape, data_offsets}``, then the data. It is a pure function of
-names, shapes and dtypes, so ranks that agree on these agree on every offset without talking.
+names, shapes and dtypes, so ranks that agree on these agree on every offset without communication.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FilePlan:
     """One safetensors file: its header and where each tensor's data starts.
 
     Attributes:
-        header: the JSON text; `frame` makes the bytes before the data of it.
+        header: the JSON text; `frame` turns it into the bytes before the data.
         offsets: first byte of each tensor, counted from the start of the file.
         size: of the whole file in bytes.
     """
@@ -64,7 +64,7 @@ class FilePlan:
 
 
 def plan_file(tensors: Sequence[TensorInfo]) -> FilePlan:
-    """Lay out one file: widest dtype first (every tensor is aligned then), else as given."""
+    """Lay out one file: widest dtype first, which aligns every tensor; otherwise in given order."""
     ordered = sorted(tensors, key=lambda t: -t.itemsize)
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
@@ -83,7 +83,7 @@ def plan_file(tensors: Sequence[TensorInfo]) -> FilePlan:
 
 
 def frame(body: str) -> bytes:
-    """The bytes of a file before its data: length, JSON, and spaces up to a page."""
+    """The bytes of a file before its data: length, JSON, and spaces up to a page boundary."""
     encoded = body.encode()
     length = -(-(len(encoded) + 8) // ALIGN_BYTES) * ALIGN_BYTES - 8
     if length > MAX_HEADER_BYTES:
@@ -97,7 +97,7 @@ def frame(body: str) -> bytes:
 def plan_files(tensors: Sequence[TensorInfo], max_file_bytes: int) -> list[FilePlan]:
     """Spread tensors over files of at most ``max_file_bytes`` each, in the order given.
 
-    A tensor that is larger alone gets a file of its own. There is always at least one file.
+    A larger tensor gets a file of its own. There is always at least one file.
     """
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -155,7 +155,7 @@ def parse_header(body: bytes, file_size: int, file: str) -> Header:
         file: its name, for messages.
 
     Raises:
-        CorruptCheckpoint: for anything that is not exactly one description of all data bytes.
+        CorruptCheckpoint: unless every byte of data belongs to exactly one tensor.
     """
     table = parse_json(body, f"{file}: the header")
     if not isinstance(table, dict):
@@ -189,10 +189,10 @@ def parse_header(body: bytes, file_size: int, file: str) -> Header:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """Parse JSON in which no object may have the same key twice.
+    """Parse JSON; an object must not have the same key twice.
 
     Raises:
-        CorruptCheckpoint: starting with ``what``.
+        CorruptCheckpoint: with a message that starts with ``what``.
     """
     try:
         return json.loads(data.decode(), object_pairs_hook=_no_duplicates)

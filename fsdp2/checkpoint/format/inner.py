@@ -1,8 +1,8 @@
-"""Tensor subclasses in files: the inner tensors of a shard as entries of their own.
+"""Tensor subclasses in files: the inner tensors of a shard as separate entries.
 
-How the inner tensors of a shard make up those of the whole tensor only the class knows (a scale per
-block, a table for all), so there is no whole tensor that all ranks could write into. Each shard is
-written by one rank, under names with its rows::
+Only the class knows how the inner tensors of the shards make up those of the whole (a scale per
+block, a table for all rows), so there is no whole tensor that all ranks could write into. One rank
+writes each shard, under names that contain its rows::
 
     exp_avg.weight.rows-0-512.codes        U8   (512, 256)
     exp_avg.weight.rows-0-512.scale        F32  (512,)
@@ -38,12 +38,11 @@ class Description:
 
     Attributes:
         kind: the class, with its module.
-        shape: of the whole tensor. ``local_shape``: of this shard.
-        dtype: that the shard says it has.
+        shape: shape of the whole tensor. ``local_shape``: of this shard.
+        dtype: the dtype that the shard reports.
         follows: by name of each inner tensor, whether it has a part for each row of the shard
-            (False: it is for all rows; None: the class does not show it).
-        context: of ``__tensor_flatten__``, as tagged JSON; None if it has something that JSON
-            cannot hold.
+            (False: it is for all rows; None: the class does not show which).
+        context: the context of ``__tensor_flatten__``, as tagged JSON; None if JSON cannot hold it.
     """
 
     kind: str
@@ -58,7 +57,7 @@ def rows_of(box: Box, shape: tuple[int, ...], name: str) -> tuple[int, int]:
     """First and one-past-last row of a part.
 
     Raises:
-        CheckpointError: if the part is not rows.
+        CheckpointError: if the part is not a range of whole rows.
     """
     if box.shape[1:] != tuple(shape)[1:]:
         raise CheckpointError(
@@ -69,7 +68,7 @@ def rows_of(box: Box, shape: tuple[int, ...], name: str) -> tuple[int, int]:
 
 
 def entries_of(name: str, tensor: Tensor, box: Box) -> dict[str, Tensor]:
-    """What to save of a part: its inner tensors and a description, by their names in the files."""
+    """What to save of a part: inner tensors and a description, by their names in the files."""
     start, stop = rows_of(box, tuple(tensor.shape), name)
     if start == stop:
         return {}
@@ -87,7 +86,7 @@ def entries_of(name: str, tensor: Tensor, box: Box) -> dict[str, Tensor]:
 
 
 def parse_name(name: str) -> tuple[str, int, int, str] | None:
-    """Name of the tensor, rows and part; None for the name of any other tensor."""
+    """Name of the tensor, its rows and the part; None if it is not a name of `entries_of`."""
     match = _PIECE.fullmatch(name)
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""What each rank writes down about its part of a checkpoint.
+"""What each rank records about its part of a checkpoint.
 
-A manifest is a rank's marker too: once it is there under its name, all that it lists is durable.
-It is JSON in two lines, the second of which carries the checksum of the first, so that a damaged
-manifest is found out as well.
+A manifest is also the rank's marker: once it exists under its name, everything it lists is durable.
+It is two lines of JSON. The second holds the checksum of the first, so that a damaged manifest is
+detected too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Part:
 
     Attributes:
         kind: "model" or "optim": which files it belongs to.
-        box: this rank's part. ``typical``: the first rank's, from which layouts are chosen, so
-            that all ranks choose alike.
-        ranks: all that hold a part.
+        box: this rank's part. ``typical``: the first rank's, from which the layout of the files
+            is chosen, so that all ranks choose the same.
+        ranks: all ranks that hold a part.
         writes: whether this rank writes it; a replica does not.
     """
 
@@ -50,10 +50,10 @@ class Chunk:
 
     Attributes:
         tensor: the whole tensor.
-        file: where it is, in the checkpoint's folder.
+        file: its name in the checkpoint's folder.
         box: which part of the tensor.
-        offset: None in a file of whole tensors, where the box's place follows from the header;
-            in a file of one rank the first byte of the box, all in one piece.
+        offset: None in a file of whole tensors, where the header says where the box is; in a file
+            of one rank the first byte of the box, which is contiguous there.
         checksums: CRC32 of every block of 1 MiB of the box's bytes in row-major order.
     """
 
@@ -73,11 +73,11 @@ class SetOfFiles:
     """Files that a set of ranks writes together.
 
     Attributes:
-        ranks: that share the tensors in them.
+        ranks: the ranks that share the tensors in them.
         sizes: bytes of each file.
         whole: whether the files hold whole tensors; otherwise each holds boxes of one rank.
         digest: of names, headers and sizes; equal on all ranks of the set.
-        headers: of each file; only in the manifest of the set's first rank.
+        headers: header of each file; only in the manifest of the set's first rank.
     """
 
     ranks: tuple[int, ...]
@@ -92,10 +92,10 @@ class Manifest:
     """One rank's part of a checkpoint.
 
     Attributes:
-        nonce: of the attempt; manifests of different attempts never belong together.
-        rank, ranks: this rank and all that take part, by their global numbers.
+        nonce: identifies the attempt; manifests of different attempts never belong together.
+        rank, ranks: this rank and all ranks of the save, as global ranks.
         aliases: other names of tied tensors.
-        small_files: SHA-256 of files of this rank that are not chunks.
+        small_files: SHA-256 of this rank's files of small state.
         writer: who wrote it: versions, host, time.
     """
 
@@ -116,17 +116,17 @@ def marker_name(rank: int, num_ranks: int) -> str:
 
 
 def failed_name(rank: int) -> str:
-    """A file that says that ``rank`` gave this attempt up."""
+    """The file by which ``rank`` says that it gave up this attempt."""
     return f"failed-{rank:05d}"
 
 
 def state_name(rank: int) -> str:
-    """File of a rank's values that are no tensors."""
+    """The file of a rank's values that are not tensors."""
     return f"state-{rank:05d}.json"
 
 
 def own_name(rank: int) -> str:
-    """File of a rank's tensors that are its own: buffers, and state without a sharding."""
+    """The file of tensors that only this rank has: buffers, and state that is not sharded."""
     return f"own-{rank:05d}.safetensors"
 
 
@@ -137,7 +137,7 @@ def parse_marker_name(name: str) -> tuple[int, int] | None:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """As the bytes of a marker file."""
+    """Encode a manifest as the bytes of a marker file."""
     tensors: dict[str, list[Any]] = {}
     chunks = []
     for chunk in manifest.chunks:
@@ -176,7 +176,7 @@ def load(data: bytes, file: str) -> Manifest:
     """The inverse of `dump`.
 
     Raises:
-        CorruptCheckpoint: if these are not the bytes that were written.
+        CorruptCheckpoint: if ``data`` is not what `dump` returned.
     """
     line, _, rest = data.partition(b"\n")
     try:
@@ -220,9 +220,9 @@ def load(data: bytes, file: str) -> Manifest:
 
 
 def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
-    """Hugging Face's index of the model's files; None if one file needs none.
+    """Hugging Face's index of the model's files; None if there is only one file.
 
-    Files of single ranks are not in it: readers of an index expect whole tensors.
+    Files of single ranks are not in it, because readers of an index expect whole tensors.
     """
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -232,7 +232,7 @@ def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
                 if not files.whole or not file.startswith("model"):
                     continue
                 for name, entry in json.loads(header).items():
-                    # Ranks that share nothing may have written the same tensor: the first counts.
+                    # Ranks that share no files may have written the same tensor: the first counts.
                     if name != "__metadata__" and weight_map.setdefault(name, file) == file:
                         total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     if len(set(weight_map.values())) <= 1:

@@ -1,9 +1,9 @@
 """How an optimizer's state is laid out, where that does not follow from the parameter.
 
-Most state has the parameter's shape and is laid out as the parameter is. The rest is noted when it
-is saved: numbers for a whole parameter are plain for some optimizers (step counts) and DTensors for
-others (Adam-mini's mean of squares), and those that step on whole parameters keep rows, columns and
-matrices of other shapes.
+Most state has the parameter's shape and layout. For the rest, the layout is saved with it: numbers
+for a whole parameter are plain in some optimizers (step counts) and DTensors in others (Adam-mini's
+mean of squares), and optimizers that step on whole parameters keep rows, columns and matrices of
+other shapes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..errors import CheckpointMismatch
 from .header import TensorInfo
 from .tensors import DTYPES
 
-PLAIN = "plain"  # no DTensor, though the parameter is one
-DEVICE = "device"  # no DTensor, and not on the CPU
+PLAIN = "plain"  # not a DTensor, though the parameter is one
+DEVICE = "device"  # not a DTensor, and not on the CPU
 # For each mesh dim the tensor dim that it shards; None where it replicates the tensor.
 Dims = list[int | None]
 Noted = str | Dims | None
 
 
 def layout_of(value: Tensor, param: Tensor) -> Noted:
-    """What has to be noted of state, as JSON; None: it is laid out as its parameter is."""
+    """The layout to save with ``value``, as JSON; None if it is laid out as its parameter."""
     if isinstance(value, DTensor):
         like_param = (
             isinstance(param, DTensor)
@@ -52,22 +52,22 @@ def layout_of(value: Tensor, param: Tensor) -> Noted:
 
 
 def is_laid_out(tensor: Tensor, param: Tensor, noted: Noted) -> bool:
-    """Whether an optimizer's tensor is of the kind that was noted."""
+    """Whether an optimizer's tensor has the layout that was saved."""
     if noted is None or not isinstance(param, DTensor):
         return True
     return isinstance(tensor, DTensor) == isinstance(noted, list)
 
 
 def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, Any]) -> Tensor:
-    """A tensor for state that is to be loaded, laid out as it was where it was saved.
+    """An empty tensor for state to be loaded, laid out as the state that was saved.
 
     Args:
-        info: of the whole tensor.
-        noted: what `layout_of` said of it.
-        param: that it belongs to, and ``group``, whose options say what kernels read.
+        info: describes the whole tensor.
+        noted: what `layout_of` returned for it.
+        param: its parameter, and ``group``, whose options say whether kernels read step counts.
 
     Raises:
-        CheckpointMismatch: if its layout is not known.
+        CheckpointMismatch: if its layout is unknown.
     """
     dtype, data = DTYPES[info.dtype], param.detach()
     if isinstance(noted, list):
@@ -75,11 +75,11 @@ def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, 
             return torch.empty(info.shape, dtype=dtype, device=data.device)
         return _empty_dtensor(info.shape, dtype, _placements(noted, data), data)
     if noted is not None or (info.shape == () and param.ndim):
-        # As torch's optimizers do it: step counts are on the CPU unless kernels read them.
+        # As in torch's optimizers: step counts are on the CPU unless kernels read them.
         on_device = noted == DEVICE or group.get("fused") or group.get("capturable")
         return torch.zeros((), dtype=dtype, device=data.device if on_device else "cpu")
     if info.shape == tuple(data.shape):
-        if is_subclass(data):  # of a class that makes plain state, as torchao's float8 does
+        if is_subclass(data):  # a class with plain state, such as torchao's float8
             return _empty_plain(data, dtype)
         return torch.empty_like(data, dtype=dtype)
     raise CheckpointMismatch(
@@ -89,14 +89,14 @@ def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, 
 
 
 def _empty_plain(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Placed as ``param``, whose class the memory is not of."""
+    """A plain tensor placed as ``param``, which is of a tensor subclass."""
     local = local_part(param)
     made = torch.empty(local.shape, dtype=dtype, device=local.device)
     return laid_out_like(made, param) if isinstance(param, DTensor) else made
 
 
 def _placements(dims: Dims, param: DTensor) -> list[Placement]:
-    """The same placements; over a mesh with another number of dims, as good as it can be."""
+    """The saved placements; on a mesh with another number of dims, the closest to them."""
     if len(dims) == len(param.placements):
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
     placements: list[Placement] = [Replicate() for _ in param.placements]

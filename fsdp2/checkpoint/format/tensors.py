@@ -1,4 +1,4 @@
-"""Between torch's tensors and bytes: names of dtypes, memory of tensors."""
+"""Conversion between torch tensors and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def describe(name: str, tensor: Tensor) -> TensorInfo:
-    """The whole tensor (of a DTensor too) as a file would describe it.
+    """How a file describes the whole tensor, also that of a DTensor.
 
     Raises:
         CheckpointError: for dtypes and layouts that safetensors files cannot hold.
@@ -41,20 +41,20 @@ def describe(name: str, tensor: Tensor) -> TensorInfo:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The tensor of this rank: a DTensor's local tensor, without autograd."""
+    """This rank's part: a DTensor's local tensor, detached; else the tensor, detached."""
     return local_part(tensor).detach()
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor's memory can be read in place."""
+    """Whether the host can read a tensor's memory in place."""
     return tensor.device.type == "cpu"
 
 
 class LocalBytes:
     """The bytes of this rank's tensors, for a `Writer`.
 
-    Host memory is handed out as it is. What lies on a device is copied piece by piece, into one
-    buffer per thread of the writer: a view of it is valid until that thread asks again.
+    Host memory is returned in place. Device memory is copied piece by piece into one buffer per
+    thread of the writer; a view of it stays valid until the same thread's next call.
     """
 
     def __init__(self, tensors: dict[tuple[str, str], Tensor]) -> None:
@@ -68,8 +68,8 @@ class LocalBytes:
         self._memory = {key: memory_of(t) for key, t in self._tensors.items() if on_host(t)}
         self._buffers = threading.local()
         if len(self._memory) < len(self._tensors) and torch.accelerator.is_available():
-            # Threads copy on streams of their own, which know nothing of the streams that the
-            # optimizer and the copies above ran on.
+            # The writer's threads copy on streams of their own, which do not wait for the streams
+            # of the optimizer and of the copies above.
             torch.accelerator.synchronize()
 
     def __call__(self, part: Part, start: int, stop: int) -> memoryview:
@@ -81,31 +81,31 @@ class LocalBytes:
         size = tensor.element_size()
         piece = tensor.view(-1)[start // size : stop // size]
         buffer = self._buffer(stop - start)
-        # (not `.cpu()`: the memory of a temporary tensor is freed before it is written)
+        # Not `piece.cpu()`: that temporary would be freed before its memory is written.
         buffer[: stop - start].view(tensor.dtype).copy_(piece)
         return memory_of(buffer)[: stop - start]
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """This thread's buffer; page-locked, which makes copies from a device faster."""
+        """This thread's buffer; page-locked, because copies from a device are faster then."""
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or buffer.numel() < nbytes:
             pin = torch.accelerator.is_available()
             if pin:
-                nbytes = power_of_two(nbytes)  # what it takes anyway
+                nbytes = power_of_two(nbytes)  # torch's allocator rounds up anyway
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
             self._buffers.buffer = buffer
         return buffer
 
 
 def tensors_in(data: bytes, file: str) -> dict[str, Tensor]:
-    """The tensors of a small safetensors file, whole, on the CPU.
+    """Read the tensors of a small safetensors file; whole, on the CPU.
 
     Args:
-        data: its content.
+        data: the bytes of the file.
         file: its name, for messages.
 
     Raises:
-        CorruptCheckpoint: if it is no such file.
+        CorruptCheckpoint: if it is not a safetensors file.
     """
     length = header_length(data[:8], len(data), file)
     header = parse_header(data[8 : 8 + length], len(data), file)

@@ -1,8 +1,8 @@
-"""Small state as JSON, exactly: what plain JSON would change is written with a tag.
+"""Small state as JSON, without loss: values that plain JSON would change are tagged.
 
-Numbers that JSON has no word for (nan, infinities), tuples, deques, bytes, dicts with keys that are
-not strings, sets, and small tensors keep their types. Nothing is ever executed when such a file is
-read, which is why this is not pickle. Example::
+Numbers that JSON cannot express (nan, infinities), tuples, deques, bytes, dicts with keys that are
+not strings, sets, and small tensors keep their types. Not pickle, because reading a checkpoint must
+never execute code. Example::
 
     >>> decode(encode({"betas": (0.9, 0.95), "best": float("inf")}))
     {'betas': (0.9, 0.95), 'best': inf}
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 TAG = "$"
-# Defaults of a defaultdict that have a name here; any other becomes a plain dict.
+# Default factories of a defaultdict that can be named; with any other it becomes a plain dict.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, deque, tuple, int, float, bool, str)
 }
@@ -29,18 +29,18 @@ Read = Callable[[Any], Any]
 
 
 def encode(value: Any, where: str = "value", save: Save | None = None) -> Any:
-    """Turn ``value`` into what `json.dumps` writes without loss.
+    """Convert ``value`` to something that `json.dumps` writes without loss.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, tensors, torch.dtype, torch.device,
             and lists, tuples, deques, sets and dicts of these.
         where: the name of ``value`` in an error message.
-        save: gets each tensor and its place (``where`` with ``[key]`` or ``[index]`` for each
-            container), keeps it somewhere else, and returns a JSON value by which `decode`'s
-            ``read`` finds it again. None: tensors are written out here.
+        save: called with each tensor and its place (``where`` with ``[key]`` or ``[index]`` for
+            each container); stores it elsewhere and returns a JSON value by which the ``read`` of
+            `decode` finds it again. None: tensors are encoded in place.
 
     Raises:
-        TypeError: for any other type, with the place of the value.
+        TypeError: for any other type; names the place of the value.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -63,7 +63,7 @@ def _encode_dict(value: dict[Any, Any], where: str, save: Save | None) -> dict[s
     keys = [encode(k, where) for k in value]
     values = [encode(v, f"{where}[{k!r}]", save) for k, v in value.items()]
     items = [list(item) for item in zip(keys, values, strict=True)]
-    # An optimizer goes on with what it gets back; what a user keeps comes back as a dict.
+    # Optimizers need back the kind of dict they had; a user's `extra` comes back as a plain dict.
     if save is not None and isinstance(value, OrderedDict):
         return {TAG: "ordered dict", "value": items}
     if save is not None and isinstance(value, defaultdict):
@@ -115,13 +115,13 @@ def decode(value: Any, read: Read | None = None) -> Any:
     """The inverse of `encode`.
 
     Args:
-        read: gets what `encode`'s ``save`` returned, and returns the tensor.
+        read: called with what `encode`'s ``save`` returned; returns the tensor.
 
     Returns:
-        The value; tensors that were written out in it are on the CPU.
+        The value; tensors that were encoded in place are on the CPU.
 
     Raises:
-        ValueError: of a tag that is not known.
+        ValueError: for an unknown tag.
     """
     if isinstance(value, list):
         return [decode(v, read) for v in value]

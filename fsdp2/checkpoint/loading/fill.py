@@ -1,13 +1,13 @@
 """Filling tensors from a checkpoint, so that a damaged block leaves everything as it was.
 
-What is overwritten decides how often its bytes are read:
+How often bytes are read depends on what they overwrite:
 
-| what | how |
+| overwritten | bytes are read |
 |---|---|
-| nothing: meta tensors, new state of an optimizer | once; its memory is the model's in the end |
-| up to `STAGED_BYTES` | once, beside; copied in the end |
-| more | compared first; in the end read in place, and compared again |
-| more, and it need not be kept | once, in place |
+| nothing: meta tensors, new optimizer state | once, into memory that the model gets at the end |
+| up to `STAGED_BYTES` | once, into a buffer that is copied at the end |
+| more | twice: verified first, then read in place and verified again |
+| more, with ``keep_on_error=False`` | once, in place |
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Wanted:
     """A tensor of this process that is to be filled from ``stored``.
 
     Attributes:
-        new: nothing knows the tensor yet, so nothing is lost with what it holds.
-        is_part: ``tensor`` is for ``box`` only, of an inner tensor; it has been made to fit.
+        new: nothing refers to the tensor yet, so its values may be lost.
+        is_part: ``tensor`` holds only ``box`` of an inner tensor; its shape was checked.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """In the checkpoint."""
+        """Its bytes in the checkpoint."""
         return self.box.numel * self.stored.info.itemsize
 
     def target(self, tensor: Tensor | None = None) -> Target:
-        """To fill it, or ``tensor`` in its place."""
+        """The target that fills this tensor, or ``tensor`` in its place."""
         local = local_of(self.tensor if tensor is None else tensor)
         return Target(self.name, self.stored, self.box, local)
 
@@ -71,18 +71,18 @@ def fill(
     keep_on_error: bool,
     device: torch.device | str | None,
 ) -> bool:
-    """Fill all that is wanted; tensors of the model on the meta device get memory first.
+    """Fill everything in ``wanted``; tensors of the model on the meta device get memory first.
 
     Args:
-        model, found: whose tensors are wanted, and what `tensors_of` says of it, if any.
+        model, found: the model whose tensors are wanted, if any, and its `tensors_of`.
         verify_checksums, keep_on_error, device: as for `load_model`.
 
     Returns:
         Whether checksums were compared.
 
     Raises:
-        CorruptCheckpoint: if a block is damaged. Unless it has a note that says otherwise,
-            nothing was changed.
+        CorruptCheckpoint: if a block is damaged. Nothing was changed, unless a note on the error
+            says otherwise.
     """
     verified = verify_checksums and source.verifiable
     if verify_checksums and not verified:
@@ -98,16 +98,18 @@ def fill(
             staged = [w.target(_staging_for(w)) for w in held]
         else:
             verify_boxes(source, ((w.stored, w.box) for w in held))
+    # Reading, which may fail, only writes to memory that nothing else refers to yet.
     read(source, [*new, *staged])
-    # From here on things are changed.
+    # From here on the model changes.
     for module in fsdp_modules(model) if model is not None else ():
-        module.reshard()  # what is gathered is about to be out of date
+        module.reshard()  # gathered parameters are about to be out of date
     if staged:
         with torch.no_grad():
             for w, target in zip(held, staged, strict=True):
                 if w.nbytes:  # empty shards may be empty in another shape
                     local_of(w.tensor).copy_(target.local)
     elif held:
+        # Checksums are compared again on the way: the file may have changed since they were right.
         _read_in_place(source, held, read)
     if model is not None and found is not None and made:
         _install(model, found, made, real)
@@ -140,7 +142,7 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
     """
     tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
     left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
-    # While a sharded model computes, other parameters are registered under the same names.
+    # During forward and backward, a sharded model registers other parameters under these names.
     any_meta = any(t.is_meta for t in found.tensors.values())
     if left:
         raise CheckpointError(
@@ -154,10 +156,10 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
 def _make_real(
     model: nn.Module | None, wanted: Sequence[Wanted], real: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
-    """For each tensor on the meta device, by its id, one with memory, which the model gets later.
+    """Allocate a tensor for each one on the meta device, by its id; the model gets them later.
 
     Raises:
-        CheckpointError: for tensors that ``state_dict`` has and the model has not.
+        CheckpointError: for tensors that ``state_dict`` returns but the model does not have.
     """
     meta = [w for w in wanted if w.tensor.is_meta]
     if not meta or model is None:
@@ -174,7 +176,7 @@ def _make_real(
 
 
 def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.device) -> Tensor:
-    """One with memory: on ``device``, else on that of its mesh, else on ``usual``."""
+    """The same with memory: on ``device``, else on the device of its mesh, else on ``usual``."""
     own = device_for(tensor) if isinstance(tensor, DTensor) else usual
     return torch.empty_like(tensor, device=device or own)
 
@@ -185,7 +187,7 @@ def _install(
     made: dict[int, Tensor],
     real: Callable[[Tensor], Tensor],
 ) -> None:
-    """Put tensors with memory in the place of those on the meta device."""
+    """Replace the model's tensors on the meta device by those that were allocated."""
 
     def install(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -194,7 +196,7 @@ def _install(
         return real(tensor) if value is None else value  # gradients
 
     model._apply(install)
-    for alias, first in found.aliases.items():  # which plain modules lose on the way
+    for alias, first in found.aliases.items():  # plain modules lose ties in `_apply`
         _set_tensor(model, alias, _get_tensor(model, first))
 
 

@@ -1,8 +1,8 @@
 """Loading tensor subclasses: from the shards in a checkpoint to the shard that is wanted.
 
-A shard with the same rows is taken as it is. Else inner tensors that have a part for each row are
-put together of the pieces that have these rows, where the blocks of the class allow; those that are
-for all rows (a table) have to be equal in all pieces.
+A shard with the same rows is read as it is. Otherwise, inner tensors that follow the rows are
+assembled from the pieces that hold these rows, if the blocks of the class allow it. Inner tensors
+that are for all rows (a table) must be equal in all pieces.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Piece:
         return parse_description(self.read(DESCRIPTION))
 
     def read(self, part: str) -> Tensor:
-        """One of its tensors, now; for small ones."""
+        """Read one of its tensors now; for small ones."""
         stored = self.parts[part]
         data = torch.empty(stored.info.shape, dtype=DTYPES[stored.info.dtype], device="cpu")
         read = read_verified if self.source.verifiable else read_into
@@ -75,18 +75,18 @@ def pieces_in(source: Source, tensors: Mapping[str, Stored]) -> dict[str, list[P
 
 
 def names_of(pieces: Sequence[Piece]) -> set[str]:
-    """The names in the files."""
+    """The names of all their tensors in the files."""
     return {stored.info.name for piece in pieces for stored in piece.parts.values()}
 
 
 def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> list[Wanted]:
-    """What has to be read to fill the inner tensors of ``tensor``.
+    """What must be read to fill the inner tensors of ``tensor``.
 
     Args:
         box: this rank's part of the whole tensor.
 
     Raises:
-        CheckpointMismatch: if it is of another class or shape, or the rows cannot be had.
+        CheckpointMismatch: if class or shape differ, or the pieces cannot be cut at these rows.
     """
     first = pieces[0].description
     local = local_part(tensor)
@@ -124,8 +124,8 @@ def _sources(
     stop: int,
     shape: Sequence[int],
 ) -> list[tuple[Stored, range | None, Box]]:
-    """For one inner tensor of ``shape``: what to read, to which of its rows (None: all), and which
-    box of what is stored."""
+    """For one inner tensor of ``shape``: (what to read, its rows to fill or None for all, which box
+    of the stored tensor)."""
     same = [p for p in pieces if (p.start, p.stop) == (start, stop)]
     if same:
         stored = same[0].parts[part]
@@ -188,10 +188,10 @@ def _misfit(name: str, part: str, why: str) -> CheckpointMismatch:
 
 
 def empty_like_saved(name: str, param: Tensor, pieces: Sequence[Piece], box: Box) -> Tensor:
-    """A tensor for state that an optimizer does not have yet, placed as its parameter is.
+    """An empty tensor for state that an optimizer does not have yet, placed as its parameter.
 
     Raises:
-        CheckpointMismatch: if the class cannot be made from what was saved of it.
+        CheckpointMismatch: if its class cannot be rebuilt from what was saved.
     """
     description = pieces[0].description
     start, stop = rows_of(box, description.shape, name)
@@ -230,7 +230,7 @@ def _unflatten(
 ) -> Tensor:
     module, _, _ = description.kind.rpartition(".")
     found: Any = None
-    # Classes are looked up among those that the program has imported: a file imports nothing.
+    # Only among classes that the program has imported: a file must not cause an import.
     for loaded in [m for m in sys.modules if module == m or module.startswith(m + ".")]:
         found = sys.modules[loaded]
         for attribute in description.kind[len(loaded) + 1 :].split("."):
@@ -248,7 +248,7 @@ def _unflatten(
 
 
 def _with_shape(context: Any, before: tuple[int, ...], now: tuple[int, ...]) -> Any:
-    """The context of a shard of another shape: classes that note their shape note it there."""
+    """The context for a shard of another shape: classes that record their shape do so there."""
     if isinstance(context, list | tuple):
         if tuple(context) == before:
             return type(context)(now)

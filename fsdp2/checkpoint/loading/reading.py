@@ -1,13 +1,13 @@
 """Reads an open checkpoint's bytes into tensors and verifies checksums on the way.
 
-Checksums are of blocks: of 1 MiB of what one rank wrote of one tensor. To compare, whole blocks
-have to be read, which a rank's shard is anyway, but for its ends. So `read_verified` goes block by
-block: straight into the tensor where the block lies there in one piece, through a small buffer
-where it does not. Nothing is read twice.
+A checksum covers a block: 1 MiB of what one rank wrote of one tensor. Verification reads whole
+blocks; a rank's shard consists of whole blocks except at its ends. So `read_verified` goes block by
+block: straight into the tensor where the block is contiguous there, otherwise through a small
+buffer. Nothing is read twice.
 
-Every thread reads a stretch of its own, in the order of the files and through a descriptor of its
-own, because the system's readahead follows a descriptor: two threads that took turns on one were a
-third slower than this (two processes, one file, nothing cached).
+Each thread reads its own stretch, in file order and through its own descriptor, because the
+system's readahead follows a descriptor: two threads that took turns on one descriptor were a third
+slower (two processes, one file, nothing cached).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..format.manifest import BLOCK_BYTES, Chunk
 from ..format.tensors import DTYPES
 from .source import Extent, Source, Stored
 
-PIECE_BLOCKS = 4  # read by one task: as many bytes as stay in a processor's cache
-STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # read at once where bytes cannot go straight into place
+PIECE_BLOCKS = 4  # read by one task: their bytes stay in the processor's cache
+STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # buffer for bytes that cannot go straight into place
 DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
 MAX_PENDING = 1024  # tasks at a time, of up to `STAGE_BYTES` each
 NUM_THREADS = 4
@@ -51,7 +51,7 @@ class Target:
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether bytes of the file are bytes of the tensor."""
+        """Whether the bytes of the file can be read into the tensor's memory as they are."""
         local = self.local
         return (
             local.device.type == "cpu"
@@ -65,7 +65,7 @@ class Stream:
     """One thread's reader: a buffer, and its own descriptor, so that it has its own readahead.
 
     Args:
-        shared: go on with the source's descriptor instead, as a piece after the other is read.
+        shared: use the source's descriptor instead; for callers that read piece after piece.
     """
 
     def __init__(self, source: Source, *, shared: bool = False) -> None:
@@ -84,7 +84,7 @@ class Stream:
         self._fd = -1
 
     def read(self, file: str, out: memoryview, offset: int) -> int:
-        """As `Source.read`."""
+        """Read as `Source.read` does; returns the number of bytes."""
         if file != self._file and not self._shared:
             self.__exit__()
             self._file, self._fd = file, self.source.reopen(file)
@@ -94,7 +94,7 @@ class Stream:
         return len(out)
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory that stays in the processor's cache; the same at every call."""
+        """Memory that stays in the processor's cache; the same memory at every call."""
         if self._buffer is None:
             self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu")
         return self._buffer[:num_bytes]
@@ -109,9 +109,9 @@ class Task:
 
 
 def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Iterator[int]:
-    """Run tasks, each thread a stretch of consecutive ones; yields the bytes of each when done.
+    """Run tasks, a stretch of consecutive ones per thread; yields the bytes of each finished task.
 
-    Memory does not grow with the checkpoint. After an error no more are started.
+    Memory does not grow with the checkpoint. After an error, no further task starts.
     """
     tasks = iter(tasks)
     batch = list(islice(tasks, MAX_PENDING))
@@ -137,7 +137,7 @@ def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Itera
 
 
 def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
-    """Cut into ``num`` parts of about as many bytes each."""
+    """Cut into ``num`` stretches with about the same number of bytes."""
     total = max(1, sum(task.num_bytes for task in tasks))
     parts: list[list[Task]] = [[] for _ in range(num)]
     before = 0
@@ -173,7 +173,7 @@ class _Blocks:
     """Consecutive blocks of a chunk.
 
     Attributes:
-        offsets: of the chunk's runs in its file, each ``run`` bytes long.
+        offsets: where the chunk's contiguous runs, each of ``run`` bytes, are in its file.
     """
 
     chunk: Chunk
@@ -183,7 +183,7 @@ class _Blocks:
 
     @property
     def start(self) -> int:
-        """Of their bytes in the chunk's."""
+        """First byte, counted in the chunk."""
         return self.numbers.start * BLOCK_BYTES
 
     @property
@@ -193,7 +193,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Needed:
-    """A chunk, and where it lies in its file, of which ``box`` of the tensor has a part."""
+    """A chunk that overlaps ``box`` of the tensor, and the extent of its file that holds it."""
 
     chunk: Chunk
     extent: Extent
@@ -201,13 +201,13 @@ class _Needed:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Files are read from front to back."""
+        """File and first byte: the order of reading, front to back."""
         within = self.chunk.box.relative_to(self.extent.box)
         first = offset(within, self.extent.box.shape) * self.chunk.tensor.itemsize
         return self.chunk.file, self.extent.offset + first
 
     def blocks(self) -> Iterator[_Blocks]:
-        """Every block that has a byte of ``box``, a few at a time."""
+        """All blocks that contain a byte of ``box``, a few at a time."""
         chunk, container, size = self.chunk, self.extent.box.shape, self.chunk.tensor.itemsize
         run = run_numel(chunk.box, container)
         within = chunk.box.relative_to(self.extent.box)
@@ -238,7 +238,7 @@ def _holds(extent: Extent, chunk: Chunk) -> bool:
 
 
 def _consecutive(numbers: set[int]) -> Iterator[range]:
-    """Consecutive numbers as ranges."""
+    """The numbers as ranges of consecutive ones."""
     start = previous = None
     for number in sorted(numbers):
         if previous is not None and number != previous + 1:
@@ -252,7 +252,7 @@ def _consecutive(numbers: set[int]) -> Iterator[range]:
 
 
 def _read_blocks(blocks: _Blocks, out: memoryview, stream: Stream) -> None:
-    """Fill ``out`` with blocks, and verify each while it is in the processor's cache."""
+    """Fill ``out`` with blocks, verifying each while it is in the processor's cache."""
     for number in blocks.numbers:
         start = number * BLOCK_BYTES
         _read_block(blocks, number, out[start - blocks.start :], stream)
@@ -292,10 +292,10 @@ def verify_boxes(
     num_threads: int = NUM_THREADS,
     on_bytes: Callable[[int], None] | None = None,
 ) -> int:
-    """Compare checksums of every block that these boxes touch; returns the bytes read.
+    """Compare the checksums of all blocks that these boxes touch; returns the bytes read.
 
     Args:
-        on_bytes: called in this thread with how many more bytes were found right.
+        on_bytes: called in this thread with the number of further bytes that are right.
 
     Raises:
         CorruptCheckpoint: naming the tensor and the block that differs.
@@ -317,11 +317,11 @@ def verify_boxes(
 def read_verified(
     source: Source, targets: Sequence[Target], num_threads: int = NUM_THREADS
 ) -> None:
-    """Fill all targets from a checkpoint with checksums, and compare them: one pass.
+    """Fill all targets and compare checksums, in one pass.
 
     Raises:
-        CorruptCheckpoint: naming the tensor and the block that differs. Targets hold part of the
-            checkpoint then, the wrong block perhaps too.
+        CorruptCheckpoint: naming the tensor and the block that differs. The targets then hold part
+            of the checkpoint, possibly including the wrong block.
     """
     for target in targets:
         _check_covered(source, target)
@@ -332,7 +332,7 @@ def read_verified(
 
 
 def _check_covered(source: Source, target: Target) -> None:
-    """What no chunk has would stay as it is."""
+    """Refuse a target that the chunks do not cover: the rest would keep its old values."""
     boxes = [target.box.intersect(chunk.box) for chunk in target.stored.chunks]
     covered = sum(box.numel for box in boxes if box is not None)
     if covered != target.box.numel:
@@ -353,7 +353,7 @@ def _verified_tasks(needed: _Needed, target: Target) -> Iterator[Task]:
 
 
 class _Places:
-    """Where in a target's memory blocks of a chunk lie, as far as they lie there in one piece."""
+    """Where blocks of a chunk go in a target's memory, if they are contiguous there."""
 
     def __init__(self, target: Target, chunk: Chunk) -> None:
         box, size = target.box, chunk.tensor.itemsize
@@ -362,14 +362,14 @@ class _Places:
         inside, dest = common.relative_to(chunk.box), common.relative_to(box)
         run = min(run_numel(inside, chunk.box.shape), run_numel(dest, box.shape))
         self._memory = memory_of(target.local)
-        # Runs that both have, in bytes, from where to where.
+        # Runs that are contiguous in both, in bytes: from these places to those.
         self._run, self._froms, self._tos = run * size, [], []
-        if run * size >= BLOCK_BYTES or run == common.numel:  # others have no whole block
+        if run * size >= BLOCK_BYTES or run == common.numel:  # shorter runs hold no whole block
             self._froms = [o * size for o in run_offsets(inside, chunk.box.shape, run)]
             self._tos = [o * size for o in run_offsets(dest, box.shape, run)]
 
     def of(self, blocks: _Blocks) -> memoryview | None:
-        """The memory of ``blocks``; None if it is not one piece, or not all theirs."""
+        """The memory for ``blocks``; None if it is not contiguous, or the target lacks a part."""
         index = bisect_right(self._froms, blocks.start) - 1
         if index < 0 or blocks.stop > self._froms[index] + self._run:
             return None
@@ -378,7 +378,7 @@ class _Places:
 
 
 def _read_and_copy(blocks: _Blocks, target: Target, stream: Stream) -> None:
-    """Through a buffer: of blocks that are not all the target's, or in another form."""
+    """Read through a buffer: blocks that the target has only in part, or in another form."""
     buffer = stream.buffer(blocks.stop - blocks.start)
     _read_blocks(blocks, memory_of(buffer), stream)
     chunk = blocks.chunk
@@ -416,7 +416,7 @@ def _fill(
 def _note_written(targets: Iterable[Target]) -> None:
     for target in targets:
         if target.local.numel():
-            # Bytes that were written behind autograd's back: what was gathered is out of date.
+            # Autograd did not see the write, so whatever was gathered before is out of date.
             torch.autograd.graph.increment_version(target.local)
 
 
@@ -432,7 +432,7 @@ def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_
 
 
 def _plain_tasks(target: Target, extent: Extent) -> Iterator[Task]:
-    """What to do to fill the part of ``target`` that lies in ``extent``."""
+    """The tasks that fill the part of ``target`` that is in ``extent``."""
     common = target.box.intersect(extent.box)
     if common is None:
         return
@@ -462,7 +462,7 @@ def _read_straight(file: str, out: memoryview, start: int, stream: Stream) -> No
 
 
 def _read_staged(target: Target, extent: Extent, piece: Box, stream: Stream) -> None:
-    """Read all from the first to the last element of ``piece``, and copy what belongs to it."""
+    """Read from the first to the last element of ``piece``, and copy the elements of ``piece``."""
     container = extent.box.shape
     size = target.stored.info.itemsize
     buffer = stream.buffer(span(piece, container) * size)

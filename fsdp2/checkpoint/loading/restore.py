@@ -1,6 +1,6 @@
-"""What of a checkpoint goes where: models and optimizers matched with it, by name.
+"""Matches a checkpoint with models and optimizers, by name.
 
-Nothing of the model is touched here; `fill` does that, when all names, shapes and dtypes fit.
+Nothing in the model changes here: `fill` changes it, once all names, shapes and dtypes fit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def match_model(
     for name, tensor in found.tensors.items():
         aliases = [alias for alias, first in found.aliases.items() if first == name]
         stored, shards = None, None
-        # Of tied tensors a checkpoint has one name, and it need not be our first.
+        # A checkpoint holds a tied tensor under one name, not necessarily this model's first.
         for candidate in (translate(n) for n in (name, *aliases)):
             other = source.aliases.get(candidate, candidate)
             used.update((candidate, other))
@@ -105,7 +105,7 @@ def match_model(
 
 
 def _renamed(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What to do if the names on one side are those on the other with a prefix."""
+    """Advice for a message, if the names on one side are those on the other with a prefix."""
     here, there = (missing or [""])[0], set(unexpected)
     longer = next((name for name in unexpected if name.endswith(f".{here}")), None)
     if here and longer is not None:
@@ -139,10 +139,10 @@ def _translator(names: NameMap) -> Callable[[str], str]:
 
 
 def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
-    """Compare shapes and dtypes.
+    """Compare shapes and dtypes. Shapes are never coerced.
 
     Raises:
-        CheckpointMismatch: listing what differs. Shapes are never coerced.
+        CheckpointMismatch: listing what differs.
     """
     shapes, dtypes = [], []
     for w in wanted:
@@ -167,7 +167,7 @@ def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
 
 @dataclass
 class OptimizerLoad:
-    """What will be put into optimizers once everything has been checked."""
+    """What the optimizers get once everything has been checked and read."""
 
     state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any] | None]]
     wanted: list[Wanted]
@@ -175,7 +175,7 @@ class OptimizerLoad:
     pieces: dict[str, list[Piece]]
 
     def apply(self) -> None:
-        """Put state and options in."""
+        """Put state and options into the optimizers."""
         for optimizer, param, state in self.state:
             if state is None:
                 optimizer.state.pop(param, None)
@@ -200,12 +200,12 @@ def match_optimizers(
     *,
     same_ranks: bool,
 ) -> OptimizerLoad:
-    """Make the state tensors that the checkpoint has, to be filled, and find the options.
+    """Create the state tensors that the checkpoint has, to be filled, and find the options.
 
     Args:
-        values: of the checkpoint's state file.
+        values: the small state in the checkpoint.
         own: tensors that only this rank had.
-        same_ranks: whether this rank and its mesh are those that saved.
+        same_ranks: whether as many ranks load as saved.
 
     Raises:
         CheckpointMismatch: if the checkpoint has no state for a parameter, or state that cannot
@@ -234,7 +234,7 @@ def match_optimizers(
             load.groups.append((group, options))
         for param, name in zip(group["params"], in_group, strict=True):
             entry = values["optimizer_state"].get(name)
-            if entry is None:  # it never had a gradient
+            if entry is None:  # the parameter never had a gradient
                 load.state.append((optimizer, param, None))
                 continue
             place = _Place(optimizer, group, param, name)
@@ -250,14 +250,14 @@ def _options_of(
     names: Sequence[str],
     saved: dict[str, dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """The options that the parameters of a group were saved with; None if it has none.
+    """The options that the parameters of a group were saved with; None for an empty group.
 
     Args:
-        names: of the parameters.
-        saved: by name of a parameter, the group that it was in.
+        names: names of the parameters.
+        saved: for the name of each parameter, the group that it was saved in.
 
     Raises:
-        CheckpointMismatch: if they differ, or are those of another kind of optimizer.
+        CheckpointMismatch: if they differ, or belong to another kind of optimizer.
     """
     for name in names:
         _check_kind(source, optimizer, group, saved[name].get("optimizer"), saved[name]["options"])
@@ -278,10 +278,10 @@ def _check_kind(
     kind: str | None,
     options: dict[str, Any],
 ) -> None:
-    """Refuse the state of another kind of optimizer; Adam's and AdamW's, say, are alike.
+    """Refuse the state of another kind of optimizer. Adam and AdamW count as the same kind.
 
     Raises:
-        CheckpointMismatch: if the names of the classes differ, and their options too.
+        CheckpointMismatch: if both the class names and the names of options differ.
     """
     other = (options.keys() - group.keys()) | (optimizer.defaults.keys() - options.keys())
     if kind not in (None, type(optimizer).__name__) and other - OF_SCHEDULERS:
@@ -303,11 +303,11 @@ class _Place:
 
 @dataclass
 class _StateReader:
-    """Makes the state of one parameter; tensors of the checkpoint are still to be filled.
+    """Builds the state of one parameter; its tensors are filled later.
 
     Attributes:
-        entry: what was saved of that state beside tensors.
-        own: tensors that only this rank had, if it is the one that saved them.
+        entry: what was saved of that state besides tensors.
+        own: tensors that only this rank had, if the same ranks load.
     """
 
     source: Source
@@ -335,7 +335,7 @@ class _StateReader:
 
     def _decode(self, value: Any, key: Any) -> Any:
         try:
-            # What is in containers is made anew: those that are there stay until all is read.
+            # Tensors in containers are always new: the old ones stay until everything is read.
             return decode(value, lambda inside: self._tensor(inside, None))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointMismatch(
@@ -345,8 +345,8 @@ class _StateReader:
     def _tensor(self, key: str, old: Any) -> Tensor:
         """
         Args:
-            key: the key of the state; in containers with the places in them, ``key[0]['m']``.
-            old: what the optimizer has there.
+            key: the key of the state; inside containers with the place, ``key[0]['m']``.
+            old: what the optimizer has under this key.
         """
         param = self.place.param
         full_name = f"optim.{key}.{self.place.name}"
@@ -363,7 +363,7 @@ class _StateReader:
         return tensor
 
     def _without_whole(self, full_name: str, old: Any) -> Tensor:
-        """Of a tensor subclass, or of this rank only."""
+        """A state tensor that is not stored whole: a tensor subclass, or this rank's own."""
         param = self.place.param
         shards = self.load.pieces.get(full_name)
         if shards is not None:
@@ -382,14 +382,14 @@ class _StateReader:
 
 
 def _like_before(old: Any, stored: Stored) -> Tensor | None:
-    """The tensor that the optimizer has already, if it fits: ``stored`` is of no subclass."""
+    """The tensor that the optimizer already has, if the plain tensor ``stored`` fits into it."""
     if not isinstance(old, Tensor) or tuple(old.shape) != stored.info.shape or is_subclass(old):
         return None
     return old if NAMES.get(old.dtype) == stored.info.dtype else None
 
 
 def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
-    """Give modules what their ``get_extra_state`` returned when they were saved."""
+    """Pass to modules what their ``get_extra_state`` returned when they were saved."""
     if not encoded:
         return
     modules = dict(model.named_modules())
@@ -400,5 +400,5 @@ def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
 
 
 def values_of_rank(source: Source, rank: int) -> dict[str, Any]:
-    """What a rank saved that is no tensor, still encoded."""
+    """The small state that a rank saved, still encoded."""
     return json.loads(source.small_file(state_name(rank)))

@@ -43,7 +43,7 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class Extent:
-    """A box of a tensor that lies row-major in one piece of a file, from byte ``offset`` on."""
+    """A box of a tensor that a file holds row-major and contiguous, from byte ``offset`` on."""
 
     file: str
     box: Box
@@ -66,7 +66,7 @@ class Source:
     Attributes:
         path: its folder.
         given: what was opened: the folder, an index or a file.
-        tensors: of the model, by the names in the checkpoint.
+        tensors: the model's tensors, by their names in the checkpoint.
         optimizer: ``optim.<state>.<name>`` tensors.
         aliases: other names of tied tensors.
         manifests: by rank; empty for checkpoints that this package did not write.
@@ -114,7 +114,7 @@ class Source:
             raise CorruptCheckpoint(
                 f"{self.path}: file name {name!r} leads out of the checkpoint's folder"
             )
-        # Not blocking: whatever lies there under the name, a pipe too, is refused at once.
+        # O_NONBLOCK: opening a pipe of that name must not block before it is refused below.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         if self.manifests:
             flags |= os.O_NOFOLLOW
@@ -142,7 +142,7 @@ class Source:
         return parse_header(os.pread(fd, length, 8), size, shown)
 
     def small_file(self, name: str) -> bytes:
-        """A file of the manifests' folder, checked against the checksum there."""
+        """Read a file next to the manifests, and compare it with its checksum in them."""
         import hashlib
 
         path = self.path / FOLDER / name
@@ -161,7 +161,7 @@ class Source:
         """Another descriptor of an open data file, for the caller to close."""
         fd = self._fds[name]
         try:
-            # The file that was checked, whatever has its name by now.
+            # The very file that was checked, even if its name now belongs to another.
             return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no /proc here
             return os.dup(fd)
@@ -252,7 +252,7 @@ def _open_own(source: Source) -> None:
 
 
 def _read_own(path: Path) -> bytes:
-    """A file of this package, which never makes symbolic links."""
+    """Read a file of this package, which never writes symbolic links."""
     if path.is_symlink():
         raise CorruptCheckpoint(
             f"{path.parent}: {path.name} is a symbolic link, which this checkpoint never had"
@@ -261,7 +261,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def _check_index(source: Source) -> None:
-    """Compare Hugging Face's index, which this package does not need to read, with the headers."""
+    """Compare Hugging Face's index with the manifests, though only other libraries read it."""
     expected = index_of(source.manifests.values())
     if expected is None:
         return
@@ -302,7 +302,7 @@ def _collect(source: Source, missing: list[int]) -> None:
             if owner.setdefault(name, _set_of(manifest, chunk.file)) != _set_of(
                 manifest, chunk.file
             ):
-                continue  # the same tensor once more, written by ranks that share nothing
+                continue  # the same tensor again, written by ranks that share no files with these
             _check_chunk(source, chunk, headers[chunk.file])
             offset = headers[chunk.file].offsets[name]
             extent = Extent(
@@ -317,7 +317,7 @@ def _collect(source: Source, missing: list[int]) -> None:
             if info.nbytes == 0:  # no rank writes a chunk of zero bytes
                 extent = Extent(file, Box.whole(info.shape), header.offsets[name])
                 table.setdefault(name, Stored(info, [extent]))
-            elif missing:  # a rank that is missing may have written all of it
+            elif missing:  # the missing rank may have written all of it
                 table.setdefault(name, Stored(info))
 
 

@@ -2,15 +2,18 @@
 
 ::
 
-    begin()    .<name>.<nonce>.tmp/ is there          nothing is visible under <name>
+    begin()    makes .<name>.<nonce>.tmp/             nothing is visible under <name>
       ... every rank writes and fsyncs its ranges; the first bytes of each file stay zero ...
-    mark()     this rank's manifest is durable        what this rank wrote is durable
-    commit()   once all manifests are there: headers, index, rename to <name>
+    mark()     makes this rank's manifest durable     the data it lists was durable before
+    commit()   once all manifests exist: headers, index, rename to <name>
     give_up()  this attempt will never be committed
 
-No rank waits for another. Any rank that finds all manifests commits, and several may do so at the
-same time: they write the same bytes, and the rename happens once. Readers see nothing before the
+No rank waits for another. Any rank that finds all manifests commits. Several may do so at the same
+time: they write the same bytes, and only one rename succeeds. Readers see nothing before the
 rename and everything after it.
+
+File headers are written at commit, not before. A file of its final size whose ranges were never
+written reads as valid zeros; with zeros in place of the header, no safetensors reader accepts it.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from ..format.manifest import (
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
-# What renaming a folder says if it is gone, or if something else has the new name.
+# Errors of a rename whose source is gone or whose target is taken: another rank was faster.
 _TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -68,7 +71,7 @@ class Attempt:
         """Make the staging folder.
 
         Raises:
-            CheckpointExists: if there is something under the final name.
+            CheckpointExists: if the final name is taken.
             CheckpointError: if the root is missing or cannot be written to.
         """
         with _explained(self.root), self.disk.directory(self.root) as root:
@@ -88,7 +91,7 @@ class Attempt:
             yield fd
 
     def mark(self, manifest: Manifest) -> None:
-        """Say that all that ``manifest`` lists is durable."""
+        """Write this rank's manifest; everything that it lists must be durable by now."""
         with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
             self.disk.write_file(
                 marker_name(self.rank, len(self.ranks)), dump(manifest), folder, unique="marker"
@@ -96,7 +99,7 @@ class Attempt:
             self.disk.sync(folder, FOLDER)
 
     def give_up(self, reason: str) -> None:
-        """Say that this rank failed and why, so that what is left of the attempt can go."""
+        """Note that this rank failed, and why; remove the attempt if all ranks are done with it."""
         try:
             with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
                 self.disk.note(failed_name(self.rank), reason, folder)
@@ -125,7 +128,7 @@ class Attempt:
                 if not failed and all(marker_name(r, len(self.ranks)) in names for r in self.ranks):
                     self._commit_or_give_up(staging, folder)
         except FileNotFoundError:
-            # Another rank renamed the folder while we looked, or it was removed.
+            # Another rank renamed the folder meanwhile, or the folder was removed.
             if self._find_committed():
                 return True
             raise CheckpointError(
@@ -149,22 +152,22 @@ class Attempt:
         return [r for r in self.ranks if marker_name(r, len(self.ranks)) not in names]
 
     def _find_committed(self) -> bool:
-        """Whether the final name is there and is this attempt's.
+        """Whether the final name exists and belongs to this attempt.
 
         Raises:
-            CheckpointExists: if it is another one's.
+            CheckpointExists: if it belongs to another attempt.
         """
         if not self._has_name():
             if not os.path.lexists(self.root / self.name):
                 return False
-            # Another rank may have committed between the two looks, so look again.
+            # Another rank may have committed between the two checks, so check again.
             if not self._has_name():
                 raise CheckpointExists(
                     f"{self.root / self.name} was made by another job meanwhile; this attempt is "
                     "not merged into it"
                 )
         with self.disk.directory(self.root) as root:
-            # The rank that renamed it may have ended before it did this.
+            # The rank that renamed it may have died before it made the rename durable.
             self.disk.sync(root, str(self.root))
         self.committed = True
         return True
@@ -183,7 +186,8 @@ class Attempt:
         except FileNotFoundError:
             raise
         except OSError as error:
-            # The disk is full: waiting ranks should know, and an error means not committed.
+            # Ranks that wait must learn of a full disk. But another rank may have committed all
+            # the same, and an error must mean that nothing was committed.
             self.give_up(f"{type(error).__name__}: {error}")
             if not self._find_committed():
                 raise
@@ -194,12 +198,14 @@ class Attempt:
             check_agreement(manifests)
         except CheckpointError as error:
             self.disk.note(failed_name(self.rank), str(error), folder)
-            # A rank that finds the note of another cleans up. Ranks that found the disagreement
-            # at the same time have all left one: the last cleans up.
+            # A rank that finds another rank's note cleans up. If all ranks found the disagreement
+            # at the same time, each left a note before it could read one: the last cleans up.
             names = self.disk.names(folder)
             if all(failed_name(rank) in names for rank in self.ranks):
                 self._remove_if_settled()
             raise
+        # Another rank may rename the folder while this one writes. All paths are relative to
+        # descriptors, so the writes still arrive, and put the same bytes there once more.
         for manifest in manifests:
             for files in manifest.sets:
                 for file, header in files.headers.items():
@@ -207,7 +213,10 @@ class Attempt:
         index = index_of(manifests)
         if index is not None:
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            # With a shared temporary name, one rank would rename the file that another is writing.
             self.disk.write_file(INDEX, text.encode(), staging, unique=str(self.rank))
+        # The folders before the rename: after a power failure, the final name must not stand for a
+        # folder whose entries never reached the disk.
         self.disk.sync(folder, FOLDER)
         self.disk.sync(staging, self.staging)
         self._publish()
@@ -231,7 +240,7 @@ class Attempt:
 
     def _publish(self) -> None:
         with self.disk.directory(self.root) as root:
-            # Renaming onto an empty folder would succeed, so look first.
+            # Check first: renaming onto an empty folder would succeed silently.
             if self.disk.exists(self.name, root):
                 self._find_committed()
                 return
@@ -297,8 +306,8 @@ def check_agreement(manifests: list[Manifest]) -> None:
 def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
     """Remove staging folders in which nothing was written for ``grace_s`` seconds.
 
-    Ages are compared with a file just touched in the same place: other nodes' clocks and the file
-    system's may differ from this one's.
+    Ages are measured against a file that was just touched in the same folder: the clocks of other
+    nodes and of the file system may differ from this node's.
     """
     removed = []
     with disk.directory(root) as folder:
@@ -319,19 +328,19 @@ def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
 
 
 def _remove(disk: Disk, staging: str, root: int) -> None:
-    """Remove a staging folder, under another name: a rank may be about to commit it.
+    """Remove a staging folder. A rank may be about to commit it, so it is renamed first.
 
-    Either this renames it or that rank does; what has its final name is never touched.
+    Either this rename succeeds or that rank's does; a folder with its final name is never touched.
     """
     removed = f".removed{staging}"
-    disk.remove_tree(removed, root)  # of an earlier attempt to remove it, which ended early
+    disk.remove_tree(removed, root)  # left by an earlier removal that was interrupted
     with suppress(FileNotFoundError):
         disk.rename(staging, removed, root)
         disk.remove_tree(removed, root)
 
 
 def _newest(path: Path) -> float:
-    """The latest change of a folder or anything in it; infinity if it is going away."""
+    """The latest change of a folder or anything in it; infinity if it disappears meanwhile."""
     try:
         return max(p.lstat().st_mtime for p in (path, *path.rglob("*")))
     except FileNotFoundError:

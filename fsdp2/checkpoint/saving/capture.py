@@ -1,7 +1,7 @@
-"""What there is to save of a model and its optimizers, and where it goes when it is loaded.
+"""What a save contains of a model and its optimizers, and who writes it.
 
-Works for anything whose tensors are DTensors or plain: sharded by this package or by torch's, or
-not at all.
+Works for any model whose tensors are DTensors or plain: sharded by this package, by torch's FSDP2,
+or not at all.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Entry:
     """A tensor with a name in the checkpoint.
 
     Attributes:
-        whose: the model's parameter or buffer that it is, or that it belongs to.
-        per_rank: a buffer that ranks may have different values of.
+        per_rank: a buffer whose values may differ between ranks.
     """
 
     kind: str
@@ -46,13 +45,13 @@ class Entry:
 
 @dataclass
 class Captured:
-    """Everything of this rank.
+    """Everything that this rank saves.
 
     Attributes:
-        parts: to write into the checkpoint's files; ``locals`` are their local tensors.
-        own: tensors that only this rank has or that may differ between ranks, whole.
+        parts: what goes into the checkpoint's files; ``locals``: the tensors that this rank writes.
+        own: whole tensors that only this rank has, or that may differ between ranks.
         aliases: other names of tied tensors.
-        values: what is no tensor, as JSON.
+        values: everything that is not a tensor, as JSON.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -70,7 +69,7 @@ class ModelTensors:
         tensors: parameters and persistent buffers, sharded ones as DTensors.
         aliases: other names of the same tensors.
         buffers: the names among them that are plain buffers.
-        extra: what ``get_extra_state`` of modules gave.
+        extra: what the modules' ``get_extra_state`` returned.
     """
 
     tensors: dict[str, Tensor]
@@ -101,7 +100,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
 def ranks_of_model(tensors: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that hold the same model as this one, as far as a rank can know.
 
-    All that share any DTensor with this rank; without DTensors all of ``ranks``.
+    All ranks that share any DTensor with this one; without DTensors all of ``ranks``.
     """
     members: set[int] = set()
     for tensor in tensors:
@@ -133,10 +132,10 @@ def model_entries(
 
 
 def check_model(model: Any) -> None:
-    """It is a module.
+    """Check that ``model`` is a module.
 
     Raises:
-        TypeError: if not.
+        TypeError: if it is not.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an nn.Module, not of type {type(model).__name__}")
@@ -148,8 +147,8 @@ def optimizer_names(
     """The name of every parameter of the optimizers, by id.
 
     Raises:
-        CheckpointError: if an optimizer has a parameter that is not of the model.
-        TypeError: for what is no optimizer.
+        CheckpointError: if an optimizer has a parameter that is not in the model.
+        TypeError: if an argument is not an optimizer.
     """
     names = {id(tensor): name for name, tensor in found.tensors.items()}
     for number, optimizer in enumerate(optimizers):
@@ -176,7 +175,7 @@ def optimizer_entries(
     captured: Captured,
     rank: int,
 ) -> list[Entry]:
-    """Describe the state of optimizers; what does not follow its parameter goes to ``captured``."""
+    """Describe the state of optimizers; non-tensors and per-rank tensors go to ``captured``."""
     entries: list[Entry] = []
     groups, values = [], {}
     for optimizer in optimizers:
@@ -197,11 +196,11 @@ def optimizer_entries(
 
 @dataclass
 class _StateOf:
-    """Takes the state of one parameter apart.
+    """Separates the tensors in the state of one parameter from the rest.
 
     Attributes:
         entries, captured: where its tensors go.
-        layouts: of its tensors, where they do not follow from the parameter.
+        layouts: layouts of its tensors that do not follow from the parameter.
     """
 
     param: Tensor
@@ -213,7 +212,7 @@ class _StateOf:
     layouts: dict[str, Any] = field(default_factory=dict)
 
     def take(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """What is left of a state without its tensors, as JSON."""
+        """Collect the tensors of ``state``; returns the rest as JSON."""
         others: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -252,10 +251,10 @@ def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str,
 
 
 def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
-    """`holding`, whose errors are those of a checkpoint here.
+    """`holding`, with checkpoint errors.
 
     Raises:
-        CheckpointError: no rank has a box of ``tensor``.
+        CheckpointError: if this rank's part of ``tensor`` is not a box.
     """
     try:
         return holding(tensor, name, ranks, rank)
@@ -266,7 +265,7 @@ def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> H
 def _holding_of_state(
     value: Tensor, param: Tensor, name: str, of_param: Holding, rank: int
 ) -> Holding | None:
-    """This rank's part of a tensor; None if other ranks do not know it."""
+    """This rank's part of a state tensor; None if other ranks do not know the tensor."""
     shared = value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape)
     if isinstance(value, DTensor) or shared:
         return held_part(value, name, of_param.ranks, rank)
@@ -274,7 +273,7 @@ def _holding_of_state(
 
 
 def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
-    """Turn entries into parts: who writes what."""
+    """Decide who writes which entry, and add the parts and tensors of this rank."""
     balance = Balance()
     for entry in entries:
         held, info = entry.holding, describe(entry.name, entry.tensor)
@@ -285,7 +284,7 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
             continue
         local = _values_of(entry.tensor)
         nbytes = held.box.numel * info.itemsize
-        # Of buffers that may differ, the first rank's is in the model's file.
+        # If a buffer may differ between ranks, the first rank's goes into the model's file.
         owner = 0 if entry.per_rank else balance.owner(held, nbytes)
         writes = held.replica == owner
         if entry.per_rank and not writes:
@@ -297,7 +296,7 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
 
 
 def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
-    """The inner tensors of a tensor subclass, which no other rank writes."""
+    """Add the inner tensors of a tensor subclass, which only this rank writes."""
     for name, inner in entries_of(entry.name, entry.tensor, entry.holding.box).items():
         info, box = describe(name, inner), Box.whole(tuple(inner.shape))
         captured.parts.append(Part(entry.kind, info, box, box, (rank,), True))
@@ -305,7 +304,7 @@ def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """The local tensor, with conjugation and negation that torch has only noted carried out."""
+    """The local tensor; lazy conjugation and negation (flags of torch) are carried out."""
     return local_of(tensor).resolve_conj().resolve_neg()
 
 
@@ -323,7 +322,7 @@ def capture(
     rank: int,
     rank_local: RankLocal | None = None,
 ) -> Captured:
-    """Everything of ``model`` and ``optimizers`` that this rank has to do with."""
+    """Everything of ``model`` and ``optimizers`` that this rank saves."""
     found = tensors_of(model)
     captured = Captured(aliases=found.aliases)
     entries = model_entries(found, ranks, rank, rank_local)

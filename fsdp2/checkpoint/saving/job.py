@@ -36,8 +36,8 @@ class Options:
     Attributes:
         layout: "shared", "per-rank" or "auto".
         max_file_bytes: of one file of a checkpoint.
-        grace_s: after so many seconds without a write, what is left of an attempt is removed.
-        num_threads: that write, per rank.
+        grace_s: leftovers of an attempt are removed after this many seconds without a write.
+        num_threads: threads per rank that write.
     """
 
     layout: str = "auto"
@@ -85,7 +85,7 @@ class SaveJob:
         self.progress = Progress(self.plan.nbytes)
 
     def begin(self) -> None:
-        """Reject early what cannot work, before anything is staged."""
+        """Make the staging folder, and reject early what cannot work."""
         if self.rank == self.ranks[0]:
             with _named(self.attempt.root):
                 sweep(self.disk, self.attempt.root, grace_s=self.options.grace_s)
@@ -95,7 +95,7 @@ class SaveJob:
         """Write, make durable, mark, and commit if this rank is the last.
 
         Args:
-            read: gives the bytes of a part; by default straight from the tensors.
+            read: returns the bytes of a part; None reads straight from the tensors.
         """
         try:
             read = read or LocalBytes(self.captured.locals)
@@ -106,6 +106,8 @@ class SaveJob:
                 chunks = writer.write(staging)
                 with self.disk.directory(FOLDER, staging) as folder:
                     small = self._write_small_files(folder)
+            # Last, when all of this rank's data is on disk: from the moment the last marker is
+            # there, any rank may commit.
             self.attempt.mark(
                 Manifest(
                     nonce=self.attempt.nonce,
@@ -149,7 +151,7 @@ def describe_writer() -> dict[str, Any]:
 
 
 class _named:  # noqa: N801
-    """Turn errors of a missing or read-only root into clear messages."""
+    """Turns the errors of a missing or read-only root into clear messages."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -228,8 +230,8 @@ class SaveHandle:
 
         Raises:
             TimeoutError: after ``timeout`` seconds.
-            OSError, CheckpointError: what went wrong while writing; the save will never be
-                committed then.
+            OSError, CheckpointError: what went wrong while writing; such a save is never
+                committed.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not written yet after {timeout} s")
@@ -239,7 +241,7 @@ class SaveHandle:
         return self
 
     def committed(self) -> bool:
-        """Whether the checkpoint is committed; commits it if all ranks' parts are complete."""
+        """Whether the checkpoint is committed; commits it if all ranks' parts are durable."""
         return self.done and self._error is None and self._commit()
 
     def _commit(self) -> bool:
@@ -258,7 +260,7 @@ class SaveHandle:
         return committed
 
     def _check_all_called(self) -> None:
-        """Check that this written save is committed, or only waits for ranks that have called.
+        """Check that this written save is committed, or waits only for ranks that called save.
 
         Raises:
             CheckpointError: naming ranks that never called it.

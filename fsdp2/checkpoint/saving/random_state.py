@@ -12,7 +12,7 @@ from ..format.values import decode, encode
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, NumPy (where it is in use) and torch, on the CPU and on this rank's device."""
+    """States of Python's, NumPy's (if imported) and torch's generators, CPU and this device."""
     states: dict[str, Any] = {
         "python": encode(random.getstate()),
         "torch": encode(torch.get_rng_state()),
@@ -29,7 +29,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` gave."""
+    """Restore what `random_states` returned."""
     random.setstate(decode(states["python"]))
     torch.set_rng_state(decode(states["torch"]))
     if "numpy" in states:

@@ -1,8 +1,8 @@
-"""Which ranks have called a save: what tells a slow rank from one that never calls.
+"""Which ranks have called a save: tells a slow rank from one that never calls.
 
-A save communicates nothing, so a program that calls it on one rank only would not notice: this
-rank's part is written, and the checkpoint is never committed. Every call leaves one key in the
-store by which the processes met. The keys are read only while a save waits for other ranks.
+A save communicates nothing, so a program that calls it on one rank only would not notice: that
+rank's part is written, and the checkpoint is never committed. So every call sets one key in the
+process group's key-value store. The keys are read only while a save waits for other ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..agreement import next_nonce, the_store
 from ..errors import CheckpointError
 from .attempt import Attempt
 
-# How far ranks may be apart in calling save before a warning, and at the next save an error.
+# How far apart ranks may call save before there is a warning, and at the next save an error.
 PATIENCE_S = 30.0
 EXIT_WAIT_S = 5.0  # for ranks that are still writing when this process ends
 
@@ -44,8 +44,8 @@ class RollCall:
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Around what a rank does before it stages anything: the others learn that it called,
-        and whether it fails here."""
+        """Wraps what a rank does before it stages anything: the other ranks learn that it called,
+        and whether it failed here."""
         self._answer(str(self.rank), "called")
         try:
             yield
@@ -56,14 +56,14 @@ class RollCall:
     def _answer(self, key: str, value: str) -> None:
         store = self._store()
         if store is not None:
-            with suppress(RuntimeError):  # the store may be gone when a program ends
+            with suppress(RuntimeError):  # the store may be gone while the program exits
                 store.set(f"{self._key}/{key}", value)
 
     def _store(self) -> dist.Store | None:
         return None if len(self.ranks) == 1 else the_store()
 
     def absent(self) -> list[int] | None:
-        """Ranks that have not called this save; None if that cannot be known (any more)."""
+        """Ranks that have not called this save; None if there is no store (any more) to ask."""
         store = self._store()
         try:
             if store is not None:
@@ -93,7 +93,7 @@ class RollCall:
             with suppress(RuntimeError):
                 store.delete_key(f"{self._key}/{self.rank}")
 
-    # -- what is said -----------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
     def why(self, attempt: Attempt) -> str:
         """Why the checkpoint is not committed yet, and what to do."""
@@ -114,7 +114,7 @@ class RollCall:
         )
 
     def warn_once(self, waited_s: float, attempt: Attempt) -> None:
-        """Say while waiting what is waited for."""
+        """Warn, once, which ranks are missing, after `PATIENCE_S`."""
         if not self.warned and waited_s > PATIENCE_S and self.absent():
             self.warned = True
             warnings.warn(
@@ -123,10 +123,10 @@ class RollCall:
             )
 
     def check_all_called(self, attempt: Attempt, since: float) -> None:
-        """Wait until all ranks have called, `PATIENCE_S` after ``since`` at most.
+        """Wait until all ranks have called, at most until `PATIENCE_S` after ``since``.
 
         Raises:
-            CheckpointError: naming those who have not.
+            CheckpointError: naming the ranks that have not.
         """
         while not attempt.commit() and self.absent():
             if time.monotonic() - since > PATIENCE_S:
@@ -145,8 +145,8 @@ _open_ends: dict[int, tuple[RollCall, Attempt, BaseException | None]] = {}
 
 
 def left_open(call: RollCall, attempt: Attempt, error: BaseException | None) -> None:
-    """Note that this rank is done with a save that is not committed, or that failed, before anyone
-    has been told."""
+    """Note that this rank finished a save that is not committed or failed, which the program has
+    not been told yet."""
     _open_ends[id(attempt)] = call, attempt, error
 
 

@@ -21,7 +21,8 @@ class Staging:
     def fill(self, captured: Captured):
         """Copy everything that this rank writes; returns a reader for a `Writer`.
 
-        The tensors in ``captured`` are replaced by their copies, the small ones too.
+        ``captured`` keeps no tensor of the model: copies replace the small ones, and ``locals`` is
+        emptied.
         """
         places: dict[tuple[str, str], tuple[int, int]] = {}
         end = 0
@@ -37,6 +38,8 @@ class Staging:
                 start, nbytes = places[key]
                 _copy(list(staged.pieces(start, start + nbytes)), tensor)
         if accelerator:
+            # The copies above do not block. They must be done before the caller trains on and
+            # overwrites their sources, and before a thread writes what they copied.
             torch.accelerator.synchronize()
         captured.own = {name: t.detach().to("cpu", copy=True) for name, t in captured.own.items()}
         captured.locals.clear()
@@ -49,12 +52,12 @@ class Staging:
         return read
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._bytes = None
 
 
 def _copy(pieces: list[torch.Tensor], source: torch.Tensor) -> None:
-    """Copy a tensor into pieces of bytes, without waiting."""
+    """Copy a tensor into pieces of bytes, without blocking."""
     if len(pieces) == 1:
         target = pieces[0].view(source.dtype).view(source.shape)
         target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, as streams: any layouts, any numbers of ranks."""
+"""Compares two checkpoints tensor by tensor, as streams: any layout, any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Difference:
 
     Attributes:
         what: "shape", "dtype" or "values"; values of equal shape are compared in any case.
-        num_different: elements whose bits differ (whose values do, if dtypes differ).
-        max_abs_difference: of those that are numbers in both; infinite if one is infinite.
-        num_nan: elements where either is no number and the bits differ.
+        num_different: elements whose bits differ; if dtypes differ, whose values differ.
+        max_abs_difference: largest difference where neither is NaN; infinite if one is infinite.
+        num_nan: elements where either is NaN and the bits differ.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def bytes_to_compare(a: Source, b: Source) -> int:
-    """How many bytes, of both together, `compare` will report to ``on_bytes``."""
+    """How many bytes of both checkpoints `compare` will report to ``on_bytes``."""
     pairs, _, _ = _match(a, b)
     return sum(x.info.nbytes + y.info.nbytes for _, x, y in pairs if x.info.shape == y.info.shape)
 
@@ -80,10 +80,10 @@ def compare(
     Args:
         atol, rtol: values of equal dtype may differ by ``atol + rtol * abs(b)``. Without them
             bits must be equal.
-        on_bytes: called with how many more bytes of both were read.
+        on_bytes: called with the number of further bytes that were read of both.
 
     Raises:
-        CorruptCheckpoint: if a file gets shorter meanwhile.
+        CorruptCheckpoint: if a file is truncated meanwhile.
     """
     pairs, only_a, only_b = _match(a, b)
     result = Comparison(only_a, only_b, optimizer=_optimizer(a, b))
@@ -119,7 +119,7 @@ def _optimizer(a: Source, b: Source) -> str:
 
 
 def _match(a: Source, b: Source) -> tuple[list[tuple[str, Stored, Stored]], list[str], list[str]]:
-    """Pairs by name, and the names that only one has."""
+    """Pairs of tensors by name, and the names that only one checkpoint has."""
     pairs: list[tuple[str, Stored, Stored]] = []
     used: set[str] = set()
     only_a = []
@@ -141,7 +141,7 @@ def _match(a: Source, b: Source) -> tuple[list[tuple[str, Stored, Stored]], list
 
 
 def _names(source: Source) -> Mapping[str, list[str]]:
-    """All names of each tensor, the one it is kept by first."""
+    """All names of each tensor, starting with the one under which it is stored."""
     names = {name: [name] for name in source.tensors}
     for alias, first in source.aliases.items():
         if first in names:
@@ -171,9 +171,9 @@ def _compare_values(
 
 
 def _different_parts(p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What has to be looked at element by element: nothing, where bits are equal.
+    """What must be compared element by element: nothing if all bits are equal.
 
-    In parts, since float64 copies are up to eight times as large.
+    In parts, because float64 copies are up to eight times as large.
     """
     if p.dtype == q.dtype and torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
         return
@@ -182,7 +182,7 @@ def _different_parts(p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _add(found: Difference, p: Tensor, q: Tensor, atol: float, rtol: float) -> bool:
-    """Add what differs in a part; whether it is within the tolerances."""
+    """Add the differences in a part; returns whether they are within the tolerances."""
     x, y = _as_numbers(p), _as_numbers(q)
     if p.dtype == q.dtype:
         size = p.element_size()
@@ -207,7 +207,7 @@ def _add(found: Difference, p: Tensor, q: Tensor, atol: float, rtol: float) -> b
 
 
 def _as_numbers(values: Tensor) -> Tensor:
-    """As float64 (complex128): every dtype but 64-bit integers fits into it."""
+    """Convert to float64 (complex128), which holds all dtypes except 64-bit integers exactly."""
     if values.is_complex():
         return values.to(torch.complex128)
     if values.element_size() == 1 and values.is_floating_point():

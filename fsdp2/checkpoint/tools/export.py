@@ -1,7 +1,7 @@
-"""Any checkpoint as ordinary safetensors files of whole tensors, as a stream.
+"""Exports any checkpoint as ordinary safetensors files of whole tensors, as a stream.
 
-A few MiB are in memory at a time, whatever the size of the tensors. What is written appears under
-its name by one rename, when all of it is durable.
+A few MiB are in memory at a time, whatever the size of the tensors. The result appears under its
+name by one rename, once all of it is durable.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Exported:
 
     Attributes:
         files: bytes of each file.
-        nbytes: of tensors that were read.
-        verified: whether they were compared with checksums.
+        nbytes: bytes of the tensors that were read.
+        verified: whether they were compared with their checksums.
         not_finite: how many finite values of a tensor became infinite in the new dtype.
     """
 
@@ -75,20 +75,20 @@ def export(
     Args:
         source: an open checkpoint of any layout, of any number of ranks. Other names of tied
             tensors are left out, as these libraries do.
-        out: a folder to be made, or a file if it ends in ".safetensors".
-        dtype: "bf16", "fp16" or "fp32": what the model's floating point tensors become.
-        max_file_bytes: of data in one file; a larger tensor gets a file of its own.
-        single: one file, however large.
+        out: a folder to be created, or a file if it ends in ".safetensors".
+        dtype: "bf16", "fp16" or "fp32": converts the model's floating point tensors.
+        max_file_bytes: largest amount of data in one file; a larger tensor gets its own file.
+        single: write one file, however large.
         verify: compare each tensor with its checksums, if there are any, before it is written.
-        with_optimizer: write the optimizer's tensors too, as they are, to files of their own.
-        on_bytes: called with how many more bytes of the source were written.
+        with_optimizer: write the optimizer's tensors too, unconverted, to files of their own.
+        on_bytes: called with the number of further bytes of the source that were written.
 
     Raises:
         CheckpointExists: if ``out`` exists.
-        CheckpointError: if its parent does not or cannot be written to, or the options contradict
-            each other.
-        CorruptCheckpoint: if a checksum is wrong; nothing appears under ``out`` then.
-        OSError: if the disk is full or broken; nothing appears under ``out`` then.
+        CheckpointError: if its parent does not exist or cannot be written to, or the options
+            contradict each other.
+        CorruptCheckpoint: if a checksum is wrong; then nothing appears under ``out``.
+        OSError: if the disk is full or broken; then nothing appears under ``out``.
     """
     start = time.monotonic()
     target = Path(os.path.abspath(out))
@@ -104,7 +104,7 @@ def export(
     job = _Export(source, Disk(), result, on_bytes)
     with job.disk.directory(target.parent) as parent:
         _refuse_existing(job.disk, target, parent)
-        # Named like what is left of a save, so that a later save removes it if this one dies.
+        # Named like the staging folder of a save: if this process dies, a later save removes it.
         staging = f".{target.name}.{secrets.token_hex(8)}-1.tmp"
         try:
             _make_staging(job.disk, staging, target, parent)
@@ -182,7 +182,7 @@ def _write_index(disk: Disk, plans: dict[str, FilePlan], folder: int) -> None:
 
 
 def _groups(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Tensors that are verified together, so that they are read again from the cache."""
+    """Groups to be verified, then written: few enough bytes to be read again from the cache."""
     group: list[TensorInfo] = []
     filled = 0
     for tensor in tensors:
@@ -202,7 +202,7 @@ class _Export:
     on_bytes: OnBytes
 
     def write_file(self, file: str, plan: FilePlan, folder: int) -> None:
-        """Write the data, then, once it is durable, the header; no reader accepts a file before."""
+        """Write the data, then, once it is durable, the header that makes the file readable."""
         table = self.source.optimizer if file.startswith("optim") else self.source.tensors
         fd = self.disk.create(file, plan.size, folder)
         try:
@@ -239,7 +239,7 @@ class _Export:
         if bool(after.isfinite().all()):
             return
         if before.element_size() == 1:
-            before = before.float()  # of 8 bits, torch does not know what is finite
+            before = before.float()  # older versions of torch have no `isfinite` for 8-bit floats
         num = int(torch.count_nonzero(before.isfinite() & ~after.isfinite()))
         if num:
             self.result.not_finite[info.name] = self.result.not_finite.get(info.name, 0) + num

@@ -1,7 +1,7 @@
 """Finds, describes, verifies and streams checkpoints without a model.
 
-Nothing is printed here, and no tensor is ever in memory whole. `export` and `compare` build on
-this; the command line (`fsdp2 ckpt`) shows the results.
+Nothing is printed here, and no whole tensor is ever in memory. `export` and `compare` build on
+this module; the command line (``fsdp2 ckpt``) shows the results.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OnBytes = Callable[[int], None] | None
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None
 ) -> tuple[Path, list[int]]:
-    """The checkpoint that ``path`` means, and the steps to choose from.
+    """The checkpoint that ``path`` refers to, and the steps to choose from.
 
     Args:
         path: a checkpoint's folder, an index, a safetensors file, or a `Checkpointer`'s folder.
-        step: of a `Checkpointer`'s folder; the latest by default.
+        step: a step in a `Checkpointer`'s folder; the latest by default.
 
     Returns:
         What `open_source` opens, and the committed steps if ``path`` is a `Checkpointer`'s folder.
@@ -77,13 +77,13 @@ def stream(source: Source, stored: Stored, piece_numel: int) -> Iterator[Tensor]
     """All elements of a tensor in row-major order, however many ranks wrote it.
 
     Args:
-        piece_numel: elements of a piece, at most.
+        piece_numel: maximum number of elements of a piece.
 
     Yields:
-        1-dim CPU tensors, each with memory of its own.
+        1-dim CPU tensors, each with its own memory.
 
     Raises:
-        CorruptCheckpoint: if a file gets shorter meanwhile.
+        CorruptCheckpoint: if a file is truncated meanwhile.
     """
     info = stored.info
     if not info.nbytes:
@@ -128,17 +128,17 @@ class Summary:
 
     Attributes:
         format: "fsdp2", or "safetensors" if another library wrote it.
-        step: of a `Checkpointer`; None for weights alone.
+        step: the step of a `Checkpointer`; None for weights alone.
         steps: the committed steps next to it.
-        files: bytes of each, by its path in the folder.
+        files: bytes of each file, by its path in the folder.
         model: tensors of the model, counting tied ones once; ``dtypes``: the same by dtype.
-        optimizer: by kind of state.
+        optimizer: tensors of the optimizer, by kind of state.
         aliases: other names of tied tensors.
         layout: "shared", "per-rank" or "mixed"; None if another library wrote it.
-        ranks: that wrote it.
-        writers: the different answers of the ranks to each question: versions, host, time.
+        ranks: the ranks that wrote it.
+        writers: the distinct values that ranks recorded for versions, host, time, ...
         verifiable: whether there are checksums.
-        metadata: of a single file.
+        metadata: metadata in the header of a single file.
     """
 
     path: str
@@ -225,7 +225,7 @@ class Verified:
 
     Attributes:
         checksums: whether there were any; if not, only the structure was checked.
-        nbytes: that were read; ``num_blocks``: with a checksum each.
+        nbytes: bytes that were read; ``num_blocks``: blocks, each with a checksum.
     """
 
     checksums: bool
@@ -248,8 +248,8 @@ def check(source: Source, on_bytes: OnBytes = None) -> Verified:
     is nothing left to do.
 
     Args:
-        source: an open checkpoint, best one that was just opened.
-        on_bytes: called with how many more bytes of data were found right.
+        source: an open checkpoint, preferably one that was just opened.
+        on_bytes: called with the number of further bytes of data that are right.
 
     Raises:
         CorruptCheckpoint: naming the file, and the tensor and block if it is data.
