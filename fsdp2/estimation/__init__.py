@@ -1,4 +1,4 @@
-"""Memory and traffic of sharded training, told before there is any: see `estimate`."""
+"""Predicts the memory and traffic of sharded training: see `estimate`."""
 
 from .estimating import Estimate, RankEstimate, TrafficRow, estimate
 

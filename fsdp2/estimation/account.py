@@ -1,4 +1,4 @@
-"""Bytes in memory by what they are for, over the course of a step."""
+"""Bytes in memory by purpose, over the course of a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Peak:
-    """The highest moment of a phase.
+    """The memory peak of a phase.
 
     Attributes:
         total: bytes.
-        parts: bytes by category at that moment.
+        parts: bytes by category at the peak.
     """
 
     total: int = 0
@@ -23,9 +23,9 @@ class Account:
 
     Attributes:
         now: bytes by category.
-        phase: name of the phase that peaks count for.
-        samples: (number of operations launched so far, bytes by category) at every change, where
-            that is wanted.
+        phase: name of the current phase, whose peak is updated.
+        samples: (number of operations launched so far, bytes by category) at every change, with
+            ``keep_samples``.
     """
 
     def __init__(self, *, keep_samples: bool = False) -> None:
@@ -38,13 +38,13 @@ class Account:
         self.samples: list[tuple[int, dict[str, int]]] | None = [] if keep_samples else None
 
     def add(self, category: str, nbytes: int) -> None:
-        """So many bytes more (or less) are in memory from now on."""
+        """Count ``nbytes`` more (or, if negative, fewer) from now on."""
         self.now[category] = self.now.get(category, 0) + nbytes
         self.total += nbytes
         self._note(0, category)
 
     def touch(self, category: str, nbytes: int) -> None:
-        """So many bytes more were there for a moment."""
+        """Count ``nbytes`` that are allocated only for a moment, for the peak."""
         self._note(nbytes, category)
 
     def _note(self, extra: int, category: str) -> None:
@@ -59,7 +59,7 @@ class Account:
             self.samples.append((self.clock, parts))
 
     def forget_peaks(self) -> None:
-        """Begin to measure here."""
+        """Start measuring peaks here."""
         self.peaks.clear()
         if self.samples is not None:
             self.samples.clear()

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import (
 
 MODES = ("none", "selective", "full")
 
-# What `selective` keeps, beside every second matrix multiplication: the expensive ones. The choice
-# is that of torchtitan's op-level selective checkpointing (torchtitan/models/llama3, _save_list).
+# Expensive operations whose results `selective` keeps, besides every second matrix multiplication.
+# The list is that of torchtitan's op-level selective checkpointing (torchtitan/models/llama3,
+# _save_list).
 _KEPT = frozenset(
     f"aten::{name}"
     for name in (
@@ -34,14 +35,14 @@ _MATMULS = frozenset(("aten::mm", "aten::addmm"))
 
 @contextmanager
 def checkpointed(module: nn.Module, mode: str) -> Iterator[None]:
-    """Inside, ``module`` recomputes its activations in backward.
+    """Context in which ``module`` recomputes its activations in backward.
 
     Args:
-        mode: "none"; "full": nothing but the inputs is kept; "selective": results of attention and
-            of every second matrix multiplication are kept too.
+        mode: "none"; "full": only inputs are kept; "selective": results of attention and of every
+            second matrix multiplication are kept, too.
 
     Raises:
-        ValueError: for another mode.
+        ValueError: for any other mode.
     """
     if mode not in MODES:
         raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
@@ -56,7 +57,7 @@ def checkpointed(module: nn.Module, mode: str) -> Iterator[None]:
 
 
 def apply_checkpointing(forward: Any, mode: str) -> Any:
-    """``forward`` with its activations recomputed in backward, "full" or "selective"."""
+    """``forward`` with its activations recomputed in backward; mode "full" or "selective"."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = _selective_contexts

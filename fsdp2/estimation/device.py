@@ -1,7 +1,7 @@
-"""A device that only remembers what was put on its streams, and what waits for what.
+"""A device that only records what is put on its streams, and the dependencies.
 
-`LaunchDevice` has what `DeviceStreams` uses of ``torch.cuda``. What comes out is a
-graph of `Launch`es, to which a planner gives times.
+`LaunchDevice` implements what `DeviceStreams` uses of ``torch.cuda``. The result is a graph of
+`Launch` objects, to which the planner assigns times.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Transfer:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``) or
             "replicate".
-        nbytes: of the whole: gathered, to be scattered, or to be reduced; with padding.
+        nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
-        unit: whose parameters.
+        unit: name of the unit.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Something on a stream.
+    """Work on a stream.
 
     Attributes:
-        number: in the order of the host.
-        after: numbers of the launches that it waits for, besides the one before on its stream.
-        unit: which unit it is for, if one.
+        number: position in host order.
+        after: numbers of the launches that it waits for, besides the previous one on its stream.
+        unit: name of the unit that it is for, if any.
     """
 
     number: int
@@ -73,7 +73,7 @@ class LaunchStream:
         self.waits: set[int] = set()
 
     def frontier(self) -> frozenset[int]:
-        """What has to be over for everything on this stream to be over."""
+        """The launches whose completion implies that everything on this stream is complete."""
         own = () if self.last is None else (self.last,)
         return frozenset((*own, *self.waits))
 
@@ -85,7 +85,7 @@ class LaunchStream:
             self.waits |= other.frontier() - {self.last}
 
     def synchronize(self) -> None:
-        # The host waits: what it launches from now on comes after.
+        # The host waits, so everything that it launches from now on comes after.
         for stream in self.device.streams:
             stream.wait_stream(self)
 
@@ -109,8 +109,8 @@ class LaunchDevice:
     """Stands in for ``torch.cuda``.
 
     Attributes:
-        launches: so far.
-        phase: written into each launch.
+        launches: the launches so far.
+        phase: phase that is recorded with each launch.
     """
 
     def __init__(self) -> None:

@@ -42,11 +42,10 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and traffic of one training step, without running or sharding ``model``.
 
-    One step runs on fake tensors, which have shapes and no memory; what it does is then replayed
-    through the library's own runtime, so the numbers follow what the runtime does: gathers one
-    unit ahead, the last unit kept for backward, embeddings and heads freed early, reductions
-    that wait for each other. Needs no process group and no GPU; takes seconds for any number of
-    ranks.
+    One step runs on fake tensors, which have shapes and no memory. It is then replayed through the
+    library's own runtime, so the numbers include what the runtime does: it gathers one unit ahead,
+    keeps the last unit for backward, frees embeddings and heads early, and limits the reductions in
+    flight. Needs no process group and no GPU; takes seconds for any number of ranks.
 
     Args:
         model: not sharded; may be on the meta device. Unchanged afterwards.
@@ -57,9 +56,9 @@ def estimate(
             ``loss``, the output itself if it is one number, or the sum of its tensors.
         strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
         prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
-        activation_checkpointing: "none", "full" or "selective"; "selective"
-            keeps results of attention and of every second matrix multiplication. Checkpointing
-            inside of the model is seen in any case.
+        activation_checkpointing: "none", "full" or "selective"; "selective" keeps the results of
+            attention and of every second matrix multiplication. Checkpointing inside the model is
+            taken into account in any case.
         checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
             except the root that have parameters and inputs that need gradients.
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
@@ -68,8 +67,8 @@ def estimate(
         device_type: the device of the run. "cpu" models gloo, where up to four ranks exchange
             messages straight into place.
         ranks_per_node: determines which traffic leaves a node.
-        fake: False runs one real step on the CPU, with all the memory it needs: for models whose
-            shapes depend on their data.
+        fake: False runs one real step on the CPU, with all the memory that it needs; required for
+            models whose shapes depend on their data.
 
     Returns:
         The estimate. It does not include allocator overhead (fragmentation; a tenth is common),
@@ -117,7 +116,7 @@ def estimate(
 
 
 def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:
-    """The blocks: modules of units that share a structure."""
+    """The blocks: modules of units whose class occurs more than once, except embeddings."""
     modules = dict(model.named_modules())
     names = [name for unit in units if not unit.is_root for name in unit.modules]
     kinds = [type(modules[name]) for name in names]
@@ -156,7 +155,7 @@ def estimate_trace(
 
 
 def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
-    """Ranks around which shards of the largest parameters get smaller: rows run out there."""
+    """The last ranks that have rows of the largest parameters; their shards are smaller."""
     found: set[int] = set()
     largest = sorted(trace.params, key=lambda p: -p.numel)[:3]
     for param in largest:
@@ -173,7 +172,7 @@ def _replay_rank(trace: StepTrace, setup: Setup, optimizer: Any) -> Replay:
 
 
 def shard_optimizer_cost(trace: StepTrace, setup: Setup, optimizer: Any) -> OptimizerCost:
-    """Of this rank's shards."""
+    """The cost of the optimizer for this rank's shards."""
     shards = []
     for param in trace.params:
         if param.requires_grad:

@@ -1,7 +1,7 @@
-"""What one step of a model does, as a list of events: pure data, no tensors.
+"""One step of a model as a list of events: pure data, no tensors.
 
-A `StepTrace` is made once (`tracing.trace_step`) and replayed any number of times: for other
-meshes, other units, other policies. It knows modules and parameters by number.
+A `StepTrace` is made once (`tracing.trace_step`) and replayed any number of times, with different
+meshes, units and policies. It refers to modules and parameters by number.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Kind(Enum):
     ENTER = "forward begins"
     LEAVE = "forward ends"
     BACKWARD_ENTER = "backward reaches the outputs"
-    BACKWARD_LEAVE = "backward leaves by the inputs"
+    BACKWARD_LEAVE = "backward leaves through the inputs"
 
 
 @dataclass(frozen=True)
 class Call:
-    """A module that may be a unit is at one of its four borders.
+    """Forward or backward enters or leaves a module that may be a unit.
 
     Attributes:
         module: index into `StepTrace.modules`.
-        flag: ENTER: whether an input needs a gradient, so that backward will leave by it;
-            LEAVE: whether an output needs one.
+        flag: for ENTER, whether an input needs a gradient, so that backward will leave through it;
+            for LEAVE, whether an output needs one.
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class Gradient:
 
     Attributes:
         param: index into `StepTrace.params`.
-        nbytes: of the memory that it keeps; counted as an activation until now.
+        nbytes: bytes of its memory, which counted as an activation until now.
     """
 
     param: int
@@ -52,12 +52,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel, by what it costs.
+    """The cost of one kernel.
 
     Attributes:
-        flops: multiplications and additions that matrix units do (two per multiply-add).
-        nbytes: read and written.
-        dtype: of its operands.
+        flops: FLOPs of matrix multiplications and the like (two per multiply-add).
+        nbytes: bytes read and written.
+        dtype: dtype of the operands.
         attention: whether it is a fused attention kernel.
     """
 
@@ -69,11 +69,11 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """What runs between two other events.
+    """The operations between two other events.
 
     Attributes:
-        peak: most bytes of activations inside, above those at its begin.
-        net: bytes of activations after it, above those at its begin.
+        peak: peak bytes of activations during them, relative to the beginning.
+        net: bytes of activations at the end, relative to the beginning.
     """
 
     operations: tuple[Operation, ...]
@@ -99,8 +99,8 @@ class ParamInfo:
 
     Attributes:
         name: its first qualified name.
-        dtype: in which it is stored.
-        param_dtype: what the mixed-precision policy says for it.
+        dtype: dtype of storage.
+        param_dtype: the ``param_dtype`` that the mixed-precision policy gives it.
         is_embedding: whether it is the weight of exactly one ``nn.Embedding``.
     """
 
@@ -121,12 +121,12 @@ class StepTrace:
     """One forward and backward.
 
     Attributes:
-        events: in the order of the host.
+        events: in host order.
         modules: names of the modules that may be units.
-        module_order: names of all modules, in the order of the model.
-        embeddings: names of those that are exactly ``nn.Embedding``.
-        input_bytes: of the sample input; alive during the whole step.
-        buffer_bytes: of the model's buffers.
+        module_order: names of all modules, in model order.
+        embeddings: names of the modules whose class is exactly ``nn.Embedding``.
+        input_bytes: bytes of the sample input, which lives during the whole step.
+        buffer_bytes: bytes of the model's buffers.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -139,12 +139,12 @@ class StepTrace:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward, recomputation included."""
+        """FLOPs of forward and backward, including recomputation."""
         return sum(event.flops for event in self.events if isinstance(event, Compute))
 
     @property
     def activation_peak(self) -> int:
-        """Most bytes of activations at any time, without inputs."""
+        """Peak bytes of activations, without inputs."""
         live = peak = 0
         for event in self.events:
             if isinstance(event, Compute):

@@ -1,8 +1,8 @@
-"""Watches the operations of a step: bytes of live storages, FLOPs, bytes read and written.
+"""Measures the operations of a step: bytes of live storages, FLOPs, bytes read and written.
 
-A dispatch mode sees every operation below autograd. A storage counts from the operation that made
-it until a weak reference to it dies, so memory that autograd saves is counted exactly as long as
-autograd holds it. Works on fake tensors, which have storages without memory, and on real ones.
+A dispatch mode sees every operation below autograd. A storage counts from the operation that
+allocates it until a weak reference to it dies, so memory that autograd saves is counted exactly as
+long as autograd holds it. Works on fake tensors, whose storages have no memory, and on real ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from .events import Compute, Operation
 from .workspaces import with_workspace
 
-# Operations that read only the rows that they are asked for.
+# Operations that read only selected rows.
 _LOOKUPS = ("embedding", "index_select", "gather", "index")
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-# No kernels.
+# Operations without a kernel.
 _FREE = ("detach", "_unsafe_view", "device", "lift_fresh", "alias", "empty", "empty_like")
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts storages made inside, and the cost of operations.
+    """Counts the storages allocated inside the context, and the cost of operations.
 
     Example:
         >>> with StorageMeter() as meter:
@@ -76,7 +76,7 @@ class StorageMeter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Takes no notice of operations inside."""
+        """Context whose operations are not counted."""
         outer, self._paused = self._paused, True
         try:
             yield
@@ -103,13 +103,13 @@ class StorageMeter(TorchDispatchMode):
         return dead
 
     def ignore(self, tensor: torch.Tensor) -> int:
-        """Do not count the storage of ``tensor`` any more; returns the bytes counted so far."""
+        """Stop counting the storage of ``tensor``; returns the bytes that it counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         reference, nbytes = self._tracked.get(key, (None, 0))
         if reference is None:
             reference = weakref.ref(storage, self._when_dead(key))
-        # The reference stays, so that views of this storage are not taken for new ones.
+        # The reference stays, so that views of this storage do not count as new storages.
         self._tracked[key] = (reference, 0)
         self.live -= nbytes
         return nbytes
@@ -125,7 +125,7 @@ class StorageMeter(TorchDispatchMode):
         return done
 
     def begin(self) -> None:
-        """Count anew from here."""
+        """Start counting from here."""
         self._start = self._peak = self.live
         self._operations.clear()
 
@@ -143,7 +143,7 @@ def _cost(func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> Opera
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of the memory behind it: an expanded tensor is read once."""
+    """Bytes of the memory behind ``tensor``: an expanded tensor is read once."""
     if not tensor.numel():
         return 0
     reach = 1 + sum(
@@ -153,7 +153,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _flops(func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> int:
-    """By torch's formulas. Attention with a causal mask counts half, as kernels skip the rest."""
+    """FLOPs by torch's formulas. Causal attention counts half, as kernels skip the rest."""
     if name.startswith("_scaled_dot_product"):
         backward = name.endswith("_backward")
         causal = _causal(func, args, kwargs)
@@ -171,7 +171,7 @@ def _flops(func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> int:
 
 
 def _heads(q: torch.Size, k: torch.Size) -> torch.Size:
-    """Grouped keys are read by several heads."""
+    """The shape of keys or values repeated for all heads of the queries (grouped attention)."""
     return torch.Size((*q[:-2], *k[-2:]))
 
 

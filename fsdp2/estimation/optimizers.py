@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a rank's shards, and what its step needs for a moment."""
+"""The state that an optimizer keeps for a rank's shards, and the scratch memory of its step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class OptimizerCost:
     """Bytes of an optimizer on one rank.
 
     Attributes:
-        state: kept between steps.
-        moment: most that a step has at once, beyond the state.
-        traffic: read and written by a step.
+        state: bytes kept between steps.
+        moment: peak bytes of a step beyond the state.
+        traffic: bytes that a step reads and writes.
     """
 
     state: int
@@ -50,17 +50,17 @@ def optimizer_cost(
     Args:
         shards: shape and dtype of this rank's shard of every trained parameter.
         optimizer: a name ("adamw", "sgd", "momentum"), an optimizer class, a function of the
-            parameters, or None for none at all.
-        device_type: elsewhere than on the CPU torch updates all parameters together (``foreach``).
+            parameters, or None for no optimizer.
+        device_type: except on the CPU, torch updates all parameters together (``foreach``).
 
     Raises:
-        ValueError: for an unknown name, or an optimizer that decides by values.
+        ValueError: for an unknown name, or an optimizer whose step depends on values.
     """
     if optimizer is None or not shards:
         return OptimizerCost(0, 0, 0)
     factory = _factory(optimizer, device_type)
     if device_type != "cpu":
-        # Together they need what each needs: so every shape is asked for once.
+        # The cost of all is the sum of the costs of each, so every shape is tried only once.
         costs = {shard: _run([shard], factory) for shard in dict.fromkeys(shards)}
         return OptimizerCost(
             sum(costs[shard].state for shard in shards),
@@ -89,8 +89,8 @@ def _run(
                 second = meter.take()
         except _DataDependent as error:
             raise ValueError(
-                f"{type(made).__name__} looks at values, so its state cannot be told without "
-                "running it: pass optimizer=None and add its bytes yourself"
+                f"The step of {type(made).__name__} depends on values, so its memory cannot be "
+                "estimated without running it: pass optimizer=None and add its bytes yourself"
             ) from error
         tensors = [
             value
@@ -110,7 +110,7 @@ def _factory(optimizer: Any, device_type: str) -> OptimizerFactory:
             known = ", ".join(f"'{name}'" for name in NAMED)
             hint = did_you_mean(optimizer, NAMED)
             raise ValueError(
-                f"There is no optimizer {optimizer!r}; there are {known}, or a class{hint}"
+                f"There is no optimizer {optimizer!r}: choose one of {known}, or pass a class{hint}"
             )
         optimizer = NAMED[optimizer]
     if isinstance(optimizer, type) and "lr" in inspect.signature(optimizer).parameters:

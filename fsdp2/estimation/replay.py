@@ -1,7 +1,7 @@
 """Replays a traced step through the library's own runtime, for any mesh and any policy.
 
-`root.Runtime` decides, as in a run: what is prefetched, what is kept, which reductions may be
-in flight. Its units are those of `stand_ins`, so what comes out are bytes and launches.
+As in a run, `root.Runtime` decides what is prefetched, what stays gathered and which reductions may
+be in flight. Its units are those of `stand_ins`, so the result is bytes and launches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Setup:
         units: from `units_of`.
         num_shards, num_replicas: sizes of the mesh dims.
         rank: among the ranks that share a parameter.
-        reshard_after_forward: of a unit; None: `fully_shard`'s default.
-        prefetch: units gathered ahead.
-        replicate_below: parameters of fewer bytes are whole on every rank.
+        reshard_after_forward: the setting of each unit; None: `fully_shard`'s default.
+        prefetch: number of units gathered ahead.
+        replicate_below: parameters of fewer bytes are replicated on every rank.
         gathered_once: parameters stay gathered between micro-batches.
         micro_batches: forwards and backwards per step; gradients are reduced in the last.
     """
@@ -63,13 +63,13 @@ class Setup:
 
 @dataclass
 class Replay:
-    """What a step does on one rank.
+    """The result of replaying a step on one rank.
 
     Attributes:
         account: bytes; its phases are "forward", "backward" and "optimizer".
         transfers: the collectives of a step, in order.
-        launches: what was put on which stream; empty on host-ordered devices.
-        units: with their layouts.
+        launches: the work put on each stream; empty on host-ordered devices.
+        units: the units, with their layouts.
     """
 
     setup: Setup
@@ -88,13 +88,13 @@ def replay(
     keep_samples: bool = False,
     warm_up: bool = True,
 ) -> Replay:
-    """Run a step of ``trace`` in the manner of ``setup``.
+    """Run a step of ``trace``, sharded as in ``setup``.
 
     Args:
-        optimizer_bytes: state of the optimizer on this rank.
-        optimizer_moment: bytes that its step needs for a moment.
-        keep_samples: note the bytes at every change.
-        warm_up: a step goes before, from which the runtime learns the order of units.
+        optimizer_bytes: optimizer state on this rank.
+        optimizer_moment: peak temporary bytes of the optimizer step.
+        keep_samples: record the bytes at every change.
+        warm_up: run a step first, from which the runtime learns the order of units.
     """
     account = Account(keep_samples=keep_samples)
     device = LaunchDevice() if setup.device_type != "cpu" else None
@@ -113,7 +113,7 @@ def replay(
         replay.transfers.clear()
         if device is not None:
             _start_anew(device)
-    # What a step leaves behind (tables that functions cache) is there once.
+    # What a step leaves behind (tables that functions cache) must not count twice.
     account.add("activations", -account.now.get("activations", 0))
     account.clock = 0
     account.phase = "forward"
@@ -195,7 +195,7 @@ def _set_prefetch(
     trace: StepTrace,
     depth: int,
 ) -> None:
-    """More than one unit ahead: in the order of the model, as `shard_model` does it."""
+    """Prefetch more than one unit ahead in module order, as `shard_model` does."""
     if depth < 2:
         return
     place = {name: i for i, name in enumerate(trace.module_order)}
@@ -207,7 +207,7 @@ def _set_prefetch(
 
 
 class _ReplayRuntime(Runtime):
-    """The runtime, outside of autograd."""
+    """The runtime, driven without autograd."""
 
     def begin_backward(self) -> None:
         self.in_backward = True
@@ -235,7 +235,7 @@ class _Player:
         by_name = {unit.name: unit for unit in self.units}
         self._of_module: dict[int, CountedUnit] = {}
         self._of_param: dict[int, tuple[CountedUnit, Any]] = {}
-        self._inside = ""  # name of the unit that computes
+        self._inside = ""  # name of the unit that is computing
         for description in setup.units:
             unit = by_name[description.name]
             unit.runtime = self.runtime
@@ -245,7 +245,7 @@ class _Player:
                 self._of_param[i] = (unit, param)
 
     def step(self) -> None:
-        """All micro-batches of one step."""
+        """Run all micro-batches of one step."""
         for i in range(self.setup.micro_batches):
             last = i == self.setup.micro_batches - 1
             for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
@@ -253,7 +253,7 @@ class _Player:
             self._micro_batch()
 
     def drop_gradients(self) -> None:
-        """As ``optimizer.zero_grad`` does."""
+        """Do what ``optimizer.zero_grad`` does."""
         for unit in self.units:
             for param in unit.params:
                 param.sharded.grad = None
@@ -309,7 +309,7 @@ class _Player:
             return
         unit, param = self._of_param[event.param]
         account = self.replay.account
-        # One and the same memory: what was an activation is a gradient now.
+        # The same memory: it counted as an activation and is now a gradient.
         account.now["activations"] = account.now.get("activations", 0) - event.nbytes
         account.total -= event.nbytes
         unit.gradient(param, event.nbytes)
@@ -327,5 +327,5 @@ def bytes_by_kind(transfers: Sequence[Transfer]) -> dict[str, int]:
 
 
 def with_rank(setup: Setup, rank: int) -> Setup:
-    """The same for another rank."""
+    """The same setup for another rank."""
     return replace(setup, rank=rank)

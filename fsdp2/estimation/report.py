@@ -1,4 +1,4 @@
-"""An estimate: the numbers, and the same as text."""
+"""An estimate: the numbers, and their text form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class RankEstimate:
     """Bytes on one rank.
 
     Attributes:
-        rank: among the ranks that share each parameter.
-        parameters, gradients, optimizer: sharded; on the host if they are offloaded.
-        buffers, inputs: of the model, of a batch.
-        forward, backward, step: the highest moments of the phases of a training step; all that is
-            above, wherever it is in the memory of the device, is part of them.
-        host: bytes by category in the memory of the host.
+        rank: index among the ranks that share each parameter.
+        parameters, gradients, optimizer: sharded; in host memory if they are offloaded.
+        buffers, inputs: of the model and of a batch.
+        forward, backward, step: the memory peaks of the phases of a training step. They include
+            everything above that is in device memory at that time.
+        host: bytes by category in host memory.
     """
 
     rank: int
@@ -37,21 +37,21 @@ class RankEstimate:
 
     @property
     def peak(self) -> Peak:
-        """The highest moment of a training step."""
+        """The highest peak of a training step."""
         return max((self.forward, self.backward, self.step), key=lambda peak: peak.total)
 
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What a rank sends in one training step by one kind of collective.
+    """What a rank sends in one training step with one kind of collective.
 
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
         group: "shard", "secondary" or "replicate".
-        calls: launches; ``messages``: collectives in them.
-        sent: bytes.
-        within_nodes, between_nodes: parts of ``sent`` by the link that they take, on average over
-            the ranks of a node, with rings that enter and leave each node once.
+        calls: number of launches; ``messages``: number of collectives in them.
+        sent: bytes sent.
+        within_nodes, between_nodes: the parts of ``sent`` by link, averaged over the ranks of a
+            node, for rings that enter and leave each node once.
     """
 
     kind: str
@@ -68,11 +68,11 @@ class Estimate:
     """What `estimate` returns; ``print`` shows it as tables.
 
     Attributes:
-        ranks: the first and the last rank, and between them the one with the highest peak if that
-            is neither.
-        traffic: of the first rank.
-        flops: of a forward and backward of one rank, recomputation included.
-        num_params: of the whole model.
+        ranks: the first and the last rank, and in between the one with the highest peak if it is
+            neither.
+        traffic: what the first rank sends.
+        flops: of one rank's forward and backward, including recomputation.
+        num_params: elements of the whole model.
     """
 
     mesh_shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Estimate:
         return sum(row.sent for row in self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The estimate as JSON-compatible data."""
         return {**asdict(self), "peak_bytes": self.worst.peak.total, "sent_bytes": self.sent}
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def _as_text(made: Estimate) -> str:
         f"{made.num_params / 1e6:,.1f}M parameters in {plural(made.num_units, 'unit')}, "
         f"strategy '{made.strategy}', mesh {shape}",
         "",
-        f"Memory of rank {worst.rank}, highest moment of each phase",
+        f"Memory of rank {worst.rank}, peak of each phase",
         _memory(worst),
         "",
         "Ranks",

@@ -1,4 +1,4 @@
-"""From what a user says (a mesh, a strategy by name) to a `Setup`."""
+"""Turns a user's arguments (a mesh, a strategy by name) into a `Setup`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def make_setup(
     reshard_after_forward: Any = None,
     **options: Any,
 ) -> Setup:
-    """The setup that `shard_model` would make.
+    """The setup that `shard_model` would use.
 
     Args:
         units: from `units_of`.
         options: further fields of `Setup`.
 
     Raises:
-        ValueError: for a mesh that is not of one or two positive numbers, or does not fit the
-            strategy; or an unknown strategy.
-        TypeError: for a mesh of another kind.
+        ValueError: if the mesh is not one or two positive numbers or does not fit the strategy,
+            or for an unknown strategy.
+        TypeError: for a mesh of another type.
     """
     chosen = find_strategy(strategy)
     replicas, shards = _checked_mesh(mesh_shape)
@@ -50,7 +50,7 @@ def make_setup(
 
 
 def resized(setup: Setup, replicas: int, shards: int) -> Setup:
-    """The same on another mesh."""
+    """The same setup on another mesh."""
     return replace(setup, num_shards=shards, num_replicas=replicas)
 
 
@@ -69,5 +69,5 @@ def _check_reshard(value: Any, num_shards: int) -> None:
     if not isinstance(value, int) or value < 1 or value > num_shards or num_shards % value:
         raise ValueError(
             "reshard_after_forward should be a bool or an int that divides the number of shards, "
-            f"{num_shards}, not {value!r}"
+            f"{num_shards}, got {value!r}"
         )

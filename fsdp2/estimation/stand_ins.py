@@ -1,8 +1,8 @@
-"""Units, buckets and reductions without tensors: the library's own, with memory that is counted.
+"""Units, buckets and reductions without tensors: the library's own classes, with counted memory.
 
-What decides (when to gather, to free, what is written in place, what is held until when) is
-inherited; only what touches memory is replaced. Where the real code drops a reference, a `Held`
-dies here, at the same line.
+All decisions (when to gather and free, what is written in place, what is held and for how long) are
+inherited; only code that touches memory is replaced. When the real code drops a reference to a
+tensor, a `Held` dies here, at the same line.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _OTHER = nn.Module()
 
 
 class ReplayState:
-    """What all units of one replay share.
+    """State shared by all units of one replay.
 
     Attributes:
         transfers: every collective so far.
-        device: what streams put their work on; None where the host orders everything.
+        device: the device of the streams; None if the host orders everything.
     """
 
     def __init__(self, account: Account, device: LaunchDevice | None) -> None:
@@ -57,7 +57,7 @@ class ReplayState:
             self.account.clock = len(self.device.launches)
 
     def copy(self, kind: str, nbytes: int, unit: str) -> None:
-        """Between host and device."""
+        """Record a copy between host and device."""
         if self.device is not None and nbytes:
             self.device.launch(Copy(kind, nbytes, unit), unit)
 
@@ -65,7 +65,7 @@ class ReplayState:
 class CountedGradient(Held):
     """A gradient that is not reduced yet."""
 
-    requires_grad = False  # no backward here makes a graph of its own
+    requires_grad = False  # as without create_graph
 
     def __init__(self, account: Account, nbytes: int, numel: int, dtype: torch.dtype) -> None:
         super().__init__(account, "unreduced gradients", nbytes)
@@ -85,7 +85,7 @@ class CountedGradient(Held):
 
 
 class CountedParam:
-    """What a unit and its buckets want to know of a parameter."""
+    """The attributes of a parameter that a unit and its buckets use."""
 
     def __init__(self, info: ParamInfo, mesh: DataParallelMesh, replicate_below: int) -> None:
         if mesh.num_shards > 1 and info.numel * info.dtype.itemsize < replicate_below:
@@ -114,14 +114,14 @@ class CountedParam:
 
 
 def _whole(mesh: DataParallelMesh) -> DataParallelMesh:
-    """As `mesh.replicated`: every rank holds all, gradients are averaged over all."""
-    everybody: Any = "all"
+    """Like `mesh.replicated`: every rank holds the whole, gradients are averaged over all ranks."""
+    all_ranks: Any = "all"
     return replace(
         mesh,
         shard_group=None,
         shard_rank=0,
         num_shards=1,
-        replicate_group=everybody,
+        replicate_group=all_ranks,
         num_replicas=mesh.size,
     )
 
@@ -158,7 +158,7 @@ class _GradientStore:
 
 
 class CountedBucket(Bucket):
-    """A bucket whose storages are numbers."""
+    """A bucket with byte counts in place of storages."""
 
     replay: ReplayState
     unit_name = ""
@@ -169,7 +169,7 @@ class CountedBucket(Bucket):
 
     @property
     def shard_bytes(self) -> int:
-        """Of the sharded parameters of a rank."""
+        """Bytes of a rank's sharded parameters."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
     def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
@@ -226,7 +226,7 @@ class CountedBucket(Bucket):
         return i in self.own_pieces
 
     def free_early(self, i: int) -> None:
-        """What is asked for here is complete; references to it are gone."""
+        """Free one parameter's storage; no references to it remain."""
         self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
 
     def gradient_store(self, detached: Any) -> Any:
@@ -249,7 +249,7 @@ class _GatherBatch:
 
 
 class _Secondary:
-    """The larger shards that are kept after forward."""
+    """The larger shards that stay after forward with ``reshard_after_forward=int``."""
 
     def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
         self.layout = layout
@@ -275,13 +275,13 @@ class _Secondary:
 def make_counting_transport(
     replay: ReplayState, device: torch.device, size: int, group: str
 ) -> Any:
-    """What `transports.make_transport` would choose."""
+    """The counterpart of the transport that `transports.make_transport` would choose."""
     exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
     return (_CountingExchange if exchanges else _CountingCollectives)(replay, device, size, group)
 
 
 class _CountingExchange(Exchange):
-    """Messages straight into place: rows that ranks lack are not sent."""
+    """Messages straight into place: rows that ranks do not have are not sent."""
 
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         self.replay = replay
@@ -339,7 +339,7 @@ class _CountingExchange(Exchange):
 
 
 class _CountingCollectives(_CountingExchange):
-    """The collectives of a group, on rings."""
+    """The collectives of a group, as rings."""
 
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         super().__init__(replay, device, size, group)
@@ -380,7 +380,7 @@ def _nothing() -> None:
 
 
 def _padded(layout: BucketLayout) -> int:
-    """Elements that a rank contributes to a gather."""
+    """Elements that a rank contributes to a gather, padding included."""
     return sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
 
 
@@ -393,7 +393,7 @@ def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
 def _stage(
     account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
 ) -> Held | None:
-    """The buffer that small gradients are copied into, and what is needed for a moment."""
+    """The buffer that small gradients are copied into; also counts temporary memory."""
     if not plan.copied_in:
         return None
     layout = bucket.layout
@@ -409,7 +409,7 @@ def _stage(
 
 
 class _Part:
-    """A stretch of a reduced gradient."""
+    """A contiguous part of the reduced gradients."""
 
     def __init__(self, nbytes: int, unit: str) -> None:
         self.nbytes = nbytes
@@ -417,7 +417,7 @@ class _Part:
 
 
 class CountedReduction(Reduction):
-    """A reduction that sums nothing."""
+    """A reduction that only counts memory and traffic."""
 
     bucket: CountedBucket
 
@@ -487,7 +487,7 @@ class _Transports:
         return make_counting_transport(self._world, self._device, size, group)
 
     def make_secondary(self, size: bool | int) -> int | None:
-        """As `mesh_transports.MeshTransports.make_secondary`."""
+        """Like `mesh_transports.MeshTransports.make_secondary`."""
         num_shards = self.mesh.num_shards
         if type(size) is not int or size >= num_shards or num_shards % size:
             return None
@@ -496,14 +496,14 @@ class _Transports:
 
 
 class _NothingDeferred(DeferredReductions):
-    """There is no tensor parallelism here."""
+    """Defers nothing, as there is no tensor parallelism."""
 
     def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
         return grad
 
 
 class CountedParamGroup(ParamGroup):
-    """Parameters, buckets and transports without tensors and groups."""
+    """Parameters, buckets and transports without tensors or process groups."""
 
     bucket_type = CountedBucket
     replay: ReplayState
@@ -511,7 +511,7 @@ class CountedParamGroup(ParamGroup):
     def take(
         self, replay: ReplayState, unit_name: str, params: Sequence[ParamInfo], replicate_below: int
     ) -> None:
-        """Plan for these parameters; they are sharded from now on."""
+        """Plan the buckets of these parameters."""
         self.replay = replay
         made = [CountedParam(info, self.mesh, replicate_below) for info in params]
         self.params = made  # type: ignore[assignment]
@@ -540,7 +540,7 @@ class CountedParamGroup(ParamGroup):
 
 
 class CountedUnitGrads(UnitGrads):
-    """Gradients that are numbers."""
+    """Gradients as byte counts."""
 
     reduction_type = CountedReduction
 
@@ -553,8 +553,9 @@ class CountedUnit(Unit):
     """A unit of a model that is not sharded.
 
     Attributes:
-        watching: whether no input of the forward that runs needs a gradient.
-        num_accumulated: gradients that this backward has completed.
+        watching: whether no input of the current forward needs a gradient, so that backward of this
+            unit ends with its last gradient.
+        num_accumulated: number of gradients that this backward has completed.
     """
 
     param_group_type = CountedParamGroup
@@ -583,7 +584,7 @@ class CountedUnit(Unit):
         self.registration.registered = kind
 
     def take(self, params: Sequence[ParamInfo], replicate_below: int = 0) -> None:
-        """Plan for these parameters; they are sharded from now on."""
+        """Plan the buckets of these parameters."""
         self.param_group.take(self.replay, self.name, params, replicate_below)
         self.num_trained = sum(info.requires_grad for info in params)
 
@@ -591,7 +592,7 @@ class CountedUnit(Unit):
         pass
 
     def gradient(self, param: CountedParam, nbytes: int) -> None:
-        """Autograd has completed a gradient."""
+        """Count a gradient that autograd has completed."""
         account = self.replay.account
         own = param.unsharded
         if own.grad is not None:

@@ -1,8 +1,7 @@
-"""Which ranks of a group are in one node: pure arithmetic.
+"""Which ranks of a group are on the same node: pure arithmetic.
 
 Ranks are numbered node by node. The ranks that share a parameter are consecutive; those that hold
-the same shard are ``num_shards`` apart. That is what `init_device_mesh` gives for (replicas,
-shards).
+the same shard are ``num_shards`` apart, as in `init_device_mesh` for (replicas, shards).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ class Ring:
     """A ring over a group of ranks that passes through each node once.
 
     Attributes:
-        size: ranks.
-        per_node: how many of them are in a node.
-        groups_per_node: rings like this one that use the links of a node at the same time.
+        size: number of ranks.
+        per_node: number of these ranks on each node.
+        groups_per_node: number of such rings that share the links of a node.
     """
 
     size: int
@@ -31,7 +30,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a mesh are."""
+    """The placement of a mesh's ranks on nodes."""
 
     num_shards: int
     num_replicas: int
@@ -51,10 +50,10 @@ class Topology:
 
 
 def split_by_link(nbytes: int, ring: Ring) -> tuple[int, int]:
-    """Bytes that a rank sends, split into those within its node and those to another.
+    """Split the bytes that a rank sends into those within its node and those to other nodes.
 
-    Of the ``per_node`` ranks of a node one sends to the next node; many rings that take turns make
-    that an average.
+    One of the ``per_node`` ranks of a node sends to the next node; the result is the average over
+    these ranks.
     """
     if ring.num_nodes == 1:
         return nbytes, 0

@@ -1,8 +1,8 @@
-"""Runs one step of a model on fake tensors and writes down what happens.
+"""Runs one step of a model on fake tensors and records what happens.
 
-The modules that may be units carry the hooks of real units (`hooks.UnitHooks`), so the borders of
-forward and backward are those of a sharded run: the same casts of inputs and outputs, the same
-nodes in the graph. What the hooks call is not a runtime but a `_Recorder`.
+The modules that may be units carry the hooks of real units (`hooks.UnitHooks`), so forward and
+backward begin and end where they do in a sharded run: the same casts of inputs and outputs, the
+same nodes in the graph. The hooks call a `_Recorder` instead of a runtime.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ def trace_step(
     checkpoint_modules: Sequence[str] = (),
     fake: bool = True,
 ) -> StepTrace:
-    """Trace forward, loss and backward of ``model``, which is as before afterwards.
+    """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
     Args:
-        model: not sharded; on any device, meta too. Nothing of its data is read or written.
+        model: not sharded; on any device, including meta. With ``fake``, its data is neither read
+            nor written.
         sample_input: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
             one rank gets it; tensors may be on the meta device.
         modules: names of all modules that may be units; "" is the model.
-        loss_fn: makes a scalar of the model's output. None: the output's ``loss``, or the output
-            if it is a scalar, or the sum of its tensors.
+        loss_fn: computes a scalar from the model's output. None: the output's ``loss``, or the
+            output if it is a scalar, or the sum of its tensors.
         mp_policy: parameters and inputs are cast as in a sharded run.
         activation_checkpointing: see `checkpointing.checkpointed`.
         checkpoint_modules: names of the modules whose activations are recomputed.
         fake: False computes on real memory of the CPU, for models whose shapes depend on data.
 
     Raises:
-        ValueError: if the model's shapes depend on data, or nothing needs a gradient.
+        ValueError: if the model's shapes depend on data (with ``fake``), or nothing needs a
+            gradient.
         TypeError: for parameters that are tensor subclasses.
     """
     by_name = dict(model.named_modules())
@@ -94,7 +96,7 @@ def trace_step(
             _run(model, args, kwargs, loss_fn or _default_loss, recorder)
         except (_DataDependent, _DynamicShape) as error:
             raise ValueError(
-                f"The shapes of this model depend on the values of its data ({error}), so they are "
+                f"The shapes in this model depend on the values of its data ({error}), so they are "
                 "not known without running it. Pass fake=False to run one step of it on the CPU"
             ) from error
     return trace
@@ -117,7 +119,7 @@ def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder:
 
 
 def describe_params(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> list[ParamInfo]:
-    """The parameters of ``model``, each once, in its order."""
+    """The parameters of ``model``, each once, in module order."""
     described = []
     for name, param, owners in parameters_of(model):
         if type(param) not in (nn.Parameter, torch.Tensor) and not _is_fake(param):
@@ -151,7 +153,9 @@ def _is_fake(param: torch.Tensor) -> bool:
 def _stand_in(tensor: torch.Tensor, fake: bool) -> torch.Tensor:
     if not fake:
         if tensor.is_meta:
-            raise ValueError("fake=False computes: the sample input must hold values, but is meta")
+            raise ValueError(
+                "fake=False computes with values, but the sample input is on the meta device"
+            )
         return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
@@ -166,7 +170,11 @@ def _as_arguments(sample: Any) -> tuple[tuple, dict]:
 def _replace_tensors(
     model: nn.Module, mp_policy: MixedPrecisionPolicy, trace: StepTrace, fake: bool
 ) -> dict[nn.Parameter, int]:
-    """Put parameters in the dtype of computation and buffers into the modules."""
+    """Replace the modules' parameters by stand-ins in the compute dtype, and their buffers.
+
+    Returns:
+        The number of each stand-in parameter in the trace.
+    """
     made: dict[int, nn.Parameter] = {}
     numbers: dict[nn.Parameter, int] = {}
     for i, (_, param, owners) in enumerate(list(parameters_of(model))):
@@ -197,9 +205,9 @@ def _replace_tensors(
 
 @contextmanager
 def _without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Afterwards the modules have the attributes, parameters, buffers and hooks that they have now.
+    """Restore the modules' attributes, parameters, buffers and hooks at the end.
 
-    What a model keeps elsewhere (a cache of a function) is beyond reach.
+    State that a model keeps elsewhere (the cache of a function) is not restored.
     """
     kept = []
     for module in model.modules():
@@ -234,7 +242,7 @@ def _default_loss(output: Any) -> torch.Tensor:
 
 
 class _TracedUnit:
-    """What `UnitHooks` wants to know of a unit."""
+    """The attributes of a unit that `UnitHooks` uses."""
 
     def __init__(self, module: nn.Module, number: int, mp_policy: MixedPrecisionPolicy) -> None:
         self.modules = (module,)
@@ -247,7 +255,7 @@ class _TracedUnit:
 
 
 class _Recorder:
-    """In the place of a runtime: writes down its calls."""
+    """Takes the place of a runtime and records the calls to it."""
 
     def __init__(self, trace: StepTrace, meter: StorageMeter) -> None:
         self.trace = trace
@@ -255,7 +263,7 @@ class _Recorder:
         self.root: Any = None
 
     def flush(self) -> None:
-        """Close the stretch of computation that ran until now."""
+        """Record the computation since the last event."""
         done = self.meter.take()
         if done is not None:
             self.trace.events.append(done)
@@ -265,7 +273,7 @@ class _Recorder:
         self.trace.events.append(Call(kind, unit.number, flag))
 
     def pre_forward(self, unit: Any) -> None:
-        pass  # noted by `entered`, which knows the inputs
+        pass  # recorded by `entered`, which knows the inputs
 
     def entered(self, unit: Any, marked: bool) -> None:
         self._call(Kind.ENTER, unit, marked)
@@ -280,7 +288,7 @@ class _Recorder:
         self._call(Kind.BACKWARD_LEAVE, unit)
 
     def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
-        """A hook that notes the gradient of a parameter and takes it away."""
+        """A hook that records the gradient of a parameter and removes it."""
 
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
@@ -294,7 +302,7 @@ class _Recorder:
 
 
 class _RecordingHooks(UnitHooks):
-    """The hooks of a unit, which also say whether the inputs were marked."""
+    """The hooks of a unit, which also report whether an input needs a gradient."""
 
     def _enter_backward(self, forward: Any) -> None:
         self.unit.runtime.pre_backward(self.unit)

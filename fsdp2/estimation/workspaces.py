@@ -1,8 +1,9 @@
-"""Memory that kernels keep for backward and that fake tensors know nothing about.
+"""Memory that kernels keep for backward and that fake tensors do not have.
 
-A recurrent layer of oneDNN returns a workspace, whose size only the library can tell; the fake one
-is empty. So the real layer runs once per shape, on zeros, to be asked. On CUDA it is cuDNN that
-keeps such memory, of another size: nothing tells that without a GPU, so oneDNN's stands for it.
+A recurrent layer of oneDNN returns a workspace whose size only that library knows; with fake
+tensors it is empty. Therefore the real layer runs once per shape, on zeros, to find out. On CUDA,
+cuDNN keeps such memory, of a different size that cannot be determined without a GPU, so oneDNN's
+size is used instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-# Above so many bytes of input the size is extrapolated from shorter sequences.
+# For larger inputs, the size is extrapolated from shorter sequences.
 _MAX_INPUT_BYTES = 32 * 2**20
 _known: dict[Any, int] = {}
 
@@ -44,7 +45,7 @@ def _size_of(func: Any, args: tuple) -> int:
 def _run(func: Any, args: tuple, length: int) -> int:
     shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else None for a in args]
     shapes[0] = (length, *args[0].shape[1:])
-    with unset_fake_temporarily(), torch.enable_grad():  # without, it makes none
+    with unset_fake_temporarily(), torch.enable_grad():  # there is no workspace without gradients
         real = [
             a if shape is None else torch.zeros(shape, dtype=a.dtype)
             for a, shape in zip(args, shapes, strict=True)

@@ -1,4 +1,4 @@
-"""How to shard a model on given hardware, by simulation: see `plan`."""
+"""Chooses how to shard a model for given hardware, by simulation: see `plan`."""
 
 from .hardware import PRESETS, Hardware, find_hardware
 from .planning import Outcome, Plan, plan

@@ -1,4 +1,4 @@
-"""The ways to shard that a planner looks at: pure arithmetic and names."""
+"""The configurations that the planner considers: pure arithmetic and names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Wrap = str | list[str | tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way.
+    """One configuration.
 
     Attributes:
-        strategy: as of `shard_model`.
+        strategy: as in `shard_model`.
         mesh: (ranks,) or (replicas, shards).
         wrap: a key of `wraps_of`.
         reshard: ``reshard_after_forward`` of all units but the root; None: the default.
-        prefetch: units gathered ahead.
-        checkpointing: of activations.
+        prefetch: number of units gathered ahead.
+        checkpointing: activation checkpointing mode.
     """
 
     strategy: str
@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def complexity(self) -> int:
-        """How far from the defaults."""
+        """The number of choices that are not the default."""
         changed = (
             len(self.mesh) > 1,
             self.wrap != "blocks",
@@ -53,7 +53,7 @@ class Candidate:
 
 
 def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Strategies with their meshes: all ranks; replicas of nodes or of powers of two of nodes."""
+    """Strategies with their meshes: all ranks; replicas of 1, 2, 4, ... nodes."""
     if num_ranks > 1:
         yield "none", (num_ranks,)
     yield "full", (num_ranks,)
@@ -65,7 +65,7 @@ def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[
 
 
 def first_round(modes: Sequence[str], num_ranks: int, ranks_per_node: int) -> list[Candidate]:
-    """All meshes with all kinds of checkpointing."""
+    """All meshes with all checkpointing modes."""
     return [
         Candidate(strategy, mesh, mode)
         for strategy, mesh in meshes_of(num_ranks, ranks_per_node)
@@ -74,7 +74,7 @@ def first_round(modes: Sequence[str], num_ranks: int, ranks_per_node: int) -> li
 
 
 def second_round(start: Candidate, wraps: Sequence[str], ranks_per_node: int) -> list[Candidate]:
-    """All units, resharding and prefetch for one mesh and kind of checkpointing."""
+    """All choices of units, resharding and prefetch for one mesh and checkpointing mode."""
     reshards: list[bool | int | None] = [None]
     prefetches = [1]
     if start.strategy != "none":
@@ -92,7 +92,7 @@ def combinations(
     reshards: Sequence[bool | int | None],
     prefetches: Sequence[int],
 ) -> list[Candidate]:
-    """Each with each."""
+    """``start`` with all combinations of these choices."""
     return [
         replace(start, wrap=wrap, reshard=reshard, prefetch=prefetch)
         for wrap in wraps
@@ -102,11 +102,11 @@ def combinations(
 
 
 def wraps_of(units: Sequence[UnitDescription], blocks: Sequence[str]) -> dict[str, Any]:
-    """What may be units, as `shard_model` takes it: every block, several blocks, the whole model.
+    """Choices of units as `shard_model` accepts them: one block, several blocks, the whole model.
 
     Args:
         units: from ``units_of(model, "auto")``.
-        blocks: names of the modules that are alike.
+        blocks: names of the modules that share a class.
     """
     wraps: dict[str, Any] = {"blocks": "auto"}
     names = [u.modules for u in units if not u.is_root]

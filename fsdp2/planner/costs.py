@@ -1,4 +1,4 @@
-"""How long things take: roofline for kernels, rings for collectives. Pure arithmetic."""
+"""Time of kernels (roofline) and collectives (rings): pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NODE, NETWORK, HOST = "node", "network", "host"  # links
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one thing on a stream.
+    """The time of one piece of work on a stream.
 
     Attributes:
-        fixed_s: seconds that nothing else influences: latency, or a kernel's time.
+        fixed_s: seconds that do not depend on other work: latency, or a kernel's time.
         shared_s: seconds on ``link`` if nothing else uses it.
     """
 
@@ -41,7 +41,7 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
 
 
 def compute_s(compute: Compute, hardware: Hardware) -> float:
-    """All kernels of a stretch, one after the other."""
+    """Time of all kernels of ``compute``, one after the other."""
     return sum(operation_s(operation, hardware) for operation in compute.operations)
 
 

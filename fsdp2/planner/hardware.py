@@ -25,9 +25,9 @@ class Hardware:
     Attributes:
         name: display name.
         memory_bytes: memory of one GPU.
-        matmul_flops: FLOP/s by dtype of large dense matrix multiplications, from the data sheet.
+        matmul_flops: FLOP/s of large dense matrix multiplications by dtype, from the data sheet.
         matmul_efficiency: the fraction of it that large multiplications reach.
-        attention_flops: per second that fused attention kernels reach, forward and backward.
+        attention_flops: FLOP/s that fused attention kernels reach, forward and backward.
         memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
         memory_efficiency: the fraction of it that streaming kernels reach.
         kernel_s: the minimum time between the starts of two kernels.
@@ -74,7 +74,7 @@ class Hardware:
                 raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Per second, that large multiplications of ``dtype`` reach."""
+        """FLOP/s that large multiplications in ``dtype`` reach."""
         slowest = min(self.matmul_flops.values())
         return self.matmul_flops.get(dtype, slowest) * self.matmul_efficiency
 
@@ -169,6 +169,6 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
         known = ", ".join(f"'{name}'" for name in PRESETS)
         hint = did_you_mean(hardware, PRESETS)
         raise ValueError(
-            f"There is no hardware {hardware!r}; there are {known}, or a Hardware{hint}"
+            f"There is no hardware {hardware!r}: choose one of {known}, or pass a Hardware{hint}"
         )
     return PRESETS[hardware]

@@ -11,10 +11,10 @@ from .simulate import SimulatedStep
 
 
 def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> None:
-    """Write the picture of ``step`` to ``path``; the kind of file is that of its suffix.
+    """Write the picture of ``step`` to ``path``; the suffix selects the format.
 
     Args:
-        memory_budget: bytes that may be used.
+        memory_budget: limit on memory, in bytes.
 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[train]``).
@@ -32,17 +32,17 @@ def draw(step: SimulatedStep, path: Path, *, title: str, memory_budget: int) -> 
         waits=[(begin, end, "") for begin, end in _waits(step)],
         times=times,
         samples=samples,
-        memory_title="Memory of one GPU at the same time",
+        memory_title="Memory of one GPU over the same time",
         stretch=_stretch(step),
-        stretch_title="A moment of it, enlarged: while one unit computes, the next one's "
-        "parameters arrive and the last one's gradients leave",
+        stretch_title="A part of it, enlarged: while one unit computes, the parameters of the next "
+        "one arrive and the gradients of the previous one leave",
         budget=memory_budget,
     )
     save(picture, path)
 
 
 def _bars(step: SimulatedStep) -> list[Bar]:
-    """What ran on each stream: neighbours of one unit joined."""
+    """What ran on each stream; adjacent work of one unit is merged."""
     bars: list[list[Any]] = []
     last: dict[str, int] = {}
     for launch, span in zip(step.launches, step.spans, strict=True):
@@ -59,7 +59,7 @@ def _bars(step: SimulatedStep) -> list[Bar]:
 
 
 def _waits(step: SimulatedStep) -> list[tuple[float, float]]:
-    """When compute has nothing to do, apart from what cannot be seen."""
+    """When compute is idle, without gaps too short to see."""
     ended = 0.0
     gaps = []
     for launch, span in zip(step.launches, step.spans, strict=True):
@@ -85,8 +85,8 @@ def _stretch(step: SimulatedStep) -> tuple[float, float]:
 
 
 def _over_time(step: SimulatedStep) -> tuple[list[float], list[dict[str, int]]]:
-    """Memory is given and taken by the host, in the order of launches: a change counts from the
-    begin of the last computation that was launched before it."""
+    """Memory over time. The host allocates and frees in the order of launches, so a change counts
+    from the beginning of the last computation launched before it."""
     numbers = [x.number for x in step.launches if x.stream == COMPUTE]
     begins = [step.spans[number].begin for number in numbers]
     times: list[float] = []
@@ -94,7 +94,7 @@ def _over_time(step: SimulatedStep) -> tuple[list[float], list[dict[str, int]]]:
     for clock, parts in step.samples:
         index = bisect_right(numbers, clock - 1) - 1
         moment = begins[index] if index >= 0 else 0.0
-        if times and times[-1] == moment:  # the most of each stretch
+        if times and times[-1] == moment:  # keep the peak of each moment
             if sum(parts.values()) > sum(samples[-1].values()):
                 samples[-1] = parts
             continue

@@ -79,7 +79,7 @@ def plan(
     _check_ranks(num_ranks, chosen_hardware)
     for mode in activation_checkpointing:
         if mode not in MODES:
-            raise ValueError(f"activation_checkpointing: there is no {mode!r}; there are {MODES}")
+            raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
     budget = memory_budget or USABLE_MEMORY * chosen_hardware.memory_bytes
     search = _Search(
         model,
@@ -112,8 +112,8 @@ def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:
     node = hardware.ranks_per_node
     if num_ranks < 1 or (num_ranks > node and num_ranks % node):
         raise ValueError(
-            f"num_ranks must be positive and, above one node, a multiple of the {node} GPUs of a "
-            f"node; got {num_ranks}"
+            f"num_ranks must be positive, and a multiple of the {node} GPUs of a node if there are "
+            f"several nodes; got {num_ranks}"
         )
 
 
@@ -156,10 +156,10 @@ class _Search:
             names = [n for units in self.units.values() for u in units for n in u.modules]
             try:
                 self._traces[mode] = self._make_trace(mode, self.blocks, names)
-            except RuntimeError as error:  # the model does something else when it runs again
+            except RuntimeError as error:  # the model behaves differently when recomputed
                 if mode == "none" or len(modes) == 1:
                     raise
-                self.notes.append(f"Checkpointing '{mode}' is left out, it fails: {error}")
+                self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
         modes = tuple(self._traces)
         self._simulate(first_round(modes, self.num_ranks, node))
         best = [o.candidate for o in self._ranked()[:3]]
@@ -208,7 +208,7 @@ class _Search:
         best = ranked[0]
         if not best.fits:
             raise ValueError(
-                f"Nothing fits into {show_bytes(self.budget)} per rank: the least is "
+                f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
                 f"{show_bytes(best.peak_bytes)}, with {best.candidate}. Use more ranks, a smaller "
                 "batch, or offload_policy=CPUOffloadPolicy()"
             )

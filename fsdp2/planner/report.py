@@ -1,4 +1,4 @@
-"""A plan: what was chosen, and the same in words, tables and a picture."""
+"""A plan: the choice, and its form as text, tables and a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
-from ..render.text import show_bytes, show_seconds, table
+from ..render.text import plural, show_bytes, show_seconds, table
 from .candidates import Candidate
 from .hardware import Hardware
 from .picture import draw
@@ -17,7 +17,7 @@ from .simulate import SimulatedStep
 
 @dataclass
 class Outcome:
-    """A candidate and what its step would be like."""
+    """A candidate and the time and memory of its simulated step."""
 
     candidate: Candidate
     seconds: float
@@ -33,16 +33,16 @@ class Outcome:
 
 @dataclass
 class Plan:
-    """What `plan` chose, why, and what else there was.
+    """What `plan` chose, why, and the alternatives.
 
     Attributes:
         kwargs: for ``shard_model(model, mesh, **plan.kwargs)``.
-        mesh_shape: of the mesh: (ranks,) or (replicas, shards).
+        mesh_shape: shape of the mesh: (ranks,) or (replicas, shards).
         activation_checkpointing: "none", "selective" or "full".
         checkpoint_modules: names of the modules to recompute.
         step: the simulated step.
-        outcomes: all that was simulated, the best first, what does not fit last.
-        reasons: sentences for people.
+        outcomes: all simulated candidates, the best first; those that do not fit come last.
+        reasons: explanations as sentences.
     """
 
     kwargs: dict[str, Any]
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def runner_up(self) -> Outcome | None:
-        """The fastest of those that fit and were not chosen."""
+        """The fastest of the other candidates that fit."""
         others = [o for o in self.outcomes if o is not self.chosen and o.fits]
         return min(others, key=lambda outcome: outcome.seconds, default=None)
 
@@ -86,18 +86,18 @@ class Plan:
         draw(self.step, Path(path), title=_title(self), memory_budget=self.memory_budget)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as JSON-compatible data."""
         return _as_dict(self)
 
     def __str__(self) -> str:
         return _as_text(self)
 
 
-# -- in words ----------------------------------------------------------------------------------
+# -- as text -----------------------------------------------------------------------------------
 
 
 def reasons(made: Plan) -> list[str]:
-    """Why each choice: what the best with another would cost."""
+    """One sentence per choice: the cost of the best alternatives."""
     lines = [_bound(made)]
     chosen = made.chosen.candidate
     questions = (
@@ -128,10 +128,11 @@ def _bound(made: Plan) -> str:
         return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
     parts = ", ".join(f"{name} {show_seconds(s)}" for name, s in moved.items())
     share = 100 * step.exposed_s / step.seconds
-    kind = "compute-bound" if share < 10 else "held up by communication"
+    kind = "compute-bound" if share < 10 else "limited by communication"
     return (
-        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}, of which "
-        f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden."
+        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}; "
+        f"{show_seconds(step.exposed_s)} of communication ({share:.0f} % of the step) are not "
+        "hidden."
     )
 
 
@@ -149,20 +150,23 @@ def _value(title: str, outcome: Outcome) -> str:
 
 def _against(outcome: Outcome, made: Plan) -> str:
     if not outcome.fits:
-        return f"needs {show_bytes(outcome.peak_bytes)}, more than there is"
+        return f"needs {show_bytes(outcome.peak_bytes)}, more than the budget"
     slower = 100 * (outcome.seconds / made.chosen.seconds - 1)
+    speed = f"is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    if abs(slower) < 0.05:
+        speed = "is as fast"
     more = outcome.peak_bytes - made.chosen.peak_bytes
-    memory = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    memory = f"{show_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
     if abs(more) < 1e-3 * made.chosen.peak_bytes:
         memory = "the same memory"
-    return f"takes {slower:+.1f} % with {memory}"
+    return f"{speed} with {memory}"
 
 
 _TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch")
 
 
 def _besides(title: str, outcome: Outcome, made: Plan) -> str:
-    """What else differs: with some choices it takes another one to fit."""
+    """What else differs: some choices only fit together with another one."""
     changed = [
         f"{other.lower()} {_value(other, outcome)}"
         for other in _TITLES
@@ -172,7 +176,7 @@ def _besides(title: str, outcome: Outcome, made: Plan) -> str:
 
 
 def _as_text(made: Plan) -> str:
-    """The plan, the reasons, the best others."""
+    """The plan, the reasons, and the best alternatives."""
     step = made.step
     facts = [
         ("Hardware", f"{made.hardware.name}, {_ranks(made)}"),
@@ -184,7 +188,7 @@ def _as_text(made: Plan) -> str:
         ("Step", f"{show_seconds(step.seconds)}, {_rate(made)}"),
         (
             "Memory",
-            f"{show_bytes(step.peak.total)} of {show_bytes(made.memory_budget)} to be used",
+            f"{show_bytes(step.peak.total)} of a budget of {show_bytes(made.memory_budget)}",
         ),
     ]
     lines = [table(facts, indent=0), "", "Why", *(f"  {reason}" for reason in made.reasons)]
@@ -202,7 +206,8 @@ def _as_text(made: Plan) -> str:
                 "" if outcome.fits else "does not fit",
             )
         )
-    lines += ["", f"The best of {len(made.outcomes)} that were simulated", table(rows, right="123")]
+    title = f"The best of {plural(len(made.outcomes), 'simulated configuration')}"
+    lines += ["", title, table(rows, right="123")]
     return "\n".join(lines)
 
 
@@ -219,7 +224,7 @@ def _rate(made: Plan) -> str:
 
 
 def _as_dict(made: Plan) -> dict[str, Any]:
-    """For JSON: names, numbers and sentences."""
+    """JSON-compatible data: names, numbers and sentences."""
     step = made.step
     policy = made.kwargs["mp_policy"]
     kwargs = {k: v for k, v in made.kwargs.items() if k not in ("mp_policy", "offload_policy")}
@@ -262,5 +267,5 @@ def _title(made: Plan) -> str:
     exposed = f"{show_seconds(step.exposed_s)} of it waiting for communication"
     return (
         f"Predicted training step on {shape} GPUs ({made.hardware.name}): "
-        f"{show_seconds(step.seconds)}, {exposed}; most memory {show_bytes(step.peak.total)}"
+        f"{show_seconds(step.seconds)}, {exposed}; peak memory {show_bytes(step.peak.total)}"
     )

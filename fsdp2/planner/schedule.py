@@ -1,7 +1,7 @@
-"""When things on streams begin and end: a simulation of events, pure Python.
+"""Schedules tasks on streams: a discrete-event simulation in pure Python.
 
-Things on one stream run one after the other, and after what they wait for. Things that use the
-same link at the same time share its bandwidth equally.
+Tasks on one stream run one after the other, and after the tasks that they wait for. Tasks that use
+the same link at the same time share its bandwidth equally.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _EPSILON_S = 1e-15
 
 @dataclass(frozen=True)
 class Task:
-    """Something on a stream; tasks are known by their place in the list.
+    """Work on a stream; tasks are identified by their index in the list.
 
     Attributes:
-        after: places of earlier tasks that must be over before it begins.
+        after: indices of earlier tasks that must end before it begins.
     """
 
     stream: str
@@ -44,10 +44,10 @@ class _Running:
 
 
 def schedule(tasks: Sequence[Task]) -> list[Span]:
-    """Begin and end of every task.
+    """Compute the beginning and end of every task.
 
-    Takes time in proportion to the number of tasks: a task is looked at when it begins, when its
-    fixed part is over and when it ends, beside the few that run then.
+    Takes time proportional to the number of tasks: a task is handled when it begins, when its fixed
+    part ends and when it ends, together with the few tasks that run at that time.
 
     Raises:
         ValueError: if a task waits for a later one, which would never begin.
@@ -55,7 +55,7 @@ def schedule(tasks: Sequence[Task]) -> list[Span]:
     for i, task in enumerate(tasks):
         if any(other >= i or other < 0 for other in task.after):
             raise ValueError(
-                f"Task {i} waits for {task.after}: only earlier ones can be waited for"
+                f"Task {i} waits for {task.after}: a task can only wait for earlier ones"
             )
     queues: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
@@ -78,7 +78,7 @@ def schedule(tasks: Sequence[Task]) -> list[Span]:
 
 
 def _begin(tasks, queues, heads, busy, spans, running, now) -> None:
-    """Start what can start now."""
+    """Start all tasks that can start now."""
     for stream, queue in queues.items():
         if stream in busy or heads[stream] == len(queue):
             continue
@@ -93,7 +93,7 @@ def _begin(tasks, queues, heads, busy, spans, running, now) -> None:
 
 
 def _advance(running: list[_Running]) -> float:
-    """Let time pass until something changes; returns how much."""
+    """Advance time to the next change; returns the time that passed."""
     users: dict[str | None, int] = {}
     for each in running:
         if each.fixed_s <= 0:

@@ -1,4 +1,4 @@
-"""One training step on some hardware: the launches of a replay, with times."""
+"""Simulates a training step on given hardware: the launches of a replay, with times."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce")
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A training step, as it is predicted.
+    """The predicted training step.
 
     Attributes:
-        seconds: forward, backward and the optimizer.
-        compute_s: that kernels of the model take.
-        optimizer_s: of the optimizer.
+        seconds: time of forward, backward and optimizer.
+        compute_s: time of the model's kernels.
+        optimizer_s: time of the optimizer.
         stream_s: how long each stream is busy.
         exposed_s: how long compute waits for communication.
-        peak: the most memory.
-        flops: of the kernels, recomputation included.
+        peak: the memory peak.
+        flops: FLOPs of the kernels, including recomputation.
         launches, spans: what runs when, for pictures.
-        samples: bytes by category after so many launches.
+        samples: (number of launches so far, bytes by category) at every change.
     """
 
     seconds: float
@@ -49,15 +49,15 @@ class SimulatedStep:
 
     @property
     def num_events(self) -> int:
-        """Things on streams; does not depend on the number of ranks."""
+        """Number of launches; does not depend on the number of ranks."""
         return len(self.launches)
 
 
 class Simulator:
-    """Simulates steps of traces on one kind of hardware; remembers what kernels cost.
+    """Simulates traced steps on one kind of hardware; caches the cost of kernels.
 
     Args:
-        optimizer: as of `estimate`.
+        optimizer: as in `estimate`.
     """
 
     def __init__(self, hardware: Hardware, optimizer: object = "adamw") -> None:
@@ -67,7 +67,7 @@ class Simulator:
         self._optimizer: dict[object, OptimizerCost] = {}
 
     def run(self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False) -> SimulatedStep:
-        """One step of ``trace`` in the manner of ``setup``, on rank 0, which holds the most."""
+        """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank."""
         cost = self._cost_of_optimizer(trace, setup)
         made = replay(
             trace,
@@ -105,7 +105,7 @@ class Simulator:
 
     def _seconds(self, compute: Compute) -> float:
         known = self._compute_s.get(id(compute))
-        if known is None:  # the trace is kept, so that its id stays its own
+        if known is None:  # keep the object, so that its id is not reused
             known = self._compute_s[id(compute)] = (compute, compute_s(compute, self.hardware))
         return known[1]
 

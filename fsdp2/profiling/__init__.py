@@ -1,4 +1,4 @@
-"""What the units of a model did: `profile`."""
+"""Records what the units of a model do: see `profile`."""
 
 from .events import Recording
 from .measures import Measures, StepMeasures, Traffic, UnitMeasures

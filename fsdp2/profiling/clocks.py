@@ -1,7 +1,7 @@
-"""Moments on the host and on a device's streams, on one time axis.
+"""Times on the host and on a device's streams, on one time axis.
 
-A *mark* stands for a moment; it is read after the profile. On the host it is a number, on a stream
-an event, so nothing is waited for while a step runs.
+A *mark* stands for a moment and is read after the profile. On the host it is a number, on a stream
+an event, so a step never waits for its marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Marks moments. Times are seconds since it was made."""
+    """Marks moments. Times are seconds since the clock was created."""
 
     stream_ordered: bool
 
@@ -26,11 +26,11 @@ class Clock(Protocol):
         ...
 
     def mark(self, stream: Any = None) -> Mark:
-        """The moment at which what was put on ``stream`` (default: the current one) is done."""
+        """Mark when the work so far on ``stream`` (default: the current one) is done."""
         ...
 
     def wait(self) -> None:
-        """Until all marks can be read."""
+        """Wait until all marks can be read."""
         ...
 
     def read(self, mark: Mark) -> float:
@@ -39,7 +39,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Where the host orders the work."""
+    """The clock for devices on which the host orders the work."""
 
     stream_ordered = False
 
@@ -60,10 +60,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Where streams do. Waits for the device once, when it is made.
+    """The clock for devices with streams. Waits for the device once, when it is created.
 
     Args:
-        module: what makes streams and events: ``torch.cuda``, or something like it.
+        module: provides streams and events: ``torch.cuda``, or a module like it.
     """
 
     stream_ordered = True
@@ -92,6 +92,6 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock of what ``device`` runs."""
+    """The clock for work on ``device``."""
     module = device_module(device)
     return HostClock() if module is None else DeviceClock(device, module)

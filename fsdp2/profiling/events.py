@@ -1,6 +1,6 @@
-"""What a profile recorded, as data: moments in seconds since it began, bytes, names.
+"""The recording of a profile as data: times in seconds since it began, bytes, names.
 
-Nothing here knows how it was recorded: `measures`, `trace` and `picture` work on these alone.
+It does not depend on how it was recorded: `measures`, `trace` and `picture` use only these classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Border:
     """Compute entered or left a unit, or the optimizer (a unit without a name).
 
     Attributes:
-        depth: how many units enclose it.
+        depth: number of units that enclose it.
     """
 
     enters: bool
@@ -31,7 +31,7 @@ class Border:
 
 @dataclass(frozen=True)
 class Compute:
-    """A stretch of compute in one unit, and in no unit inside of it."""
+    """An interval of compute in one unit, but in no unit inside it."""
 
     unit: str
     phase: str
@@ -45,14 +45,14 @@ class Communication:
 
     Attributes:
         kind: one of `KINDS`.
-        phase: "forward" or "backward": what the model was in when it was launched.
-        num_ranks: that take part.
-        nbytes: of the whole parameters that are gathered or gradients that are reduced, without
-            padding.
-        sent_bytes: that this rank sends, padding included, as `describe.bucket_bytes` counts them.
+        phase: "forward" or "backward": the model's phase when it was launched.
+        num_ranks: number of ranks that take part.
+        nbytes: bytes of the whole parameters or gradients, without padding.
+        sent_bytes: bytes that this rank sends, including padding, as `describe.bucket_bytes`
+            counts them.
         launched_s: when the host launched it; ``launch_s``: how long that took the host.
         begin_s, end_s: on its stream. On the CPU ``begin_s`` is ``launched_s``, and ``end_s`` is
-            the end of the wait for it: an upper bound.
+            the end of the wait for it, an upper bound.
     """
 
     unit: str
@@ -69,7 +69,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute (the stream; on the CPU the thread) stood still for a communication."""
+    """Compute (the stream; on the CPU, the thread) waited for a communication."""
 
     unit: str
     kind: str
@@ -83,8 +83,8 @@ class Sample:
 
     Attributes:
         parts: by purpose, named as in `fsdp2.estimate`.
-        total: all that the allocator has given out on the device; on the CPU the resident memory of
-            the process, None where the system does not tell.
+        total: memory that the device's allocator has handed out; on the CPU, the resident memory
+            of the process, or None if the system does not report it.
     """
 
     time_s: float
@@ -94,8 +94,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Moment:
-    """Something that steps are found by: "root" (a root forward began), "optimizer" (a step of one
-    is over) or "step" (the user says that a step is over)."""
+    """An event that separates steps: "root" (a root's forward began), "optimizer" (an optimizer
+    step ended) or "step" (the user marked the end of a step)."""
 
     kind: str
     time_s: float
@@ -103,11 +103,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Recording:
-    """All of it, each list in the order of the host.
+    """Everything recorded, each list in host order.
 
     Attributes:
-        units: names, the root first, then in the order of the model.
-        stream_ordered: whether streams ran beside each other, timed by events (CUDA); else
+        units: names, the root first, then in model order.
+        stream_ordered: whether work ran on streams and was timed by events (CUDA); otherwise
             everything was timed on the host (CPU).
         end_s: when the profile ended.
     """
@@ -125,12 +125,12 @@ class Recording:
 
 
 def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute, ...]:
-    """Stretches of compute: each moment belongs to the innermost unit that was entered and not
-    left (of several, to the one entered last), unless compute waited then.
+    """Intervals of compute: each moment belongs to the innermost unit that was entered and not
+    left (of several, to the one entered last), unless compute was waiting.
 
-    Units are not always entered from the outside in: backward may tell of a unit before it tells
-    of the one that encloses it. Nor are they always left in the reverse of that order: backward
-    leaves a unit whose inputs need no gradient only at its end.
+    Units are not always entered from the outside in: backward may report a unit before the one that
+    encloses it. Nor are they always left in reverse order: backward leaves a unit whose inputs need
+    no gradient only at the end.
     """
     stretches: list[Compute] = []
     inside: list[tuple[int, str, str]] = []  # by depth
@@ -150,7 +150,7 @@ def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute
 
 
 def _without(stretches: Sequence[Compute], waits: Sequence[Wait]) -> list[Compute]:
-    """Both in the order of time, each without overlaps."""
+    """``stretches`` minus ``waits``; both are ordered by time and have no overlaps."""
     left: list[Compute] = []
     first = 0
     for stretch in stretches:

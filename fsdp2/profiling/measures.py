@@ -1,6 +1,6 @@
-"""Numbers of steps and units from what was recorded: pure arithmetic.
+"""Computes the measures of steps and units from a recording: pure arithmetic.
 
-Everything is this rank's, and per step: the mean over the steps of the profile.
+All values are of this rank and per step: the mean over the steps of the profile.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Traffic:
     """Gathers or reductions, per step.
 
     Attributes:
-        count: how many were launched.
-        seconds: their durations, added up.
-        nbytes: of what is gathered or reduced, whole and without padding.
-        sent_bytes: that this rank sends for it; as many are received in a gather.
-        exposed_s: for how long compute stood still for them.
-        launch_s: for how long the host was busy launching them.
+        count: number of launches.
+        seconds: sum of their durations.
+        nbytes: bytes of the whole gathered or reduced data, without padding.
+        sent_bytes: bytes that this rank sends; a gather receives as many.
+        exposed_s: how long compute waited for them.
+        launch_s: how long the host was busy launching them.
     """
 
     count: float = 0.0
@@ -60,9 +60,9 @@ class UnitMeasures:
     """One unit, per step.
 
     Attributes:
-        forward_s, backward_s, recompute_s: compute was in the unit, in no unit inside of it, and
-            did not wait.
-        gather, reduce_scatter, all_reduce: what it communicated.
+        forward_s, backward_s, recompute_s: how long compute was in the unit, excluding units
+            inside it and waits.
+        gather, reduce_scatter, all_reduce: its communication.
     """
 
     name: str
@@ -80,7 +80,7 @@ class UnitMeasures:
 
     @property
     def exposed_s(self) -> float:
-        """For how long compute stood still for any communication of this unit."""
+        """How long compute waited for any communication of this unit."""
         return self.gather.exposed_s + self.reduce.exposed_s
 
 
@@ -89,11 +89,11 @@ class StepMeasures:
     """One step.
 
     Attributes:
-        begin_s, end_s: in the profile.
-        exposed_s: for how long compute stood still.
-        compute_s: for how long it was in units; ``optimizer_s``: in the optimizer.
-        peak_gathered_bytes: the most gathered parameters at once.
-        peak_bytes: the most memory at once, as seen at the borders of units: of the device's
+        begin_s, end_s: seconds since the profile began.
+        exposed_s: how long compute waited.
+        compute_s: how long it was in units; ``optimizer_s``: in the optimizer.
+        peak_gathered_bytes: the peak of gathered parameters.
+        peak_bytes: the memory peak, sampled when compute enters or leaves a unit: of the device's
             allocator, on the CPU of the process; None if unknown.
     """
 
@@ -107,19 +107,19 @@ class StepMeasures:
 
     @property
     def seconds(self) -> float:
-        """From begin to end."""
+        """Duration of the step."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True)
 class Measures:
-    """All of a profile, of this rank.
+    """All measures of a profile, of this rank.
 
     Attributes:
-        host_timed: whether communications were timed on the host: then their seconds are upper
-            bounds, and bandwidths lower ones.
-        units: the root first, then in the order of the model; also those that did not run.
-        total: the units together.
+        host_timed: whether communication was timed on the host: then its seconds are upper
+            bounds, and bandwidths lower bounds.
+        units: the root first, then in model order; includes units that did not run.
+        total: the sum over the units.
     """
 
     rank: int
@@ -135,7 +135,7 @@ class Measures:
         return sum(step.seconds for step in self.steps) / max(1, len(self.steps))
 
     def to_dict(self) -> dict[str, Any]:
-        """Dicts, lists, strings and numbers, with bandwidths in bytes per second."""
+        """The measures as dicts, lists, strings and numbers; bandwidths in bytes per second."""
         made = asdict(self)
         made["step_s"] = self.step_s
         for unit, as_dict in zip(
@@ -147,7 +147,7 @@ class Measures:
 
 
 def measure(recording: Recording) -> Measures:
-    """Steps, units and totals of a recording."""
+    """Compute steps, units and totals of a recording."""
     spans = steps_of(recording.moments, recording.end_s, _last_event_s(recording))
     num_steps = max(1, len(spans))
     units = tuple(_unit(recording, name, num_steps) for name in recording.units)
@@ -164,15 +164,16 @@ def measure(recording: Recording) -> Measures:
 def steps_of(
     moments: Iterable[Moment], end_s: float, last_s: float | None = None
 ) -> list[tuple[float, float]]:
-    """When steps begin and end.
+    """The beginnings and ends of steps.
 
-    Where the user says when one is over, they go from one of these moments to the next. Else one
-    begins with a root's forward: the first after an optimizer's step if there are any, so that
-    micro-batches are one step, or else each; the last one ends with what was recorded last.
+    If the user marked the ends of steps, steps last from one mark to the next. Otherwise a step
+    begins with a root's forward: if there are optimizer steps, with the first one after each, so
+    that micro-batches count as one step; if not, with every one. The last step ends with the last
+    event.
 
     Args:
-        end_s: of the profile.
-        last_s: of the last event; by default the end.
+        end_s: when the profile ended.
+        last_s: time of the last event; by default the end.
     """
     last_s = end_s if last_s is None else last_s
     moments = list(moments)
@@ -255,7 +256,7 @@ def _step(recording: Recording, begin: float, end: float) -> StepMeasures:
 
     optimizer = [c for c in recording.compute if c.phase == OPTIMIZER]
     times = [sample.time_s for sample in recording.memory]
-    first = max(0, bisect_right(times, begin) - 1)  # what was so when it began
+    first = max(0, bisect_right(times, begin) - 1)  # the state when it began
     samples = recording.memory[first : bisect_right(times, end)]
     totals = [sample.total for sample in samples if sample.total is not None]
     return StepMeasures(

@@ -1,4 +1,4 @@
-"""Who holds how much memory: bytes of a unit by purpose, and of the process or device in all."""
+"""Memory in use: bytes of a unit by purpose, and the total of the process or device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PARTS = (PARAMETERS, GRADIENTS, GATHERED, SECONDARY, UNREDUCED)
 
 
 class Held:
-    """Bytes that units hold on the device, by purpose; kept up to date unit by unit.
+    """Bytes that units hold on the device, by purpose; updated unit by unit.
 
     Attributes:
-        now: of all units that were measured.
+        now: sums over all units measured so far.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Held:
         self._accumulated: dict[Unit, int] = {}
 
     def measure(self, unit: Unit) -> None:
-        """Look at one unit again."""
+        """Update the bytes of one unit."""
         parts = _parts(unit)
         parts[UNREDUCED] += self._accumulated.get(unit, 0)
         before = self._of_unit.get(unit, {})
@@ -39,7 +39,7 @@ class Held:
         self._of_unit[unit] = parts
 
     def note_accumulated(self, unit: Unit) -> None:
-        """After a backward of ``unit``: what it leaves unsharded, without sync of gradients."""
+        """After a backward of ``unit`` without gradient sync, count the unsharded gradients."""
         nbytes = 0
         if not unit.config.reduce_grads:
             grads = [p.unsharded.grad for p in unit.params if p.unsharded is not None]
@@ -48,7 +48,7 @@ class Held:
         self._accumulated[unit] = nbytes
 
     def take(self, nbytes: int) -> None:
-        """A reduction has so many bytes of gradients; negative: no longer."""
+        """Count gradients that a reduction holds; negative when it drops them."""
         self.now[UNREDUCED] += nbytes
 
 
@@ -71,9 +71,9 @@ def _nbytes(grad: torch.Tensor) -> int:
 
 
 def total_reader(device: torch.device) -> Callable[[], int | None]:
-    """What tells how much memory is in use: of a device by its allocator, else of the process.
+    """A function that returns the memory in use: of a device's allocator, or of the process.
 
-    None if unknown. Takes microseconds and waits for nothing.
+    It returns None if this is unknown, takes microseconds and waits for nothing.
     """
     if device.type == "cuda":
         # (torch.cuda.memory_allocated makes a flat dict of all statistics first)

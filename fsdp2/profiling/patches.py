@@ -1,4 +1,4 @@
-"""Methods of single objects, replaced for a while."""
+"""Replaces methods of single objects for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """What was replaced, and how to put it back. Classes are never touched."""
+    """The replaced methods and their originals. Classes are never modified."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -22,7 +22,7 @@ class Patches:
         vars(owner)[name] = partial(around, owner, original)
 
     def undo(self) -> None:
-        """Put everything back as it was; may be called again."""
+        """Restore all originals; may be called again."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is _ABSENT:

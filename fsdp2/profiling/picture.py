@@ -29,7 +29,7 @@ def draw(recording: Recording, measures: Measures, path: Path, number: int) -> N
 
 
 def as_picture(recording: Recording, step: StepMeasures) -> Picture:
-    """What to draw of a step; 0 is its begin."""
+    """What to draw of a step; times are relative to its beginning."""
     device = "GPU" if recording.stream_ordered else "CPU"
     bars = _bars(recording, step)
     waits = [
@@ -45,15 +45,15 @@ def as_picture(recording: Recording, step: StepMeasures) -> Picture:
         waits=[wait for wait in waits if wait[1] - wait[0] > 1e-4 * step.seconds],
         times=times,
         samples=samples,
-        memory_title=f"Memory of this {device} at the same time"
+        memory_title=f"Memory of this {device} over the same time"
         if recording.stream_ordered
-        else "Memory of the units on this rank at the same time (without activations)",
+        else "Memory of the units on this rank over the same time (without activations)",
         stretch=_stretch(bars, step.seconds),
-        stretch_title="A moment of it, enlarged: while one unit computes, the next one's "
-        "parameters arrive and the last one's gradients leave",
+        stretch_title="A part of it, enlarged: while one unit computes, the parameters of the next "
+        "one arrive and the gradients of the previous one leave",
         note=""
         if recording.stream_ordered
-        else "Timed by the host: green and orange last until they are waited for, at most",
+        else "Timed on the host: green and orange end when they are waited for, at the latest",
     )
 
 
@@ -62,7 +62,7 @@ def _title(recording: Recording, step: StepMeasures) -> str:
     return (
         f"Recorded training step, rank {recording.rank} ({recording.device}): "
         f"{1e3 * step.seconds:.1f} ms, {1e3 * step.exposed_s:.1f} ms ({share:.0f} %) of it waiting "
-        f"for communication; most gathered {show_bytes(step.peak_gathered_bytes)}"
+        f"for communication; peak of gathered parameters {show_bytes(step.peak_gathered_bytes)}"
     )
 
 
@@ -93,7 +93,7 @@ def _bars(recording: Recording, step: StepMeasures) -> list[Bar]:
 
 
 def _stretch(bars: list[Bar], seconds: float) -> tuple[float, float]:
-    """About four units around the middle of backward: of the units that take longest there."""
+    """About four of the longest units around the middle of backward."""
     backward = [bar for bar in bars if bar.lane == COMPUTE and bar.phase == BACKWARD]
     longest = max((bar.end_s - bar.begin_s for bar in backward), default=0.0)
     large = [bar for bar in backward if bar.end_s - bar.begin_s > 0.2 * longest]
@@ -105,8 +105,8 @@ def _stretch(bars: list[Bar], seconds: float) -> tuple[float, float]:
 
 
 def _memory(recording: Recording, step: StepMeasures) -> tuple[list[float], list[dict[str, int]]]:
-    """On a device with all that its allocator has given out; on the CPU only what units hold: the
-    process keeps unused memory."""
+    """Memory over time: on a device, everything that its allocator has handed out; on the CPU, only
+    what units hold, because the process also keeps unused memory."""
     every = [sample.time_s for sample in recording.memory]
     first = max(0, bisect_right(every, step.begin_s) - 1)
     chosen = recording.memory[first : bisect_right(every, step.end_s)]

@@ -19,18 +19,18 @@ _profiled: WeakSet[Unit] = WeakSet()
 
 
 def profile(model: nn.Module) -> Profile:
-    """Record time, bytes, bandwidth, waiting and memory of a sharded model's units.
+    """Record time, bytes, bandwidth, waits and memory of a sharded model's units.
 
-    Per unit and step: how long its gathers and reductions take and how many bytes they send, how
-    long compute stood still for them (exposed time), how long compute was in it, and the memory
-    over the step. Each rank records and reports only itself.
+    Per unit and step: how long its gathers and reductions take, how many bytes they send, how long
+    compute waited for them (exposed time), how long compute was in the unit, and the memory over
+    the step. Each rank records and reports only itself.
 
     While the profile runs, methods of this model's units and runtime are replaced by recording
-    ones; at its end, also after an exception, the originals are restored. Without a profile there
-    is no recording and no check for it, so no cost. On CUDA, times come from events on the streams
-    that do the work; the host waits for the device once at the beginning and once when the first
-    result is requested. On the CPU, times are the host's. ``docs/profiling.md``
-    describes how each number is measured.
+    ones; at its end, also after an exception, the originals are restored. Without a profile nothing
+    is recorded or checked, so there is no cost. On CUDA, times come from events on the streams that
+    do the work; the host waits for the device once at the beginning and once when the first result
+    is requested. On the CPU, times are the host's. ``docs/profiling.md`` describes how each number
+    is measured.
 
     Args:
         model: sharded by `fully_shard`, `shard_model` or `replicate`, or a module that contains
@@ -56,7 +56,7 @@ def profile(model: nn.Module) -> Profile:
     if not units:
         raise ValueError(
             "The model is not sharded, so there are no units to profile: call fully_shard(model) "
-            "or shard_model(model) first. For other models there is torch.profiler"
+            "or shard_model(model) first. For other models, use torch.profiler"
         )
     return Profile(model, units)
 
@@ -77,7 +77,7 @@ class Profile:
         twice = [unit.name for unit in self._found if unit in _profiled]
         if twice:
             raise RuntimeError(
-                f"Unit '{twice[0]}' is being profiled already: leave the other profile of this "
+                f"Unit '{twice[0]}' is already being profiled: leave the other profile of this "
                 "model first"
             )
         self._recorder = Recorder(self._model, self._found)
@@ -108,23 +108,23 @@ class Profile:
             RuntimeError: outside the ``with`` block.
         """
         if not self._running or self._recorder is None:
-            raise RuntimeError("step() belongs inside the with block of the profile")
+            raise RuntimeError("step() must be called inside the with block of the profile")
         self._recorder.moment("step")
 
     @property
     def recording(self) -> Recording:
-        """All that was recorded, event by event.
+        """Everything that was recorded, event by event.
 
         Raises:
             RuntimeError: before the end of the ``with`` block.
         """
         if self._running or self._recorder is None:
-            raise RuntimeError("There are results only after the with block of the profile")
+            raise RuntimeError("Results are available only after the with block of the profile")
         return self._recorder.result()
 
     @property
     def measures(self) -> Measures:
-        """Steps, units and totals; `Measures` says what each number is."""
+        """Steps, units and totals; `Measures` describes each number."""
         recording = self.recording
         if self._measures is None:
             self._measures = measure(recording)
@@ -132,7 +132,7 @@ class Profile:
 
     @property
     def units(self) -> tuple[UnitMeasures, ...]:
-        """One `UnitMeasures` per unit, the root first, then in the order of the model."""
+        """One `UnitMeasures` per unit, the root first, then in model order."""
         return self.measures.units
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,9 +151,9 @@ class Profile:
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-        One process, named by the rank; a row each for compute, gathers, reduce-scatters,
-        all-reduces and what the host launched; memory as a counter. Traces of several ranks can be
-        put together by joining their ``traceEvents``; their clocks begin at each rank's own start.
+        One process, named after the rank; one row each for compute, gathers, reduce-scatters,
+        all-reduces and the host's launches; memory as a counter. To combine traces of several
+        ranks, join their ``traceEvents``; each rank's clock begins when its own profile starts.
 
         Args:
             path: a file; missing parent folders are created.

@@ -1,9 +1,9 @@
-"""Watches the units of one model while they run, and makes a `Recording` of it.
+"""Watches the units of one model while they run and makes a `Recording`.
 
-The runtime knows nothing of this. For the time of a profile, methods of these units, of their
-hooks and of their runtime are replaced, on the objects themselves; reductions, which live for one
-backward, get transports that note when they are called. So a model that is not profiled runs the
-code that it runs without this module.
+The runtime does not know about this. During a profile, methods of these units, of their hooks and
+of their runtime are replaced on the objects themselves; reductions, which live for one backward,
+get transports that record their calls. A model that is not profiled therefore runs exactly the same
+code as without this module.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .timed import Operation, TimedTransport
 
 @dataclass
 class _OnItsWay:
-    """One reduction: its bytes, and what it has launched so far."""
+    """One reduction: its bytes, and the operations that it has launched so far."""
 
     nbytes: int
     operations: list[Operation]
 
 
 class Recorder:
-    """From `start` to `stop` everything is written down; `result` makes data of it.
+    """Records everything from `start` to `stop`; `result` converts it to data.
 
     Args:
-        model: whose names are used.
-        units: of the model, on one device.
+        model: the model, for its module names.
+        units: the model's units, on one device.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -62,13 +62,13 @@ class Recorder:
         self._handles: list[Any] = []
         self._runtimes: list[Runtime] = []
         self._recorded: events.Recording | None = None
-        # What is written down.
+        # What has been recorded.
         self._borders: list[tuple[bool, str, str, int, Mark]] = []
         self._operations: list[Operation] = []
         self._waits: list[tuple[Operation, Mark, Mark]] = []
         self._samples: list[tuple[Mark, dict[str, int], int | None]] = []
         self._moments: list[tuple[str, Mark]] = []
-        # What is going on.
+        # The current state.
         self._open: list[tuple[Unit | None, str]] = []
         self._gathering: dict[Unit, Operation] = {}
         self._facts: dict[Bucket, BucketFacts] = {}
@@ -79,7 +79,7 @@ class Recorder:
     # -- beginning and end ------------------------------------------------------------------
 
     def start(self) -> None:
-        """From now on."""
+        """Start recording."""
         self.clock = make_clock(self._device)
         self._last: Mark = self.clock.mark()
         self._handles = [
@@ -100,7 +100,7 @@ class Recorder:
         self._sample(self._last)
 
     def stop(self) -> None:
-        """Until now. Puts everything back; waits for nothing."""
+        """Stop recording and restore all methods; waits for nothing."""
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
@@ -108,7 +108,7 @@ class Recorder:
         self._stopped = self.clock.mark()
         for unit, phase in reversed(self._open):
             self._borders.append((False, *self._key(unit, phase), self._last))
-        # Nothing of the model is held any longer.
+        # Drop all references to the model.
         self._open.clear()
         self._names.clear()
         self._modules.clear()
@@ -119,7 +119,7 @@ class Recorder:
         self._total = lambda: None
 
     def _watch(self, runtime: Runtime) -> None:
-        """Runtimes are made by the first forward of a root."""
+        """Watch a runtime; the first forward of a root creates it."""
         if any(runtime is known for known in self._runtimes):
             return
         self._runtimes.append(runtime)
@@ -129,11 +129,11 @@ class Recorder:
         self._patches.wrap(runtime, "reset", self._reset)
 
     def moment(self, kind: str) -> None:
-        """Something that steps are found by; see `events.Moment`."""
+        """Record an event that separates steps; see `events.Moment`."""
         self._moments.append((kind, self.clock.mark()))
 
     def operation(self, unit: Unit, kind: str, num_ranks: int, sizes: tuple[int, int]) -> Operation:
-        """Something begins on the current stream; ``sizes``: whole, sent."""
+        """Begin an operation on the current stream; ``sizes``: bytes of the whole, bytes sent."""
         backward = unit.runtime is not None and unit.runtime.in_backward
         return Operation(
             self._names.get(unit, ""),  # (a reduction may outlast the profile)
@@ -146,13 +146,13 @@ class Recorder:
         )
 
     def launched(self, operation: Operation, *, end: Mark = None) -> None:
-        """The host has launched it; ``end``: on its stream, if that is known."""
+        """Record that the host has launched it; ``end``: its end on its stream, if known."""
         operation.launch_s = self.clock.host_s() - operation.launched_s
         operation.end = end
         self._operations.append(operation)
 
     def waited(self, operation: Operation, begin: Mark, end: Mark) -> None:
-        """Compute stood still for it."""
+        """Record that compute waited for it."""
         self._waits.append((operation, begin, end))
 
     # -- compute ----------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Recorder:
     ) -> None:
         mark = self.clock.mark()
         original(unit, *args, **kwargs)
-        self._leave(unit, RECOMPUTE, mark)  # an early stop: its forward has no end
+        self._leave(unit, RECOMPUTE, mark)  # recomputation stopped early: its forward does not end
         if (unit, BACKWARD) not in self._open:
             self._enter(unit, BACKWARD, mark)
         self._note_memory(unit)
@@ -212,7 +212,7 @@ class Recorder:
     ) -> None:
         original(unit, **kwargs)
         if not kwargs.get("direct_only"):
-            # A unit whose inputs need no gradient ends when its last gradient is there.
+            # A unit whose inputs need no gradient ends with its last gradient.
             self._leave(unit, BACKWARD, self.clock.mark())
         self._held.note_accumulated(unit)
         self._note_memory(unit)
@@ -247,7 +247,7 @@ class Recorder:
                 self._leave(unit, phase, mark)
 
     def _key(self, unit: Unit | None, phase: str) -> tuple[str, str, int]:
-        """Of a border: name, phase and depth. The optimizer is inside of all."""
+        """Name, phase and depth of a border. The optimizer is inside all units."""
         if unit is None:
             return "", phase, len(self._names)
         return self._names[unit], phase, len(unit.enclosing)
@@ -276,7 +276,7 @@ class Recorder:
     def _start_unshard(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
         held = [b for b in unit.buckets if b.cache_valid]
         secondary = unit.gathers_secondary
-        # Enqueued on the stream of gathers, before and after.
+        # Marks on the gather stream, before and after.
         with streams.gathering():
             operation = self.operation(unit, ALL_GATHER, 0, (0, 0))
         original(streams)
@@ -356,7 +356,7 @@ class Recorder:
     def _end_reduction(
         self, reduction: Reduction, name: str, unit: Unit, on_its_way: _OnItsWay, streams: Streams
     ) -> Any:
-        # First, so that nothing refers to the reduction but who did before.
+        # First, so that this profile leaves no references to the reduction.
         del vars(reduction)["complete"], vars(reduction)["discard"]
         begin = self.clock.mark()
         result = getattr(reduction, name)(streams)
@@ -379,7 +379,7 @@ class Recorder:
     # -- as data ----------------------------------------------------------------------------
 
     def result(self) -> events.Recording:
-        """What was recorded; waits for the device at the first call."""
+        """The recording; waits for the device at the first call."""
         if self._recorded is None:
             self.clock.wait()
             self._recorded = self._read()

@@ -15,7 +15,7 @@ _RIGHT = frozenset(map(str, range(1, len(_HEADER))))
 
 
 def as_text(recording: Recording, measures: Measures) -> str:
-    """The table, with what it is above and what is not in it below."""
+    """The table, with a summary above and notes below."""
     rows = [_row(unit) for unit in (*measures.units, measures.total)]
     return "\n".join(
         [*_head(measures), "", plain_table(_HEADER, rows, _RIGHT), "", *_notes(measures)]
@@ -29,15 +29,15 @@ def _head(measures: Measures) -> list[str]:
     exposed = sum(step.exposed_s for step in steps) / len(steps)
     lines = [
         f"Rank {measures.rank} on {measures.device}, mean of {plural(len(steps), 'step')}: "
-        f"{_ms(measures.step_s)} ms, of which compute stood still for communication "
+        f"{_ms(measures.step_s)} ms, of which compute waited for communication "
         f"{_ms(exposed)} ms ({100 * exposed / max(measures.step_s, 1e-12):.1f} %)"
     ]
     gathered = max(step.peak_gathered_bytes for step in steps)
-    line = f"Most memory at the borders of units: {show_bytes(gathered)} of gathered parameters"
+    line = f"Peak memory, at unit boundaries: {show_bytes(gathered)} of gathered parameters"
     totals = [step.peak_bytes for step in steps if step.peak_bytes is not None]
     if totals:
         of = "the process" if measures.host_timed else "the device"
-        line += f"; {show_bytes(max(totals))} in all ({of})"
+        line += f"; {show_bytes(max(totals))} in total ({of})"
     return [*lines, line]
 
 
@@ -68,11 +68,11 @@ def _columns(traffic: Traffic) -> tuple[str, ...]:
 def _notes(measures: Measures) -> list[str]:
     total = measures.total
     lines = [
-        "Times in ms; all of one step. Forward and backward: compute in the unit itself, without "
-        "waits",
+        "Times in ms; all values per step. Forward and backward: compute in the unit itself, "
+        "without waits",
         f"(recomputation, {_ms(total.recompute_s)} ms, is in backward). Sent: by this rank. Rate: "
         "sent / time.",
-        "Exposed: compute stood still for it.",
+        "Exposed: time that compute waited for it.",
     ]
     if total.all_reduce.count:
         both, part = total.reduce, total.all_reduce
@@ -85,12 +85,12 @@ def _notes(measures: Measures) -> list[str]:
     if measures.host_timed:
         launch = total.gather.launch_s + total.reduce.launch_s
         lines.append(
-            "Timed by the host, which sees the end of a message when it waits for it: times are "
-            "upper bounds,"
+            "Timed on the host, which sees the end of a message only when it waits for it: times "
+            "are upper bounds,"
         )
         lines.append(
-            f"rates lower ones. Launching took the host {_ms(launch)} ms, which are in forward "
-            "and backward."
+            f"rates lower bounds. Launching took the host {_ms(launch)} ms, which forward and "
+            "backward include."
         )
     return lines
 

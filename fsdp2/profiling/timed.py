@@ -1,4 +1,4 @@
-"""A communication while it is recorded, and the transport that notes when it is called."""
+"""A communication while it is being recorded, and the transport that records it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .events import Communication
 
 @dataclass
 class Operation:
-    """A `Communication` whose moments are still marks; without an end it is not over."""
+    """A `Communication` whose times are still marks; one without an end is still running."""
 
     unit: str
     kind: str
@@ -28,7 +28,7 @@ class Operation:
     end: Mark = None
 
     def read(self, read: Callable[[Mark], float]) -> Communication:
-        """As data."""
+        """Convert the marks to times."""
         return Communication(
             self.unit,
             self.kind,
@@ -44,7 +44,7 @@ class Operation:
 
 
 class Watcher(Protocol):
-    """What a `TimedTransport` tells of: a recorder."""
+    """The interface of a recorder that `TimedTransport` reports to."""
 
     clock: Clock
 
@@ -58,11 +58,11 @@ class Watcher(Protocol):
 
 
 class TimedTransport:
-    """The transport of one reduction, which takes it over.
+    """Wraps the transport of one reduction and records its calls.
 
     Args:
         sizes: bytes of the whole, and bytes sent.
-        operations: where what is launched is added.
+        operations: list to which launched operations are appended.
     """
 
     def __init__(

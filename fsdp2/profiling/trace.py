@@ -1,4 +1,4 @@
-"""A recording as trace events, for Perfetto and chrome://tracing.
+"""Converts a recording into trace events for Perfetto and chrome://tracing.
 
 The format: "Trace Event Format", Google, 2016. Times are microseconds.
 """
@@ -17,7 +17,7 @@ Spanning = TypeVar("Spanning")
 
 
 def rows_of(spans: Sequence[Spanning]) -> list[list[Spanning]]:
-    """Spans (with ``begin_s`` and ``end_s``) on as few rows as keep them from overlapping."""
+    """Distribute spans (with ``begin_s`` and ``end_s``) over as few rows as avoid overlaps."""
     rows: list[list[Any]] = []
     for span in sorted(spans, key=lambda s: s.begin_s):  # type: ignore[attr-defined]
         free = next((row for row in rows if row[-1].end_s <= span.begin_s), None)  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def rows_of(spans: Sequence[Spanning]) -> list[list[Spanning]]:
 
 
 def trace_events(recording: Recording) -> list[dict[str, Any]]:
-    """Complete events, counters and names, as the format wants them."""
+    """Complete events, counters and names, as the format requires."""
     pid = recording.rank
     events = [_name("process_name", pid, None, f"rank {pid} ({recording.device})")]
     compute = "compute stream" if recording.stream_ordered else "compute thread"

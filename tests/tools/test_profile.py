@@ -560,7 +560,7 @@ def small() -> Iterator[nn.Module]:
 def test_profiles_of_the_same_model_do_not_nest(small: nn.Module) -> None:
     x = torch.ones(3, 7)
     with profile(small) as p:
-        with pytest.raises(RuntimeError, match="profiled already"), profile(small[0]):  # type: ignore[index]
+        with pytest.raises(RuntimeError, match="already being profiled"), profile(small[0]):  # type: ignore[index]
             pass
         small(x).sum().backward()
     assert p.units[0].forward_s > 0
@@ -700,7 +700,7 @@ def test_the_table() -> None:
     p = recorded(virtual_host, 6.0)
     lines = p.table().splitlines()
     assert lines[0] == (
-        "Rank 0 on cpu, mean of 1 step: 51000 ms, of which compute stood still for communication "
+        "Rank 0 on cpu, mean of 1 step: 51000 ms, of which compute waited for communication "
         "27000 ms (52.9 %)"
     )
     first = next(line for line in lines if line.startswith("0 "))

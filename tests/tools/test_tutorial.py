@@ -105,7 +105,7 @@ def test_replicas_of_a_sharded_model(plain: list[float], tmp_path: Path) -> None
     printed = (tmp_path / "printed").read_text()
     assert losses(tmp_path / "printed") == pytest.approx(plain, rel=2e-2)
     assert "2 replicas x 2 shards" in printed
-    assert "of which compute stood still for communication" in printed
+    assert "of which compute waited for communication" in printed
 
 
 # ------------------------------------------------------------------------------------- the pages

@@ -79,7 +79,7 @@ def test_something_that_takes_no_time() -> None:
 
 
 def test_waiting_for_a_later_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="only earlier ones"):
+    with pytest.raises(ValueError, match="only wait for earlier ones"):
         schedule([Task("a", Cost(1), after=(1,)), Task("b", Cost(1))])
 
 
