@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 def current_device(kind: str) -> torch.device:
     """The device of type ``kind`` that this rank computes on."""
+    # The CPU has no index: ``torch.cpu.current_device()`` is a string, and ``cpu:0 != cpu``.
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())

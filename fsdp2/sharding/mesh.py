@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..common.memory import current_device
 from ..policy import DataParallelMeshDims
 from .process_groups import own_group
 
@@ -231,9 +232,4 @@ _subgroup_meshes = WeakKeyDictionary()
 
 def device_of(mesh: DataParallelMesh) -> torch.device:
     """The device of this rank that the mesh computes on."""
-    # The CPU has no index: ``torch.cpu.current_device()`` is a string, and ``cpu:0 != cpu``.
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(
-        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-    )
+    return current_device(mesh.device_type)

@@ -32,12 +32,7 @@ from .annotations import Annotations, read_annotations
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
 from .parameter_hooks import UserHooks
-from .tensor_subclass import (
-    attach_attributes,
-    is_wrapper,
-    plain_gradient,
-    user_attributes,
-)
+from .tensor_subclass import attach_attributes, is_wrapper, plain_gradient, user_attributes
 
 # Original parameter -> (unit, its ShardedParam). Sharding takes the original out of the modules it
 # reaches. So an entry lives on only if another module still holds the original, which means that
