@@ -115,6 +115,22 @@ class Ledger(TorchDispatchMode):
         """The place in `histories` of the storage of a tensor that was seen."""
         return self._live[StorageWeakRef(tensor.untyped_storage()).cdata][1]
 
+    def memory_of(self, tensor: Tensor) -> int:
+        """The place in `histories` of the storage that brought up the memory of a tensor.
+
+        That is the tensor's own storage, or the one that it is a slice of. A slice may be cut
+        some operations after the memory is there, and its own history begins only then.
+        """
+        storage = tensor.untyped_storage()
+        if not storage.resizable():
+            part = (storage.data_ptr(), storage.nbytes())
+            for key, (_, place) in self._live.items():
+                other = torch.UntypedStorage._new_with_weak_ptr(key)
+                if other is not None and other.resizable():
+                    if _lies_in(part, [(other.data_ptr(), other.nbytes())]):
+                        return place
+        return self.history_of(tensor)
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -124,10 +124,10 @@ def take_apart(
 
 
 def state_bytes(ledger: Ledger, tensors: list[Tensor]) -> dict[int, int]:
-    """The bytes of some tensors, by the place of their storage in the ledger's histories."""
+    """The bytes of some tensors, by the place in the ledger's histories of what holds them."""
     num_bytes: Counter[int] = Counter()
     for tensor in tensors:
-        num_bytes[ledger.history_of(tensor)] += tensor.nbytes
+        num_bytes[ledger.memory_of(tensor)] += tensor.nbytes
     return num_bytes
 
 

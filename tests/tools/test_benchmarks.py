@@ -6,6 +6,7 @@ Nothing here asserts a time.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import threading
 from dataclasses import replace
@@ -184,6 +185,17 @@ def test_ledger_counts_what_is_alive() -> None:
     assert max(ledger.live_bytes) == 2 * MB
 
 
+def test_ledger_finds_the_memory_of_a_slice() -> None:
+    with Ledger() as ledger:
+        whole = torch.zeros(MB // 4)
+        made = ledger.now
+        half = torch.empty(0).set_(whole.untyped_storage()[: MB // 2], 0, (MB // 8,), (1,))
+        own = torch.ones(4)
+    assert ledger.histories[ledger.history_of(half)].range_at(made) == (0, 0)  # cut later
+    assert ledger.memory_of(half) == ledger.memory_of(whole) == ledger.history_of(whole)
+    assert ledger.memory_of(own) == ledger.history_of(own) != ledger.memory_of(whole)
+
+
 def test_ledger_agrees_with_the_allocator() -> None:
     class MallInfo(ctypes.Structure):
         _fields_ = [
@@ -206,6 +218,7 @@ def test_ledger_agrees_with_the_allocator() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     x = torch.randn(512, 1024)
     model(x).sum().backward()  # whatever is made once
+    gc.collect()  # what earlier tests left is not freed while this one counts
     with Ledger() as ledger:
         model(x)  # makes the parameters and the input known
         ledger.sample("start")
