@@ -126,9 +126,10 @@ class Ledger(TorchDispatchMode):
             part = (storage.data_ptr(), storage.nbytes())
             for key, (_, place) in self._live.items():
                 other = torch.UntypedStorage._new_with_weak_ptr(key)
-                if other is not None and other.resizable():
-                    if _lies_in(part, [(other.data_ptr(), other.nbytes())]):
-                        return place
+                if other is None or not other.resizable():
+                    continue
+                if _lies_in(part, [(other.data_ptr(), other.nbytes())]):
+                    return place
         return self.history_of(tensor)
 
     def __torch_dispatch__(

@@ -15,8 +15,8 @@ import torch
 import fsdp2
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Paths, for git, of what a result depends on. Results themselves are none of it.
-CODE = ("fsdp2", "benchmarks", ":(exclude)benchmarks/results")
+# Paths, for git, of what a result depends on. Results and their table are none of it.
+CODE = ("fsdp2", "benchmarks", *(f":(exclude)benchmarks/{p}" for p in ("results", "README.md")))
 
 
 def describe() -> dict[str, Any]:
