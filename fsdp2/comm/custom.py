@@ -1,6 +1,6 @@
 """Collectives and memory that users bring: `FSDPModule.set_custom_all_gather` and its like.
 
-A user's collective moves one flat tensor, so this is the classic way: parameters are copied out
+A user's collective moves one flat tensor. So this is the classic way: parameters are copied out
 of one flat buffer after the gather, and gradients into one before the reduction.
 """
 
@@ -25,9 +25,10 @@ class Comm(Protocol):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer of shape ``size`` for the collective to work on; its content does not matter.
+        """A buffer of shape ``size`` for the collective to work on; its contents do not matter.
 
-        Called before every collective; may give the same memory again once nobody refers to it.
+        Called before every collective, on its stream. It may return memory again once nothing else
+        refers to it.
         """
         ...
 
@@ -49,7 +50,7 @@ class AllGather(Comm, Protocol):
 
         Args:
             output_tensor: 1-D, from `allocate`, of ``group.size()`` times the input's elements.
-            input_tensor: 1-D; the slice of ``output_tensor`` that belongs to this rank.
+            input_tensor: 1-D; this rank's slice of ``output_tensor``: the gather is in place.
             group: the ranks to gather from.
             async_op: whether to return a Work at once.
         """
@@ -70,14 +71,14 @@ class ReduceScatter(Comm, Protocol):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the slice of this rank over all ranks' ``input_tensor``.
+        """Reduce this rank's slice of all ranks' ``input_tensor``.
 
         Args:
             output_tensor: 1-D, from `allocate`.
             input_tensor: 1-D, from `allocate`, of ``group.size()`` times the output's elements.
             group: the ranks to reduce over.
-            op: ``ReduceOp.AVG``, or ``ReduceOp.SUM`` after
-                ``set_force_sum_reduction_for_comms(True)`` and of float16.
+            op: ``ReduceOp.AVG``; ``ReduceOp.SUM`` for float16, and for all dtypes after
+                ``set_force_sum_reduction_for_comms(True)``.
             async_op: whether to return a Work at once.
         """
         ...
@@ -99,6 +100,7 @@ class FlatTransport:
         self.device = device
         self.group = base.group
         self.stream_ordered = base.stream_ordered
+        # A user's collective takes one tensor of one dtype, so each bucket is a call of its own.
         self.coalesces = all_gather is None and base.coalesces
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
@@ -116,13 +118,18 @@ class FlatTransport:
         own = rows[self.group.rank()]
         torch._foreach_copy_(own.split(numels), plan.source)
         work = comm(
+            # (Complex numbers as pairs of real ones, which every backend knows.)
             output_tensor=as_real(flat).view(-1),
             input_tensor=as_real(own).view(-1),
             group=self.group,
+            # Synchronous means on the current stream, which orders what follows. Otherwise the
+            # collective would run on a stream of the group, and would need a wait more.
             async_op=not self.stream_ordered,
         )
 
         def finish() -> None:
+            # ``flat`` lives until here, since ``rows`` is a view of it. Where streams order the
+            # work it is freed on the stream it was allocated on, behind these copies.
             _wait_for(work)
             outputs = [output.view(num_ranks, -1) for output in plan.outputs]
             torch._foreach_copy_(outputs, rows.split(numels, dim=1))
@@ -133,14 +140,17 @@ class FlatTransport:
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         if self._reduce_scatter is None:
             return self.base.must_copy_in(bucket)
+        # All of them, in storage order: then the result is one range of the sharded storage.
         return bucket.layout.direct + bucket.layout.packed
 
     def casts(self, bucket: Bucket) -> bool:
+        # Everything is staged anyway, and cast by that.
         return self._reduce_scatter is None and self.base.casts(bucket)
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         if self._reduce_scatter is None:
             return self.base.out_dtype(bucket)
+        # The user's collective adds in the dtype that it is given: a wider sum means more bytes.
         return bucket.reduce_dtype
 
     def reduce_scatter(
@@ -154,13 +164,15 @@ class FlatTransport:
         comm = self._reduce_scatter
         if comm is None:
             return self.base.reduce_scatter(bucket, plan, grads, outs, tag)
-        (out,) = outs  # everything is staged
+        (out,) = outs  # one, since everything is staged
         num_ranks = self.group.size()
         staged = copy_in(
             bucket.layout, plan, grads, out.dtype, bucket.device, allocate=comm.allocate
         ).view(-1)
         mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)
-        mean.begin(staged)
+        mean.begin(staged)  # in place: the stage is ours, unlike the gradients
+        # Not into ``out``: a collective may need memory of its own on both sides (registered,
+        # symmetric), and ``out`` is a slice of the sharded gradients.
         reduced = comm.allocate((out.numel(),), dtype=out.dtype, device=bucket.device)
         work = comm(
             output_tensor=as_real(reduced).view(-1),
@@ -173,7 +185,7 @@ class FlatTransport:
 
         def finish() -> None:
             _wait_for(work)
-            held.clear()
+            held.clear()  # only now: where the host orders, messages read it until the wait is over
             out.copy_(reduced)
             mean.finish(out)
 
@@ -194,16 +206,18 @@ def _wait_for(work: dist.Work | None) -> None:
 def with_memory_of(
     kind: str, group: dist.ProcessGroup, *, sum_only: bool
 ) -> tuple[AllGather, ReduceScatter | None]:
-    """The group's own collectives on memory that they like best.
+    """The group's own collectives on the memory that its backend prefers.
 
     Args:
         kind: "group" or "symmetric"; CUDA and NCCL only.
-        sum_only: whether reductions use SUM, which is all that symmetric memory can do.
+        sum_only: whether reductions use SUM.
     """
     if kind == "group":
         allocate = _memory_of_group(group)
         return _AllGatherOn(allocate), _ReduceScatterOn(allocate)
     allocate = _symmetric_memory(group)
+    # NCCL's kernels for symmetric memory reduce with SUM only. With AVG the usual reduce-scatter
+    # runs, straight from the gradients, without a copy into such memory.
     scatter = _ReduceScatterOn(allocate, rendezvous=True) if sum_only else None
     return _AllGatherOn(allocate, rendezvous=True), scatter
 
@@ -225,7 +239,7 @@ def _symmetric_memory(group: dist.ProcessGroup) -> Allocate:
     import torch.distributed._symmetric_memory as symm_mem
 
     symm_mem.set_backend("NCCL")
-    dist.barrier(group)  # rendezvous needs a communicator, and NCCL makes it at first use
+    dist.barrier(group)  # a rendezvous needs a communicator, which NCCL makes at its first use
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         pool: Any = symm_mem.get_mem_pool(device)
@@ -236,6 +250,8 @@ def _symmetric_memory(group: dist.ProcessGroup) -> Allocate:
 
 
 class _OnMemory:
+    """What both collectives share: the memory, and making it known to the other ranks."""
+
     def __init__(self, allocate: Allocate, *, rendezvous: bool = False) -> None:
         self.allocate = allocate
         self._rendezvous = rendezvous
@@ -270,6 +286,7 @@ class _ReduceScatterOn(_OnMemory):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        # Both sides: the kernels for symmetric memory neither read nor write any other.
         self._meet(input_tensor, group)
         self._meet(output_tensor, group)
         return dist.reduce_scatter_tensor(

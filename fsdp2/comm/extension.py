@@ -1,14 +1,14 @@
-"""Parameters that decide themselves what travels: tensor subclasses with two methods.
+"""Parameters that decide what is sent for them: tensor subclasses with two methods.
 
 ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)`` (or with ``mesh`` only)
 returns the tensors to gather in place of the shard, and any metadata.
 ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` makes the whole parameter:
 
-- of the first gather, without ``out``. It returns the parameter and the tensors that own its
-  memory, which is freed with the unit. This parameter computes from then on.
-- of every later one with that parameter as ``out``, whose memory is there again with undefined
+- after the first gather without ``out``. It returns the parameter and the tensors that own its
+  memory, which is freed with the unit. Forward and backward use this parameter from then on.
+- after every later one with that parameter as ``out``, which has memory again, with undefined
   contents. It writes into it, or replaces its attributes (a scale), and returns None. If it returns
-  another tensor all the same, that is written into ``out``: autograd has saved views of this one.
+  another tensor all the same, that is written into ``out``, of which autograd has saved views.
 
 torchao's float8, int8 and NF4 weights are such classes.
 """
@@ -28,7 +28,8 @@ from ..sharding.param import EXTENSION_METHODS, is_extension
 from ..sharding.tensor_subclass import contiguous_strides, inner_tensors, own_shard, write_into
 from .transports import sum_together
 
-# A message needs a tag of its own, and tags are reserved before the first gather.
+# A message needs a tag of its own. Tags are reserved before the first gather, and that first tells
+# how many tensors there are.
 MAX_TENSORS = 16
 _EXPECTED = "(tensors to gather, metadata)"
 
@@ -36,11 +37,12 @@ _EXPECTED = "(tensors to gather, metadata)"
 class ExtensionPlan:
     """A gather whose sizes the parameter decides; all bytes, so that dtypes may be mixed."""
 
-    cast = True  # the own slices are written first, then gathered in place
+    # What the class returns is other memory each time, while plans hold fixed views. So it is
+    # copied into the own slices, as after a cast, and gathered in place.
+    cast = True
 
     def __init__(self, bucket: ExtensionBucket, outputs: list[torch.Tensor]) -> None:
         num_shards, rank = bucket.mesh.num_shards, bucket.rank
-        self.rank = rank
         self.messages: Any = None
         self.outputs = [output.view(-1).view(torch.uint8) for output in outputs]
         numels = [output.numel() // num_shards for output in self.outputs]
@@ -56,7 +58,7 @@ class ExtensionPlan:
 class ExtensionBucket(Bucket):
     """One such parameter: a bucket whose gathered storage is what the parameter makes of it.
 
-    Its sizes are known when the parameter was asked for the first time, in the first gather.
+    Its sizes become known in the first gather, when the parameter is first asked what to send.
     """
 
     _storages: Sequence[torch.UntypedStorage] = ()
@@ -75,6 +77,7 @@ class ExtensionBucket(Bucket):
 
     def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
+        # No unsharded parameter until then: only the class can make it, of what a gather brings.
         (param,) = self.params
         self.offload_buffer = None
         self.gathered = None
@@ -91,7 +94,8 @@ class ExtensionBucket(Bucket):
         self._check_methods()
 
     def _check_methods(self) -> None:
-        """The methods are there, maybe since after sharding; and how they are to be called."""
+        """Check that the methods exist, and how they are to be called."""
+        # Not when it is sharded: they may be patched onto the class up to the first gather.
         (param,) = self.params
         local: Any = param.local
         if not is_extension(local, param.fqn):
@@ -101,6 +105,7 @@ class ExtensionBucket(Bucket):
                 f"{' and '.join(EXTENSION_METHODS)} on it (see docs/compatibility.md), or use a "
                 "plain parameter, or pass it in ignored_params"
             )
+        # torch's FSDP2 goes by the number of parameters too: older classes take the mesh only.
         num = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if num not in (1, 5):
             raise ValueError(
@@ -143,6 +148,9 @@ class ExtensionBucket(Bucket):
         elif len(inputs) != len(self._outputs):
             raise self._bad_inputs(f"{len(inputs)} tensors, and {len(self._outputs)} at first")
         for own, given, size in zip(self.plan.own, inputs, self._chunks, strict=True):
+            # Compared in bytes, as peers wait for so many: sizes that change on this rank alone
+            # would be a hang, or parameters that are shifted, and on all of them views that no
+            # longer fit.
             data = _with_rows(given, size).contiguous().view(-1).view(torch.uint8)
             if own.numel() != data.numel():
                 raise self._bad_inputs(f"{data.numel()} bytes, and {own.numel()} at first")
@@ -157,7 +165,7 @@ class ExtensionBucket(Bucket):
         )
 
     def _inputs(self) -> list[torch.Tensor]:
-        """What this rank sends; 0-dim tensors as those of one element."""
+        """What this rank sends. 0-dim tensors become 1-D, since a gather concatenates."""
         (param,) = self.params
         local: Any = param.local
         if local.device != self.device:
@@ -166,7 +174,9 @@ class ExtensionBucket(Bucket):
         if not self._takes_mesh_only:
             size, module = torch.Size(param.full_shape), param.owners[0][0]
             arguments = (*arguments, size, contiguous_strides(size), module, self.mp_policy)
-        with torch.no_grad():
+        with (
+            torch.no_grad()
+        ):  # the shard requires a gradient, and what it sends is no function of it
             given = local.fsdp_pre_all_gather(*arguments)
         if (
             not isinstance(given, Sequence)
@@ -176,7 +186,7 @@ class ExtensionBucket(Bucket):
             or not all(isinstance(t, torch.Tensor) for t in given[0])
         ):
             raise ValueError(
-                f"fsdp_pre_all_gather of parameter '{param.fqn}' ({type(local).__name__}) has to "
+                f"fsdp_pre_all_gather of parameter '{param.fqn}' ({type(local).__name__}) must "
                 f"return {_EXPECTED}, with 1 to {MAX_TENSORS} tensors in a tuple"
             )
         self._metadata = given[1]
@@ -198,13 +208,14 @@ class ExtensionBucket(Bucket):
         self.plan = ExtensionPlan(self, self._outputs)
 
     def _plan_rows(self, rows: Sequence[int]) -> None:
-        """The last ranks have fewer rows. What has one row per row of the shard is padded to be
-        sent and cut after; what the class has padded itself (as for torch) is left to it.
-
-        Both look alike on a rank with all its rows, so ranks tell each other once.
-        """
+        """Find out which tensors are padded here to be sent, as the last ranks have fewer rows."""
+        # What has one row per row of the shard is padded, and cut after the gather. What the class
+        # has padded (torch requires that) it also cuts. On a rank with all its rows the two look
+        # alike, so ranks tell each other once.
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
+        # A sum of tables with one row filled in is an all-gather that any backend can do. (The host
+        # waits for it, once.)
         table = torch.zeros(num_shards, len(rows), dtype=torch.int64, device=self.device)
         table[self.rank] = torch.tensor(rows, device="cpu")
         assert self.mesh.shard_group is not None
@@ -221,7 +232,7 @@ class ExtensionBucket(Bucket):
             else:
                 raise ValueError(
                     f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}' returned a tensor of "
-                    f"{sent} rows on the ranks, whose shards have {of_shards} rows: it has to have "
+                    f"{sent} rows on the ranks, whose shards have {of_shards} rows: it must have "
                     "one row per row of the shard, or the same number on all ranks"
                 )
         self._chunks, self._whole_rows = chunks, whole_rows
@@ -229,7 +240,7 @@ class ExtensionBucket(Bucket):
     # -- after the gather -------------------------------------------------------------------
 
     def unpack(self) -> None:
-        """Let the parameter make itself of what was gathered."""
+        """Let the class make the whole parameter of what was gathered."""
         computing = self.params[0].unsharded
         with torch.no_grad():
             if computing is None:
@@ -244,8 +255,8 @@ class ExtensionBucket(Bucket):
     def _make_unsharded(self) -> None:
         (param,) = self.params
         local: Any = param.local
-        # Tensors of their own: what `fill_own_slices` writes must not look like a change of what
-        # autograd has saved.
+        # Tensors with version counters of their own: what `fill_own_slices` writes through the
+        # outputs must not look like a change of what autograd has saved.
         self._rows = tuple(
             output.new_empty(0).set_(output.untyped_storage(), 0, shape, output.stride())
             for output, rows in zip(self._outputs, self._whole_rows, strict=True)
@@ -254,11 +265,13 @@ class ExtensionBucket(Bucket):
         made = local.fsdp_post_all_gather(self._rows, self._metadata, self.gather_dtype)
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.Tensor):
             raise ValueError(
-                f"fsdp_post_all_gather of parameter '{param.fqn}' ({type(local).__name__}) has to "
+                f"fsdp_post_all_gather of parameter '{param.fqn}' ({type(local).__name__}) must "
                 "return (parameter, tensors that own its memory) when it is called without out"
             )
         whole, owned = made
         whole = self._without_padding(whole)
+        # What is freed with the unit: our buffers and what the class says it owns. Never a storage
+        # of the shard, which a class may hand through (a scale that is the same on all ranks).
         of_shard = {_key(t) for t in inner_tensors(local)}
         mine = {_key(t): t for given in (*self._outputs, *owned) for t in inner_tensors(given)}
         self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
@@ -272,11 +285,14 @@ class ExtensionBucket(Bucket):
         strides = contiguous_strides(shape)
         if made.shape == shape and made.stride() == strides:
             return made
+        # By ``as_strided``, as in torch's FSDP2: an operator that such classes implement.
         return made.as_strided(shape, strides, 0)
 
     def _make_again(self, computing: torch.Tensor) -> None:
-        """Once more into the parameter that computes, with the same values as far as autograd is
-        concerned: not a change of what it saved."""
+        """Write what was gathered into the parameter that computes."""
+        # To autograd it is unchanged, as the gather in backward brings the same values again. So
+        # the counters of all that is written are kept: the wrapper's, its inner tensors' and the
+        # rows'.
         local: Any = self.params[0].local
         before = inner_tensors(computing)
         written = {id(t): t for t in (computing, *before, *self._written, *self._rows)}
@@ -288,7 +304,8 @@ class ExtensionBucket(Bucket):
             if isinstance(new, torch.Tensor):
                 target = local_of(computing)
                 write_into(target, self._without_padding(new))
-        # Compute may still read what was replaced (a scale): held until the gather after its free.
+        # Compute may still read an inner tensor that was replaced (a scale), but its memory belongs
+        # to the stream of gathers. Held until the next gather, which waits for compute.
         after = {id(t) for t in inner_tensors(computing)}
         self._replaced = [t for t in before if id(t) not in after]
 

@@ -36,18 +36,18 @@ class Mean:
 def mean_over(num_ranks: int, dtype: torch.dtype, *, sum_only: bool) -> Mean:
     """The mean over ``num_ranks`` of terms in ``dtype``.
 
-    A sum in float16 overflows at 65,504, and terms divided by all ranks underflow at 6e-8. So they
-    are divided by about the root of the number of ranks before, and by the rest after; before by a
-    power of two, which is exact. Backends divide all before (NCCL) or all after (gloo).
-
     Args:
         sum_only: add with SUM whatever the dtype, and divide afterwards.
     """
     if num_ranks == 1:
         return Mean(dist.ReduceOp.SUM)
     if overflows(dtype):
+        # A sum in float16 overflows at 65,504, and terms divided by all ranks underflow at 6e-8.
+        # AVG divides all before (NCCL) or all after (gloo). So divide by about the root of the
+        # number of ranks before, and by the rest after; before by a power of two, which is exact.
         before = 1 << num_ranks.bit_length() // 2
         return Mean(dist.ReduceOp.SUM, before, num_ranks / before)
+    # For AVG the backend divides as it adds; after SUM it takes one more kernel over the result.
     if sum_only:
         return Mean(dist.ReduceOp.SUM, 1, num_ranks)
     return Mean(dist.ReduceOp.AVG)
@@ -55,6 +55,7 @@ def mean_over(num_ranks: int, dtype: torch.dtype, *, sum_only: bool) -> Mean:
 
 def overflows(dtype: torch.dtype) -> bool:
     """Whether sums of gradients in ``dtype`` may leave its range: float16, not bfloat16."""
+    # bfloat16 has the exponents of float32: what it loses are digits, however it is divided.
     return dtype.is_floating_point and torch.finfo(dtype).max < 1e30
 
 

@@ -21,13 +21,13 @@ from .transports import Transport, check_backend, make_transport, separate_group
 
 @dataclass(frozen=True)
 class CommOptions:
-    """How a unit communicates, as far as users choose it.
+    """The user's choices of how a unit communicates.
 
     Attributes:
         all_gather, reduce_scatter: replace the collective and the memory it works on.
         separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
         sum_only: reduce with SUM only, and divide afterwards.
-        memory: whose memory flat buffers of collectives are: "group" (the process group's
+        memory: where flat buffers of collectives come from: "group" (the process group's
             allocator) or "symmetric" (symmetric memory); None: no flat buffers.
     """
 
@@ -39,7 +39,7 @@ class CommOptions:
 
 
 class MeshTransports:
-    """Transports over the groups of ``mesh``; None where there is nobody to talk to.
+    """Transports over the groups of ``mesh``; None over a group of one rank.
 
     Attributes:
         gather, scatter: over the ranks that share each parameter.
@@ -60,9 +60,13 @@ class MeshTransports:
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
             self.gather = self._customized(make_transport(group, device))
+            # Backward gathers the next unit while it reduces this one. On one communicator the two
+            # would take turns.
             group = separate_group(group, device, options.separate_reduce_group)
             self.scatter = self._customized(make_transport(group, device, sum_only=sum_only))
         if mesh.replicate_group is not None and mesh.num_replicas > 1:
+            # Not customized: it works in place on the result of the reduce-scatter, without a flat
+            # buffer that could be replaced.
             self.replicate = make_transport(mesh.replicate_group, device, sum_only=sum_only)
 
     def _customized(self, transport: Transport) -> Transport:
@@ -79,7 +83,7 @@ class MeshTransports:
         )
 
     def make_secondary(self, size: bool | int) -> int | None:
-        """Make the transport within groups of ``size`` ranks, where that divides the ranks.
+        """Make the transport within groups of ``size`` ranks, if ``size`` divides the ranks.
 
         Returns:
             ``size``, or None if parameters on this mesh are not kept in larger shards.
@@ -87,6 +91,8 @@ class MeshTransports:
         chosen = _secondary_size(self.mesh, size)
         if chosen is None:
             return None
+        # The mesh was made when the module was sharded (`make_groups`). This only looks it up,
+        # unless the setting was changed since; then all ranks make it here.
         if self.secondary_gather is None or self.secondary_gather.group.size() != chosen:
             self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
             transport = make_transport(self.secondary_mesh.get_group(1), self.device)
@@ -96,6 +102,8 @@ class MeshTransports:
 
 def _secondary_size(mesh: DataParallelMesh, size: bool | int | None) -> int | None:
     """``size`` if that is a number of ranks, which divides those of ``mesh``."""
+    # The type and not ``isinstance``: True and False are settings of their own, and ints in Python.
+    # All ranks and more is no smaller group: then nothing is kept between forward and backward.
     if type(size) is int and size < mesh.num_shards and mesh.num_shards % size == 0:
         return size
     return None
@@ -109,8 +117,7 @@ def make_groups(
 ) -> None:
     """Make the process groups of `MeshTransports` over ``meshes``, and all communicators.
 
-    When a unit is made, and not when it first computes: then memory is scarce, and ranks are in the
-    middle of other collectives. Collective over the ranks of each mesh; once for each.
+    Collective over the ranks of each mesh, at the first call for it.
 
     Args:
         secondary_size: as of `MeshTransports.make_secondary`.
@@ -118,6 +125,9 @@ def make_groups(
     Raises:
         ValueError: a group of a mesh does not serve ``device``.
     """
+    # Called when a module is sharded, and not left to the first forward: memory is scarce then, and
+    # ranks are in the middle of other collectives. (Every mesh once and in order, on all ranks
+    # alike.)
     for mesh in dict.fromkeys(meshes):
         for of_mesh in (mesh.shard_group, mesh.replicate_group):
             if of_mesh is not None:
@@ -132,7 +142,7 @@ def groups_of(
     options: CommOptions,
     secondary_size: bool | int | None,
 ) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """What `MeshTransports` over ``mesh`` communicate, and over which groups; see `make_groups`."""
+    """What `MeshTransports` over ``mesh`` send, and over which groups; see `make_groups`."""
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)

@@ -1,8 +1,8 @@
 """Ranks compare what they are about to do, through the process group's key-value store.
 
-No collective: those are what hangs when ranks disagree. Each rank says a few checksums under a key
-of its own and counts itself; the last to come reads what all have said, compares it and writes
-the verdict, for which the others wait. So a meeting is four short requests per rank and one long
+No collective: those are what hangs when ranks disagree. Each rank writes a few checksums under a
+key of its own and counts itself. The last to come reads what all have said, compares it and writes
+the verdict, for which the others wait. So a meeting takes four short requests per rank and one long
 one of the last, for any number of ranks. What the checksums stand for is sent only if they differ,
 and only by one rank of each kind.
 """
@@ -23,36 +23,38 @@ import torch.distributed as dist
 
 from ..common.failures import ADVICE, explained
 
-# How much longer than its time to come a rank waits for the verdict of the one that compares.
+# How much longer than the timeout a rank waits for the verdict of the one that compares.
 GRACE_S = 10.0
-# Of how many kinds of ranks the details are compared; there may be as many kinds as ranks.
+# Of so many kinds of ranks details are compared: there may be as many kinds as ranks, and one rank
+# reads them all.
 MAX_KINDS = 8
 MAX_LINES = 5  # of differences
 TITLE = "Ranks disagree about the model:"
 
 Topics = Mapping[str, Mapping[str, str]]
+# By default group, whose store has the keys. Not per `StoreExchange`: two models over the same
+# ranks share a path, and rounds of a later one must not find the keys of an earlier one.
 _rounds: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks that have to do the same do not. The message names the ranks and the difference."""
+    """Ranks that must do the same do not. The message names the ranks and the difference."""
 
 
 def can_meet(backend: str) -> bool:
     """Whether the ranks are processes of their own that share a store.
 
-    Worlds of one process (the backend "fake", threads, simulations) are not: the other ranks would
-    never come.
-
     Args:
         backend: of the ranks' group.
     """
+    # In worlds of one process (fake, threads, simulations) the other ranks would never come.
     if backend in ("fake", "threaded"):
         return False
     try:
         store: Any = dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError, KeyError):  # MPI has none
         return False
+    # Only stores that other processes can reach: a HashStore is of this process.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore | dist.FileStore)
@@ -63,9 +65,9 @@ class StoreExchange:
 
     Args:
         purpose: meetings for different purposes are counted apart.
-        ranks: of the default group, this one among them.
+        ranks: numbers in the default group, this rank's among them.
         timeout_s: how long to wait for a rank that does not come, in seconds.
-        warn_after_s: after how many seconds one of those that wait names those that are missing.
+        warn_after_s: after how many seconds one of the waiting ranks names those that are missing.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class StoreExchange:
             self._store = dist.distributed_c10d._get_default_store()
             self._counts = _rounds.setdefault(dist.distributed_c10d._get_default_group(), Counter())
             self._me = dist.get_rank()
+        # A digest: a store moves keys with every request, and thousands of ranks make a long one.
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._path = f"fsdp2/{purpose}/{len(ranks)}-{name}"
 
@@ -95,8 +98,8 @@ class StoreExchange:
         """Come to the meeting; the last rank that comes compares what all have said.
 
         Args:
-            topics: by topic what this rank has, by name. Ranks that have a topic have to have the
-                same of it; others need not have it.
+            topics: by topic what this rank has, by name. Ranks that have a topic must have the same
+                under it; others need not have it.
             about: what this rank is about to do, for errors: "run the first forward".
         """
         if self._store is None:
@@ -107,6 +110,8 @@ class StoreExchange:
         self._topics, self._about = topics, about
         checksums = {topic: _checksum(sorted(held.items())) for topic, held in topics.items()}
         with explained(self._what, None):
+            # First say, then count: who counts last reads what all have said. Then claim, since a
+            # rank whose time is up may be writing a verdict of its own just now.
             self._store.set(self._key(self._me), json.dumps([self._round, checksums]))
             if self._store.add(f"{self._base}/count", 1) == len(self.ranks) and self._claim():
                 self._judge()
@@ -129,6 +134,7 @@ class StoreExchange:
                     self._store.set(f"{self._base}/details/{self._me}", json.dumps(self._topics))
                 if verdict["by"] == self._me:
                     self._judge_details(verdict)
+                # Longer than the rank that collects the details waits for the slowest of them.
                 if not self._wait(f"{self._base}/differences", self.timeout_s + GRACE_S):
                     raise RanksDisagreeError(
                         f"{self._here}, but ranks differ, and {name_ranks(verdict['asked'])} did "
@@ -146,12 +152,15 @@ class StoreExchange:
         return f"meeting the other ranks to {self._about}"
 
     def _key(self, rank: int) -> str:
-        return f"{self._path}/said/{rank}"  # not of the round: ranks overwrite it in the next one
+        # Without the round: each rank overwrites its key in the next one, so that the store does
+        # not grow. None does so early, as it first waits for the verdict of this round.
+        return f"{self._path}/said/{rank}"
 
     def _wait(self, key: str, timeout_s: float) -> bool:
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
-        except RuntimeError:  # (DistStoreError is one; a file's is a plain one)
+        except RuntimeError:  # (a DistStoreError; of a FileStore a plain RuntimeError)
+            # The key may have come in the meantime, or the error be another one. Ask once more.
             return self._store.check([key])
         return True
 
@@ -161,6 +170,7 @@ class StoreExchange:
         if warn_s is not None and warn_s < left_s:
             there = self._wait(key, warn_s)
             left_s -= warn_s
+            # One warning from all that wait, not one from each of thousands.
             if not there and self._store.add(f"{self._base}/warned", 1) == 1:
                 warnings.warn(
                     f"{self._here}, but {name_ranks(self._missing())} did not come within "
@@ -168,18 +178,21 @@ class StoreExchange:
                     stacklevel=2,
                 )
         if not there and not self._wait(key, left_s):
+            # One of the ranks that wait decides for all. Were each to look for itself, one could
+            # see the last rank come and the other not, and the ranks would part.
             if self._claim():
                 missing = self._missing()
                 if missing:
                     self._store.set(key, json.dumps({"missing": missing}))
                 else:
-                    self._judge()  # the last one to come has died over it
+                    self._judge()  # all have come, but the last one died before it claimed
             if not self._wait(key, GRACE_S):
                 return {"missing": self._missing()}
         return json.loads(self._store.get(key))
 
     def _missing(self) -> list[int]:
         """Ranks that have not come to this round."""
+        # ``multi_get`` waits for keys that are not there, so they are looked for first.
         there = [rank for rank in self.ranks if self._store.check([self._key(rank)])]
         said = self._store.multi_get([self._key(rank) for rank in there])
         came = {
@@ -201,6 +214,7 @@ class StoreExchange:
 
     def _claim(self) -> bool:
         """Whether this rank is the one to write the verdict."""
+        # (`add` is atomic in the store.)
         return self._store.add(f"{self._base}/claim", 1) == 1
 
     def _judge(self) -> None:
@@ -216,7 +230,8 @@ class StoreExchange:
             self._kinds = shown
         self._store.set(f"{self._base}/verdict", json.dumps(verdict))
         for key in ("count", "claim", "verdict", "differences", "warned"):
-            self._store.delete_key(f"{self._path}/{self._round - 1}/{key}")  # all have left it
+            # Of the round before: all have left it, since all have come to this one.
+            self._store.delete_key(f"{self._path}/{self._round - 1}/{key}")
 
     def _judge_details(self, verdict: Mapping[str, Any]) -> None:
         """Compare one rank of each kind; the others of its kind have the same."""
@@ -240,7 +255,7 @@ class StoreExchange:
 
 
 def kinds_of(checksums: Mapping[int, Mapping[str, str]]) -> dict[str, list[list[int]]]:
-    """Of each topic on which ranks differ: the ranks that have the same, for each of the kinds.
+    """For each topic on which ranks differ, its kinds: lists of ranks that have the same.
 
     Args:
         checksums: by rank and topic.
@@ -275,11 +290,11 @@ def differences(
     missing: str | None = None,
     most: int = MAX_LINES,
 ) -> list[str]:
-    """What ranks say differently under the same key, at most so many lines.
+    """Differences between what ranks say under the same key, in at most ``most`` lines.
 
     Args:
-        said: by the ranks that say it.
-        missing: what ranks say that do not have a key; None: they need not have it.
+        said: what ranks say, by tuple of the ranks that say it.
+        missing: what to show for ranks that do not have a key; None: they need not have it.
         most: number of lines.
 
     Example:

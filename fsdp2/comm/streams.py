@@ -1,8 +1,8 @@
 """Every order between streams, in one place.
 
 Four streams: compute (the user's current stream), all-gather, reduce-scatter, all-reduce. No
-``record_stream``: a buffer's life is kept by events and references, so memory is deterministic.
-Which stream a buffer is allocated on decides who may be given its memory next:
+``record_stream``: events and references decide how long a buffer lives, so memory is deterministic.
+The stream on which a buffer is allocated is the only one that may get its memory next:
 
 ====================  ===============  ====================================================
 buffer                allocated on     why it is safe to free
@@ -15,8 +15,8 @@ stage, sum buffers    reduce-scatter   released after `use_reduced` (all-reduce:
 sharded gradients     compute          written between `reducing` and `use_reduced`
 ====================  ===============  ====================================================
 
-`Streams` is for devices whose work is ordered by the host (CPU): nothing to do, since there the
-functions that finish a collective are called before its result is used.
+`Streams` is for devices whose work is ordered by the host (CPU). It does nothing, since there the
+function that finishes a collective is called before its result is used.
 """
 
 from __future__ import annotations
@@ -190,12 +190,13 @@ def simulating(module: Any) -> Iterator[None]:
 def streams_for(device: torch.device) -> Streams:
     """The streams for ``device`` beside the one that computes now: the same at every call.
 
-    A caching allocator keeps what a stream has freed for that stream, so a runtime that is made
-    anew (a larger root ran) would leave the pools of its old streams behind, and of two models each
-    would have its own. Shared streams only add order, and no model relies on there being none: each
-    makes its streams wait for its own uses. Models that compute on different streams may run side
-    by side, each rank in its own order, and share nothing.
+    Models that compute on different streams may run side by side, each rank in its own order, and
+    share nothing.
     """
+    # A caching allocator keeps what a stream has freed for that stream. Were the streams made per
+    # root, a larger root would leave the pools of the old streams behind, and each of two models
+    # would have its own. Shared streams only add order, and no model relies on having less: each
+    # makes its streams wait for its own uses.
     module = device_module(device)
     if module is None:
         return Streams()

@@ -1,12 +1,12 @@
 """Batched collectives over the plans of a bucket. The one place that knows about backends.
 
-A transport moves the data of one bucket between the ranks of one group. Two ways to run:
+A transport moves the data of one bucket between the ranks of one group. It runs in one of two ways:
 
-- *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, and the
-  result of a call is ordered by that stream. The calls return `done`. A backend may still use a
-  stream of its own: then it returns a ``Work``, and the current stream waits for that.
+- *stream-ordered* (NCCL and the like): everything is enqueued on the current stream, which also
+  orders the result. The calls return `done`. A backend may still use a stream of its own: then it
+  returns a ``Work``, and the current stream waits for that.
 - *host-ordered* (gloo): the call starts the messages and returns a function that waits for them
-  and does the rest; it must be called exactly once, and before it nothing may be read.
+  and does the rest. It must be called exactly once, and before that nothing may be read.
 
 `GroupTransport` uses the group's own collectives, coalesced: one launch per batch. `Exchange`
 sends and receives straight into place, which on gloo is 1.8 times faster than its all-gather
@@ -42,11 +42,13 @@ Finish = Callable[[], None]
 
 
 def done() -> None:
-    """What a call returns whose result the current stream orders: nothing is left to do."""
+    """Returned by calls whose result the current stream orders: nothing is left to do."""
 
 
 def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
     """``finish``, for the caller to call later; where streams order the work it is called here."""
+    # There, to wait means that the stream waits, and what follows is enqueued behind it. Left for
+    # later, it would be enqueued on the stream that is current then.
     if not stream_ordered:
         return finish
     finish()
@@ -111,9 +113,9 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
     """``group`` can communicate what is on ``device``, in the order of its streams.
 
     Raises:
-        ValueError: nothing serves that device, or gloo does, whose collectives are ordered by the
-            host and which cannot send from the memory of a device.
+        ValueError: nothing serves that device, or gloo does.
     """
+    # gloo's collectives are ordered by the host, and cannot send from the memory of a device.
     try:
         backend = backend_name(group, device)
     except RuntimeError:
@@ -132,14 +134,14 @@ def separate_group(
 ) -> dist.ProcessGroup:
     """A group of the same ranks with a communicator of its own: if ``wanted``, or where it helps.
 
-    Collectives of one communicator of an accelerator (NCCL's, say) run one after the other even on
-    two streams, so reduce-scatters would wait for prefetched all-gathers. Collective over the ranks
-    of ``group`` at the first call; later calls return the same group.
+    Collective over the ranks of ``group`` at the first call; later calls return the same group.
 
     Returns:
         ``group`` itself if none is wanted, and on MPI, where only all ranks of the world together
         can make groups.
     """
+    # Collectives of one communicator of an accelerator (NCCL's, say) run one after the other, even
+    # on two streams: reduce-scatters would wait for prefetched all-gathers.
     if wanted is None:
         wanted = _takes_turns(group, device)
     if not wanted or backend_name(group, device) == "mpi":
@@ -151,25 +153,26 @@ def separate_group(
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the collectives of ``group`` run one after the other, on whatever stream."""
+    # gloo has threads and tags; in a group written in Python nothing is known to take turns.
     backend = None if device.type == "cpu" else native_backend(group, device)
     return backend is not None and backend.name().lower() not in ("gloo", "fake")
 
 
 def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:
-    """Reserve ``count`` message tags in all of ``groups``.
-
-    The same on every rank of a group, since units are made in the same order everywhere.
-    """
+    """Reserve ``count`` message tags in all of ``groups``."""
+    # Untagged messages of several units in flight would swap data without an error. All ranks of a
+    # group come to the same numbers, since they make units in the same order. And they are reserved
+    # once, not counted message by message: a rank that plans its buckets anew alone (it loaded a
+    # checkpoint by assignment) must go on with the tags of the others.
     start = max(_next_tag.get(group, 0) for group in groups)
     _next_tag.update(dict.fromkeys(groups, start + count))
     return start
 
 
 def give_back_tags(groups: Sequence[dist.ProcessGroup], start: int) -> None:
-    """Undo `take_tags` that gave ``start``, and all later ones: nothing was sent with them.
-
-    Ranks that disagreed about a model took different numbers of tags for it.
-    """
+    """Undo `take_tags` that gave ``start``, and all later ones: nothing was sent with them."""
+    # Ranks that disagreed about a model have taken different numbers of tags for it. A corrected
+    # model in the same processes would otherwise wait for messages with the wrong tags.
     for group in groups:
         _next_tag[group] = min(_next_tag.get(group, 0), start)
 
@@ -181,8 +184,9 @@ _separate_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = Weak
 def sum_together(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Replace small tensors by their sums over ``group``, in one collective per dtype.
 
-    On the current stream, or until it is done.
+    On the current stream; where the host orders, the call returns when it is done.
     """
+    # Flattened: for so few bytes the number of messages is what costs.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         chosen = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in chosen])
@@ -211,7 +215,20 @@ _SENT = {
 
 class GroupTransport:
     """The collectives of the process group itself, coalesced: one call per gather of a unit, and
-    per bucket that is reduced."""
+    one per reduction of a bucket.
+
+    [Note: what a collective reads and writes, and until when]
+    No tensor is recorded on a stream (``record_stream``), so each must be alive until the stream it
+    was allocated on is ordered behind its last use.
+
+    - Stream-ordered: temporary inputs (a stage, casts, divided gradients) are allocated and read on
+      the current stream, and may be dropped once everything is enqueued. The gradients of autograd
+      belong to compute's stream, so the reduction holds them until compute has waited for it.
+    - Host-ordered: gloo's threads read the inputs until ``wait()`` has returned. So the function
+      that finishes a call holds them, and drops them between the wait and what follows.
+    - On gloo the result is not there before the wait: ``wait()`` copies it into the outputs, and a
+      second one would copy it again, over what was computed since. So each Work is waited for once.
+    """
 
     coalesces = True
 
@@ -249,11 +266,13 @@ class GroupTransport:
         return ended(finish, stream_ordered=self.stream_ordered)
 
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
+        # Uneven direct gradients too: a collective's input must have the same size for every rank,
+        # and what autograd makes ends with the last row.
         return bucket.layout.tail
 
     def casts(self, bucket: Bucket) -> bool:
-        """Whether gradients in the dtype of computation are copied anyway: into a wider one, or
-        because they are divided before they are added."""
+        """Whether gradients in the dtype of computation are copied anyway: to be widened, or to be
+        divided before they are added."""
         return bucket.widens or self._mean(bucket.reduce_dtype).before != 1
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -270,7 +289,9 @@ class GroupTransport:
         dtype = outs[0].dtype
         mean = self._mean(dtype)
         inputs = _all_as([grads[i] for i in plan.direct], dtype)
-        if mean.before != 1 and inputs:  # not in place: hooks of users may have kept them
+        # Not in place: these may be the tensors that autograd made, which hooks of users may have
+        # kept.
+        if mean.before != 1 and inputs:
             inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.copied_in:
             staged = copy_in(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
@@ -293,8 +314,9 @@ class GroupTransport:
         if not tensors:
             return done
         mean = self._mean(tensors[0].dtype)
-        mean.begin(tensors)
+        mean.begin(tensors)  # in place: what the reduce-scatter made is ours
         self._all_reduce_options.reduceOp = mean.operation
+        # A call for each: usually there is one, as neighbours were merged (`ReducePlan.ranges`).
         works = [self.group.allreduce([as_real(t)], self._all_reduce_options) for t in tensors]
 
         def finish() -> None:
@@ -310,9 +332,9 @@ class GroupTransport:
 class Exchange:
     """Point-to-point messages straight into place, for small gloo groups.
 
-    A reduce-scatter is an all-to-all and a local sum in rank order, so that all replicas of a
-    result are bitwise equal, and a sum over two dtypes costs no cast: low-precision gradients
-    travel as they are and are added in the dtype of the output.
+    A reduce-scatter is an all-to-all and a local sum in rank order. So all replicas of a result are
+    bitwise equal, and low-precision gradients need no cast: they travel as they are and are added
+    in the dtype of the output.
     """
 
     stream_ordered = False
@@ -322,6 +344,8 @@ class Exchange:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        # As ``send`` and ``recv`` of a group count them: by number in the group, not by global
+        # rank.
         self.peers = [r for r in range(self.size) if r != self.rank]
 
     def all_gather(self, plan: Any, tag: int) -> Finish:
@@ -329,6 +353,8 @@ class Exchange:
             plan.messages = self._gather_messages(plan, tag)
         with record_function("fsdp2::exchange"):
             works = self._start(*plan.messages)
+            # While messages are under way. (A cast has written the own slices before, and they are
+            # what is sent.)
             if not plan.cast:
                 torch._foreach_copy_(plan.own, plan.source)
 
@@ -345,6 +371,7 @@ class Exchange:
         ):
             numel = output.numel() // self.size
             for peer in self.peers:
+                # Padding is not sent: of empty slices there is no message, on both sides alike.
                 if rows[peer]:
                     theirs = output[peer * numel : peer * numel + rows[peer]]
                     receives.append(([theirs], peer, tag + i))
@@ -362,8 +389,7 @@ class Exchange:
         return bucket.layout.packed
 
     def casts(self, bucket: Bucket) -> bool:
-        """What is narrow travels so."""
-        return False
+        return False  # what is narrow is sent as it is, and widened by the addition
 
     def out_dtype(self, bucket: Bucket) -> torch.dtype:
         return exchanged_sum_dtype(bucket.reduce_dtype, bucket.grad_dtype)
@@ -383,7 +409,8 @@ class Exchange:
             grad = _as_dtype(grads[i], wire).view(-1)
             parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
         if plan.copied_in:
-            # Small ones are widened: some of them may have been made so.
+            # In the dtype of the reduction, whatever autograd made: it makes some of the small ones
+            # (of norms) wide, and ranks must agree on the size of messages.
             staged = copy_in(layout, plan, grads, bucket.reduce_dtype, bucket.device)
             parts.append(staged.unbind(0))
         numels = [part[self.rank].numel() for part in parts]
@@ -403,7 +430,12 @@ class Exchange:
                     ordered = [
                         part[r] if r == self.rank else received[r][i] for r in range(self.size)
                     ]
-                    mean_in_order(ordered, out.view(-1)[: numels[i]])
+                    flat = out.view(-1)
+                    mean_in_order(ordered, flat[: numels[i]])
+                    # Padding is not sent, and ``out`` may be new memory: hooks on the result would
+                    # see what was there before, NaNs even.
+                    if flat.numel() > numels[i]:
+                        flat[numels[i] :].zero_()
             parts.clear()
             received.clear()
 
@@ -413,7 +445,9 @@ class Exchange:
     def _buffers(
         parts: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], wire: torch.dtype
     ) -> list[torch.Tensor]:
-        """What comes from one peer: all that is of dtype ``wire`` in one piece of memory."""
+        """Buffers for the parts from one peer; those of dtype ``wire`` share one allocation."""
+        # One allocation instead of one per gradient. (On "cpu", whatever default device a user has
+        # set.)
         is_wire = [part[0].dtype == wire for part in parts]
         chosen = [n for n, yes in zip(numels, is_wire, strict=True) if yes]
         pieces = iter(torch.empty(sum(chosen), dtype=wire, device="cpu").split(chosen))
@@ -434,7 +468,10 @@ class Exchange:
             with record_function("fsdp2::exchange"):
                 for i, mine in enumerate(tensors):
                     terms = [mine if r == self.rank else received[r][i] for r in range(self.size)]
-                    if self.rank < 2:  # then `mine` is read by the addition that overwrites it
+                    # In rank order on every rank, or replicas would differ in the last bits. The
+                    # first addition reads the terms of ranks 0 and 1 and may write over either. Any
+                    # later term must still be there when it is added, so the sum goes elsewhere.
+                    if self.rank < 2:
                         mean_in_order(terms, mine)
                     else:
                         mean_in_order(terms, terms[0])
@@ -456,6 +493,8 @@ def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """
     blocks = [term.split(BLOCK_NUMEL) for term in terms]
     for i, block in enumerate(out.split(BLOCK_NUMEL)):
+        # With a wider ``out`` the first term is copied into it: ``add`` of two narrow ones would
+        # round their sum before it is widened.
         if len(terms) > 1 and terms[0].dtype == terms[1].dtype == out.dtype:
             torch.add(blocks[0][i], blocks[1][i], out=block)
             rest = blocks[2:]
@@ -473,8 +512,7 @@ def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Contiguous tensors in ``dtype``: those in another one cast into one piece of memory, by one
-    kernel for all."""
+    """Tensors in ``dtype``: those in another one are cast into one buffer, by one kernel."""
     given = [tensor for tensor in tensors if tensor is not None]
     others = [tensor for tensor in given if tensor.dtype != dtype]
     if not others:
@@ -489,6 +527,7 @@ def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[
 
 def _wait(works: list[Any]) -> None:
     """Streams wait where they order the work, else the host; None is ordered by the stream."""
+    # `clear`, as to wait once more would write the results once more (see `GroupTransport`).
     for work in works:
         if work is not None:
             work.wait()

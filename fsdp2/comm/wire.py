@@ -20,8 +20,8 @@ _CALL = "a message of full_state_dict or load_full_state_dict, a call of all ran
 class Wire:
     """Messages between pairs of ranks: posted one by one, then sent and waited for together.
 
-    Both ends post the messages between them in the same order. Tensors travel as bytes, so that
-    any dtype does.
+    Both ends must post the messages between them in the same order. Tensors are sent as bytes, so
+    any dtype will do.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -32,7 +32,9 @@ class Wire:
         if dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.ranks = tuple(dist.get_process_group_ranks(self.group))
-            self._first_tag = take_tags([self.group], 0)  # above those that units use
+            # Above those that units use, of which gathers may be in flight. None are reserved:
+            # `finish` waits for all, so the next unit or wire may use the same ones.
+            self._first_tag = take_tags([self.group], 0)
             self._open()
         self._posted: list[dist.P2POp] = []
         self._numbers: Counter[tuple[int, int]] = Counter()
@@ -40,7 +42,9 @@ class Wire:
         self._broadcasts: list[tuple[Tensor, int]] = []
 
     def _open(self) -> None:
-        """NCCL wants a call of all ranks of a group before messages between some of them."""
+        """Connect the group, where that takes all of its ranks."""
+        # The first call of an NCCL group makes its communicator, with all ranks. If that were a
+        # message between two of them, they would wait for the others.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return
@@ -50,7 +54,7 @@ class Wire:
                 dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def send(self, tensor: Tensor, rank: int, device: torch.device | None = None) -> None:
-        """Send ``tensor``, from ``device`` if that is another one."""
+        """Send ``tensor``, by way of ``device`` if it is on another one."""
         where = self._device(tensor.device if device is None else device)
         self._post(dist.isend, tensor.to(where).contiguous(), rank, (self.rank, rank))
 
@@ -60,7 +64,9 @@ class Wire:
         self._post(dist.irecv, buffer, rank, (rank, self.rank))
 
     def broadcast(self, into: Tensor, value: Tensor | None, source: int) -> None:
-        """From ``source``, which has the ``value``, into all ranks' tensors."""
+        """Copy ``value``, which only ``source`` has, into the tensors of all ranks."""
+        # Broadcasts are posted by all ranks in the same order, and run after the messages, so the
+        # two kinds need no common order.
         if value is not None:
             into.copy_(value)
         if len(self.ranks) > 1:
@@ -72,6 +78,8 @@ class Wire:
     def finish(self) -> None:
         """Send and receive all that was posted."""
         with explained(_CALL, self.group):
+            # In one batch: posted one after the other, two ranks that both send first would wait
+            # for each other where a send ends with its receive (NCCL).
             if self._posted:
                 for work in dist.batch_isend_irecv(self._posted):
                     work.wait()
@@ -81,13 +89,15 @@ class Wire:
             if into is not buffer:
                 into.copy_(buffer)
             else:
+                # Received straight into it, which no version counter noticed. Gathers that are
+                # cached go by these.
                 torch.autograd.graph.increment_version(into)
         for posted in (self._posted, self._broadcasts, self._unpack):
             posted.clear()
         self._numbers.clear()
 
     def exchange(self, value: Any) -> list[Any]:
-        """The small values of all ranks, in the order of ``ranks``."""
+        """The values of all ranks, in the order of ``ranks``: small objects, which are pickled."""
         if len(self.ranks) == 1:
             return [value]
         values: list[Any] = [None] * len(self.ranks)
@@ -105,6 +115,7 @@ class Wire:
         return values[0]
 
     def _post(self, op: Any, data: Tensor, peer: int, pair: tuple[int, int]) -> None:
+        # Counted per pair and direction: a rank does not know how many messages others exchange.
         tag = self._first_tag + self._numbers[pair]
         self._numbers[pair] += 1
         self._posted.append(dist.P2POp(op, as_bytes(data), peer, self.group, tag))
@@ -117,10 +128,12 @@ class Wire:
         return buffer
 
     def _device(self, device: torch.device) -> torch.device:
-        """Where a tensor of ``device`` has to be for this group."""
+        """The device on which this group needs a tensor of ``device``."""
+        # By its backends and not by a table: a group of NCCL alone knows no tensors of the CPU, one
+        # of "cpu:gloo,cuda:nccl" knows both.
         try:
             self.group._get_backend(torch.device(device.type))
-        except RuntimeError:  # NCCL knows no tensors of the CPU
+        except RuntimeError:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             if accelerator is not None:
                 return current_device(accelerator.type)

@@ -230,9 +230,7 @@ class ShardedParam:
         self.sharded = self.set_grad_dtype(sharded)
         attach_attributes(self.sharded, self.attributes)
         (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
-        self.user_hooks = (
-            None  # carried; a `copy.deepcopy` of this has none, as of plain parameters
-        )
+        self.user_hooks = None  # carried; a deep copy has none, as of plain parameters
         _managed[id(sharded)] = self
 
     def replace_sharded(

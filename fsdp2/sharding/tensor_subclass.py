@@ -1,7 +1,7 @@
 """Tensor subclasses as parameters: what they hold inside, and how to take them apart.
 
 A wrapper subclass has no memory of its own. Its inner tensors (``_data``, ``int_data``, ``scale``)
-are attributes, in the same ``__dict__`` as what users attach to a parameter, so the two must be
+are attributes, in the same ``__dict__`` as what users attach to a parameter. So the two must be
 told apart before anything is carried from one form of a parameter to another.
 
 Such classes implement the operators that torch's FSDP2 calls on them, and often no others, so these
@@ -32,17 +32,16 @@ def dispatches(tensor: torch.Tensor) -> bool:
 
 
 def user_attributes(original: torch.Tensor) -> dict[str, Any]:
-    """What a user attached to a parameter (``param.sequence_parallel = True``), by name.
-
-    An attribute that ``detach`` gives the new object too was put there by its class: an inner
-    tensor or how to read it. It belongs to that object and would be stale in any other.
-    """
+    """What a user attached to a parameter (``param.sequence_parallel = True``), by name."""
     attached = dict(vars(original))
+    # An attribute that ``detach`` gives the new object too was put there by its class: an inner
+    # tensor, or how to read it. Carried to another form of the parameter it would be stale: that
+    # form would go on showing these weights.
     if dispatches(original) and not isinstance(original, DTensor):
         with torch.no_grad():
             made_by_class = vars(original.detach())
         attached = {name: v for name, v in attached.items() if name not in made_by_class}
-        attached.pop("_is_param", None)
+        attached.pop("_is_param", None)  # set by `nn.Parameter`, on subclasses only
     return attached
 
 
@@ -55,7 +54,7 @@ def attach_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory that ``tensor`` consists of; itself unless it is a wrapper."""
+    """The tensors with memory of which ``tensor`` consists; itself unless it is a wrapper."""
     return list(_leaves(tensor))
 
 
@@ -71,7 +70,9 @@ def _leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Attributes that are tensors, and those that ``__tensor_flatten__`` names (maybe slots)."""
+    """Attributes that are tensors, and those that ``__tensor_flatten__`` names."""
+    # Each alone misses some: ``__slots__`` are not in ``vars``, and classes without the protocol,
+    # or with a cache beside what it names, have their tensors in ``vars`` only.
     named = tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ()  # type: ignore[attr-defined]
     found = {name: getattr(tensor, name) for name in named}
     found.update((n, v) for n, v in vars(tensor).items() if isinstance(v, torch.Tensor))
@@ -82,8 +83,10 @@ def own_shard(whole: torch.Tensor, slot: Slot, rank: int, num_shards: int) -> to
     """The part of a whole parameter that ``rank`` holds, in memory of its own."""
     if slot.dim is None:
         return copy_of(whole)
+    # ``chunk`` and a full-sized ``new_zeros``, as torch's FSDP2: sizes that the class can surely
+    # make.
     chunks = torch.chunk(whole, num_shards, slot.dim)
-    padded = whole.new_zeros(chunks[0].shape)  # as torch: of a size that the class can surely make
+    padded = whole.new_zeros(chunks[0].shape)
     size = 0
     if rank < len(chunks):
         size = chunks[rank].shape[slot.dim]
@@ -96,20 +99,23 @@ def own_shard(whole: torch.Tensor, slot: Slot, rank: int, num_shards: int) -> to
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in other memory. ``clone`` may compute: NF4's quantizes once more."""
+    """The same values in other memory."""
+    # ``clone`` may compute: NF4's quantizes once more, and changes the weights by that.
     made = tensor.new_zeros(tensor.shape)
     made.copy_(tensor)
     return made
 
 
 def write_into(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Make ``old`` what ``new`` is, in the memory of ``old`` where the two are laid out alike."""
+    """Make ``old`` equal to ``new``, in the memory of ``old`` where the two are laid out alike."""
     if new is old:
         return
     if not dispatches(old) or not dispatches(new):
         if not _is_same_memory(old, new):
             old.copy_(new)
         return
+    # By attribute: ``old.copy_(new)`` would leave out what is no tensor (a block size, a flag), and
+    # inner tensors that have another shape or dtype than before.
     for name, value in {**vars(new), **_attributes(new)}.items():
         before: Any = getattr(old, name, None)
         if _are_alike(before, value):
@@ -137,11 +143,10 @@ def plain_gradient(grad: torch.Tensor, name: str, *, check: bool) -> torch.Tenso
 
     Args:
         name: of the parameter.
-        check: whether to make sure that it is one gradient (the device is waited for).
+        check: whether to make sure that it is one gradient; the host waits for the device.
 
     Raises:
-        NotImplementedError: if it consists of several tensors of its shape that differ: a
-            reduction would keep one of them and lose the others.
+        NotImplementedError: if it consists of several tensors of its shape that differ.
     """
     if check:
         alike = [t for t in inner_tensors(grad) if t.shape == grad.shape and t.dtype == grad.dtype]
@@ -158,7 +163,9 @@ def plain_gradient(grad: torch.Tensor, name: str, *, check: bool) -> torch.Tenso
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a row-major tensor."""
+    """Strides of a row-major tensor, as torch gives them."""
+    # Unlike `dtensor.boxes.strides` these are never 0, also of a tensor without elements: classes
+    # are told them as ``outer_stride``, and what they make is compared with them.
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

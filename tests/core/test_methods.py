@@ -286,6 +286,27 @@ def test_the_hook_sees_and_changes_reduced_gradients() -> None:
     )
 
 
+@ours_only("rows are padded in other ways")
+@distributed(3)
+def test_the_hook_sees_zeros_in_the_padding() -> None:
+    """A hook that looks for infinite values must not find those of memory that was freed."""
+    seen: list[Tensor] = []
+    # Seven rows on three ranks: one lacks two. Sums in float32 go to a temporary.
+    model: Any = nn.Linear(8, 7, bias=False, dtype=torch.bfloat16)
+    fully_shard(model, direct_min_bytes=0)
+    model.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaNs
+    try:
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (reduced,) = seen
+    assert reduced.numel() == 3 * 8
+    rows = model.weight.to_local().shape[0]
+    assert reduced.view(3, 8)[:rows].eq(2).all()
+    assert not reduced.view(3, 8)[rows:].any()
+
+
 @distributed(4)
 def test_the_hook_all_reduces_over_other_ranks() -> None:
     """Replication by hand: shards over two ranks, and the hook averages over pairs of them."""

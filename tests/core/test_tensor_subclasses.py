@@ -286,7 +286,7 @@ def test_what_a_method_returns_is_checked(returns: Any) -> None:
     layer = nn.Linear(2, 2)
     layer.weight = nn.Parameter(Returning(layer.weight.detach(), torch.ones(())))
     fully_shard(layer)
-    with pytest.raises(ValueError, match=r"'weight' \(Returning\) has to return \(tens"):
+    with pytest.raises(ValueError, match=r"'weight' \(Returning\) must return \(tens"):
         layer(torch.ones(1, 2))
 
 
