@@ -1,7 +1,7 @@
-"""Makes the runtime of a tree of units, at the first forward of its root: what is known only then.
+"""Makes the runtime of a tree of units, at the first forward of its root.
 
-Which unit is the root, what encloses what, qualified names, and parameters that were tied or
-replaced after `fully_shard`.
+Only then is it known which unit is the root, which units enclose others, what they are called, and
+which parameters were tied or replaced after `fully_shard`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ from .unwritten import check_meta_buffers
 
 
 def build_runtime(root_module: nn.Module) -> Runtime:
-    """Make the runtime of the tree under ``root_module`` and give it to all units there.
+    """Make the runtime of the tree under ``root_module`` and give it to all its units.
 
-    The root is whichever sharded module runs first; when one that contains it runs later, that
-    becomes the root of a new runtime over all units.
+    The root is whichever sharded module runs first. If a module that contains it runs later, that
+    module becomes the root of a new runtime over all units.
     """
     units = units_in(root_module)
     root = unit_of(root_module)
     name_units(root_module, units)
     _check_finalization(root, units)
+    # Units that ran as roots before may have gathers or reductions in flight, which only their own
+    # runtimes can finish. The new one starts from units that are sharded.
     for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
         old.reset()
+    # The tree may run for the first time inside functional_call, whose tensors are in the modules
+    # now. Adopted below, they would stay the parameters after it has returned.
     lent = (
         [x for u in units for x in u.registration.take_overrides()] if in_functional_call() else ()
     )
     for unit in units:
         unit.param_group.adopt_replaced(keep_objects=False)
+    # By identity of the Parameter objects, so after the ones that users assigned are adopted.
     _check_ties(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
@@ -46,6 +51,9 @@ def build_runtime(root_module: nn.Module) -> Runtime:
             other.modules[0] in members[unit] for other in units if other is not unit
         )
         unit.choose_reshard(is_root=unit is root)
+    # All units now, not each before its own first gather: message tags are handed out here, in the
+    # order of the tree, which ranks share even if their first forwards run other units (experts).
+    # And what is still on the meta device is an error before any rank waits in a collective.
     for unit in units:
         unit.materialize()
     check_meta_buffers(root_module)
@@ -55,13 +63,20 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime.choose_cached()
     runtime.first_forward = FirstForward.of(root_module, units)
     watch_originals(units)
+    # The forward that begins compares what modules hold with what they should: that is how it
+    # learns of what functional_call lends it.
     for parameters, name, value in lent:
         parameters[name] = value
     return runtime
 
 
 def _check_finalization(root: Unit, units: list[Unit]) -> None:
-    """Only a root ends iterations, and nothing may begin while reductions are waited for."""
+    """Only a root ends iterations, and nothing may begin while reductions are pending.
+
+    Raises:
+        RuntimeError: if a unit other than ``root`` has manual finalization, or a handle of an
+            asynchronous finalization was not waited for.
+    """
     for unit in units:
         if unit.runtime is not None:
             unit.runtime.finalization.check_forward()
@@ -73,7 +88,7 @@ def _check_finalization(root: Unit, units: list[Unit]) -> None:
 
 
 def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:
-    """Qualified names of units and parameters, for messages."""
+    """Give units and parameters their qualified names, which messages use."""
     names = {module: name for name, module in root_module.named_modules()}
     for unit in units:
         unit.name = ", ".join(names.get(m, "") or "(root)" for m in unit.modules)
@@ -85,7 +100,11 @@ def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
-    """Find parameters that were tied after sharding, and ties that nobody resolved."""
+    """Find parameters that were tied after sharding, and refuse ties across units.
+
+    Raises:
+        ValueError: if a module still holds a parameter that another unit has sharded.
+    """
     managed = {id(p.sharded): (unit, p) for unit in units for p in unit.params}
     touched = set()
     for name, module in root_module.named_modules():
@@ -94,10 +113,15 @@ def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
                 continue
             unit, param = managed.get(id(value), (None, None))
             if unit is not None and param is not None:
+                # ``head.weight = embedding.weight`` after sharding puts the sharded Parameter into
+                # another module: that one has to see what is gathered, too.
                 if not any(m is module and k == key for m, k in param.owners):
                     param.owners.append((module, key))
                     touched.add(unit)
             elif value in ORIGINS:
+                # `fully_shard` replaces a parameter in the modules that it was called on. A
+                # module outside of them that shares it keeps the original, which each rank would
+                # train on its own.
                 other = ORIGINS[value][1].fqn
                 full = f"{name}.{key}" if name else key
                 raise ValueError(

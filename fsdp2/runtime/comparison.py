@@ -1,7 +1,7 @@
-"""What ranks tell each other about the units of a model, as text that is equal where they are.
+"""What ranks tell each other about the units of a model, as text that is equal if the units are.
 
-By topics: a topic that several ranks have is the same on all of them, and a rank need not have
-the topics of others (the shards that it does not hold).
+The text is in topics. All ranks that have a topic must say the same in it; a rank need not have
+every topic (it does not hold the shards of others).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ Names = Mapping[nn.Module, str]
 
 
 def by_ranks(units: Iterable[Unit]) -> dict[tuple[int, ...], list[Unit]]:
-    """The units by the ranks that share them: those of the mesh that their parameters are on.
+    """The units by the ranks that share them: the ranks of the mesh of their parameters.
 
     That is the data-parallel mesh, with the ranks that compute on parts of the same parameters
     (tensor parallelism); not the stages of a pipeline, which have other models.
     """
     found: dict[tuple[int, ...], list[Unit]] = {}
     for unit in units:
+        # A tensor-parallel parameter is on the unit's mesh and more dims, so the largest mesh has
+        # all ranks that have any part of the unit.
         meshes = [p.sharded_spec.mesh for p in unit.params if p.tensor_parallel is not None]
         mesh = max([unit.mesh.mesh, *meshes], key=lambda mesh: mesh.size())
         found.setdefault(tuple(mesh.mesh.flatten().tolist()), []).append(unit)
@@ -37,18 +39,20 @@ def by_ranks(units: Iterable[Unit]) -> dict[tuple[int, ...], list[Unit]]:
 
 
 def name_of(unit: Unit, names: Names) -> str:
-    """The unit in a model that has modules of these names."""
+    """The name of the unit in a model whose modules have these names."""
     return ", ".join(names.get(module) or "(root)" for module in unit.modules)
 
 
 def full_name(param: ShardedParam, names: Names) -> str:
-    """The parameter in a model that has modules of these names."""
+    """The name of the parameter in a model whose modules have these names."""
     module, name = param.owners[0]
     prefix = names.get(module, "")
     return f"{prefix}.{name}" if prefix else name
 
 
-# What is chosen for a unit and decides what it communicates, and when.
+# The fields of `UnitConfig` that decide what a unit communicates, and when. The others decide what
+# a rank keeps in memory, waits for or shows; a hook may be there on one rank alone, to look at
+# reduced gradients.
 _SETTINGS = (
     "mp_policy",
     "offload_policy",
@@ -74,6 +78,8 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
     """Units and parameters, what was chosen for them, and the order of both."""
     unit_names = {unit: name_of(unit, names) for unit in units}
     found = {"units": ", ".join(f"'{name}'" for name in unit_names.values())}
+    # Kept apart and put last: one parameter more or less shifts all positions after it, and only
+    # the first few differences are shown.
     order: dict[str, str] = {}
     for unit, name in unit_names.items():
         found[f"mesh of '{name}'"] = f"{unit.mesh.num_replicas} x {unit.mesh.num_shards}"
@@ -88,9 +94,9 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
             found[f"dtype of computation of '{its_name}'"] = str(param.compute_dtype)
             found[f"placements of '{its_name}'"] = str(spec.placements)
             found[f"requires_grad of '{its_name}'"] = str(param.sharded.requires_grad)
-            if (
-                param.is_tensor_parallel
-            ):  # decides when partial gradients are summed: `deferred_reductions`
+            # Hooks of tensor-parallel parameters decide when partial gradients are summed: see
+            # `deferred_reductions`. Hooks on others change nothing that is communicated.
+            if param.is_tensor_parallel:
                 hooks = param.sharded._post_accumulate_grad_hooks, param.sharded._backward_hooks
                 found[f"hooks on '{its_name}'"] = str(any(hooks))
             order[f"parameter {i} of '{name}'"] = f"'{its_name}'"
@@ -98,7 +104,7 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
 
 
 def _as_text(value: Any, names: Names) -> str:
-    """A setting, without what differs between processes: addresses of objects."""
+    """A setting as text without addresses of objects, which differ between processes."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = (f"{f.name}={_as_text(getattr(value, f.name), names)}" for f in fields(value))
         return f"{type(value).__name__}({', '.join(parts)})"
@@ -112,7 +118,7 @@ def _as_text(value: Any, names: Names) -> str:
 
 
 def last_order(units: Iterable[Unit], names: Names) -> dict[str, str]:
-    """In which order the last forward of each root ran the units."""
+    """The order in which the last forward of each root ran the units."""
     found = {}
     for runtime in dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None):
         for root, order in runtime._orders.items():
@@ -125,10 +131,11 @@ def last_order(units: Iterable[Unit], names: Names) -> dict[str, str]:
 
 
 def all_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
-    """By the part of a parameter that it is: checksums of all that this rank holds."""
+    """Checksums of all shards of this rank, by the part of a parameter that they are."""
     found: dict[str, dict[str, str]] = {}
     for unit in units:
         for param in unit.params:
+            # As bytes: NaNs count as equal if their bits are, and NumPy has no bfloat16.
             local = param.local.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
             part = _part_held(unit, param)
             found.setdefault(part, {})[_values_key(param, part, names)] = _checksum(local.numpy())
@@ -136,7 +143,7 @@ def all_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]
 
 
 def sampled_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
-    """The same of samples, of what other ranks hold as well."""
+    """Checksums of samples, of shards that other ranks hold as well."""
     held = [(unit, param) for unit in units for param in unit.params if _has_replicas(param)]
     samples = Samples([param.local for _, param in held]).read()
     found: dict[str, dict[str, str]] = {}
@@ -148,9 +155,9 @@ def sampled_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, s
 
 
 def initial_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]:
-    """By the part of tensor parallelism: samples of whole parameters that `fully_shard` was given.
+    """Checksums of samples of the whole parameters that `fully_shard` got, by tensor-parallel part.
 
-    Of those whose shards nothing has written since.
+    Parameters whose shards were written since are left out.
     """
     found: dict[str, dict[str, str]] = {}
     for unit in units:
@@ -170,7 +177,7 @@ def _has_replicas(param: ShardedParam) -> bool:
 
 
 def _part(spec: TensorSpec | None) -> str:
-    """Which part of a tensor this rank has: "1 of mesh dim 0"; empty: all of it."""
+    """The part of a tensor that this rank has: "1 of mesh dim 0"; empty: all of it."""
     if spec is None:
         return ""
     place = spec.mesh.get_coordinate() or ()
@@ -181,6 +188,7 @@ def _part(spec: TensorSpec | None) -> str:
 def _part_held(unit: Unit, param: ShardedParam) -> str:
     spec = param.sharded_spec
     part = _part(spec)
+    # Ranks compare per topic: the same coordinate in the mesh of other experts is another shard.
     if spec.mesh != unit.mesh.mesh:
         part += " over " + name_ranks(spec.mesh.mesh.flatten().tolist())
     return part

@@ -1,11 +1,11 @@
 """Gradients that tensor parallelism leaves as partial sums, summed once, at the end of backward.
 
 Sequence-parallel norms work on this rank's part of the sequence, so their gradients are `Partial`
-over tensor-parallel ranks. To sum each of them where it appears would make compute wait for the
-other ranks two times per layer. But reductions are linear: the partial gradients are averaged over
-data-parallel ranks like all others, and at the end of backward the shards of all units together
-are summed in one collective. Only small parameters are treated so, and only where nobody looks at
-``.grad`` before; its place in the program is the same on all ranks.
+over tensor-parallel ranks. Summing each of them where it appears would make compute wait for the
+other ranks twice per layer. But reductions are linear: the partial gradients are averaged over
+data-parallel ranks like all others, and the shards of all units are summed in one collective at the
+end of backward, which is at the same place in the program of all ranks. Only small parameters are
+deferred, and only where nothing reads ``.grad`` earlier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LATE_MAX_BYTES = 256 * 1024
 
 
 class DeferredReductions:
-    """Of one unit: whose reduced gradients are still to be summed, and over whom."""
+    """The deferred sums of one unit: of which parameters, over which ranks."""
 
     def __init__(self) -> None:
         self.groups: dict[ShardedParam, dist.ProcessGroup] = {}
@@ -31,7 +31,7 @@ class DeferredReductions:
     def local_gradient(
         self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool
     ) -> torch.Tensor:
-        """Like `ShardedParam.local_gradient`, without the sum where that is done later.
+        """`ShardedParam.local_gradient`, without the sum where that is deferred.
 
         Args:
             may_wait: whether ``.grad`` may be incomplete until the end of this backward, and no
@@ -42,15 +42,18 @@ class DeferredReductions:
             return param.local_gradient(grad)
         if param.summed_over(grad) is group:
             return param.local_gradient(grad, summed=False)
-        return param.local_gradient(grad) / group.size()  # complete, beside partial ones
+        # An earlier gradient of this backward was partial, this one is complete (a unit that ran
+        # twice). Both are in the sum over the group at the end, where a complete one counts once
+        # per rank.
+        return param.local_gradient(grad) / group.size()
 
     def choose_group(
         self, param: ShardedParam, grad: torch.Tensor, *, may_wait: bool
     ) -> dist.ProcessGroup | None:
         """The ranks over which this gradient is summed at the end of backward; None: at once.
 
-        Hooks and an earlier ``.grad``, which one rank alone may have, take part in the choice:
-        `watch_ranks` compares it.
+        The choice depends on hooks and on an earlier ``.grad``, which one rank alone may have:
+        `watch_ranks` compares it across ranks.
         """
         group = self.groups.get(param)
         if group is None and may_wait and _may_be_late(param, grad):
@@ -65,7 +68,9 @@ class DeferredReductions:
 
 
 def run_deferred(sums: Sequence[DeferredReductions]) -> None:
-    """Complete the ``.grad`` of all parameters concerned, and forget them."""
+    """Complete the ``.grad`` of all deferred parameters, and forget them."""
+    # Units come in the order of the tree and parameters in that of their buckets, so all ranks of
+    # a group sum the same tensors in the same order.
     late: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for of_unit in sums:
         for param, group in of_unit.groups.items():
@@ -79,8 +84,10 @@ def run_deferred(sums: Sequence[DeferredReductions]) -> None:
 
 
 def _may_be_late(param: ShardedParam, grad: torch.Tensor) -> bool:
-    """Whether it is small, ``.grad`` of the shard is of this backward only, and has no hooks."""
+    """Whether the gradient is small, and the first thing to come into a ``.grad`` without hooks."""
     sharded = param.sharded
+    # An earlier ``.grad`` is complete: added to a partial one it would be summed over ranks again.
+    # Hooks on the sharded parameter run when its reduction is done, before the sum.
     return (
         sharded.grad is None
         and not sharded._post_accumulate_grad_hooks

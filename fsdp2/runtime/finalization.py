@@ -30,12 +30,14 @@ class GradientReductionHandle:
             RuntimeError: if `FSDPModule.reset_iter_state` dropped these gradients.
         """
         if self._finish is not None:
+            # Forgotten only after it: the handle of gradients that a reset dropped raises at every
+            # call, where returning would say that they are complete.
             self._finish(self)
             self._finish = None
 
 
 class Finalization:
-    """The mode of one tree of units, and where its iteration stands.
+    """The finalization mode of one tree of units, and where its iteration stands.
 
     Attributes:
         manual: whether the caller ends the iteration that runs, or the next one if none runs.
@@ -86,6 +88,8 @@ class Finalization:
                 "FSDP finalize_backward requires manual backward finalization. Call "
                 "set_manual_backward_finalization(True) before forward"
             )
+        # Autograd calls nothing at the end of a backward that raises, so this is still set after
+        # one. What that has left are parts of gradients, not to be reduced.
         if in_backward:
             raise RuntimeError(
                 "FSDP finalize_backward must be called after backward completes (after one that "

@@ -1,8 +1,8 @@
-"""Before the first forward of a root, ranks compare what they have made, once.
+"""Before the first forward of a root, ranks compare their models, once.
 
-Ranks with another model, other settings or other weights hang later, or train something that is no
-model, without a word. So all of them meet once (a few requests to the process group's key-value
-store), before anything is gathered; nothing is done in later steps.
+If ranks have different models, settings or weights, training hangs later, or trains a mixture
+without a word. So before anything is gathered all ranks exchange checksums through the process
+group's key-value store (a few requests each). Later steps do nothing.
 
 ``FSDP2_CHECK_RANKS=0`` in the environment, of all ranks, switches it off.
 """
@@ -24,7 +24,7 @@ from .comparison import by_ranks, describe, initial_values, name_of, sampled_val
 from .unit import State, Unit
 
 SWITCH = "FSDP2_CHECK_RANKS"
-# A rank may be late (it downloads, or compiles); after so long one of the others says who it is.
+# A rank may be late because it downloads or compiles. After this time another one names it.
 WARN_AFTER_S = 30.0
 
 _REPLICAS = (
@@ -54,7 +54,7 @@ class FirstForward:
 
     @staticmethod
     def of(root_module: nn.Module, units: Sequence[Unit]) -> FirstForward | None:
-        """None where there is nothing to compare, or no way to."""
+        """The comparison for a tree; None if there is nothing to compare, or no store for it."""
         alone = all(unit.mesh.size == 1 for unit in units)
         if alone or os.environ.get(SWITCH, "1") == "0":
             return None
@@ -63,10 +63,12 @@ class FirstForward:
         return FirstForward(root_module, units)
 
     def is_due(self) -> bool:
-        """Whether the forward that begins is one that all ranks have to take part in.
+        """Whether all ranks have to take part in the forward that begins.
 
         Replicas gather nothing: one of them may evaluate alone, until gradients are wanted.
         """
+        # A capture allows neither the copy of samples to the host nor a wait for other ranks. It
+        # stays due: the first forward outside of a capture compares.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         return self._gathers or torch.is_grad_enabled()
@@ -86,9 +88,11 @@ class FirstForward:
         meetings = []
         with torch.no_grad():
             for ranks, units in by_ranks(self._units).items():
+                # After so long the first of the collectives that would hang gives up, too.
                 timeout_s = min(map(_timeout_s, units))
                 meetings.append(StoreExchange("first", ranks, timeout_s, warn_after_s=WARN_AFTER_S))
-                # Said to all before any is heard: ranks may come to them in another order.
+                # Tell all groups before hearing from any: ranks may come to them in another order,
+                # and two that each heard first would wait for each other.
                 meetings[-1].say(_topics(units, names), about)
         try:
             for exchange in meetings:
@@ -100,6 +104,7 @@ class FirstForward:
                 if unit.state is State.SHARDED:
                     unit.param_group.give_back_tags()
             raise
+        # Samples of whole parameters have memory on the device; nothing compares them again.
         for unit in self._units:
             unit.param_group.initial = None
 
@@ -115,6 +120,7 @@ def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, 
 
 def _tell(found: Mapping[str, list[str]], *, is_first: bool) -> None:
     """Raise or warn of what the ranks of a meeting found."""
+    # The description first: of different models the values differ as a matter of course.
     if "" in found:
         raise RanksDisagreeError("\n".join([TITLE, *found[""]]))
     replicas = [line for topic, lines in found.items() if topic[0] == "v" for line in lines]

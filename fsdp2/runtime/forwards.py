@@ -1,9 +1,10 @@
-"""Which forwards backward may still come to, and what ran before each of them.
+"""Which forwards still have a backward to come, and what ran before each of them.
 
 Backward may run at any time and in pieces: inside the loss, inside another forward, for inputs now
-and for weights later, for one micro-batch while others wait. So nothing is inferred from how often
-backward ran. Every forward of a unit leaves a `Forward`, which the hooks on its outputs hold, and
-the forwards that ended after it: it lives as long as backward may come to it, or to one of those.
+and for weights later, for one micro-batch while others wait. So the number of backwards says
+nothing about what is left. Every forward of a unit leaves a `Forward`. Only the hooks on its
+outputs hold it, and the forwards that ended after it: it lives as long as backward may reach one of
+these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-_METHODS = __package__ + ".hooks"  # has what calls registered methods
+_METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
 
@@ -24,10 +25,9 @@ class Forward:
     """One forward of ``unit``.
 
     Attributes:
-        previous: the forward that ended before this one, in what is taken for the same pass; its
-            graph may be gone.
+        previous: the forward that ended before this one in the same pass; its graph may be gone.
         noted: it has ended.
-        entered: backward has come to it.
+        entered: backward has reached it.
     """
 
     __slots__ = ("__weakref__", "entered", "noted", "previous", "unit")
@@ -39,12 +39,14 @@ class Forward:
         self.previous: Forward | None = None
 
     def unit_before(self) -> Any:
-        """The unit that backward will come to after this one; None if that is not known."""
+        """The unit that backward will reach after this one; None if that is not known."""
+        # Backward need not follow the order of forwards. Where it has been already, nothing would
+        # use a gather.
         before = self.previous
         return None if before is None or before.entered else before.unit
 
     def follows(self, unit: Any) -> bool:
-        """Whether ``unit`` ran before in this pass, and backward has not come to that."""
+        """Whether ``unit`` ran before in this pass, and backward has not reached that forward."""
         before = self.previous
         while before is not None and (before.unit is not unit or before.entered):
             before = before.previous
@@ -54,9 +56,9 @@ class Forward:
 class Forwards:
     """The forwards of one tree of units, in the order in which they ended.
 
-    What is gathered ahead of backward follows from that order and from where backward has been,
-    which all ranks know. Whether a graph is still there is known to one rank only: a loss that is
-    kept there for a look would make it gather what the others do not.
+    Prefetches of backward follow from that order and from where backward has been, which all ranks
+    know. Whether a graph still exists is known to one rank only: a rank that keeps a loss to look
+    at it would gather what the others do not.
     """
 
     def __init__(self) -> None:
@@ -65,10 +67,10 @@ class Forwards:
         self._ungraphed: list[Forward] = []
 
     def begin(self, unit: Any) -> None:
-        """A forward of ``unit`` begins that is inside of no other.
+        """An outermost forward, of ``unit``, begins.
 
-        Of a unit that had one before, it is another pass over the model. (A pass may consist of
-        several: of layers that are called one by one.)
+        If the unit had one before in this pass, this is another pass over the model. (A pass may
+        have several outermost forwards: of layers that are called one by one.)
         """
         if unit in self._began:
             self.end_pass()
@@ -77,6 +79,8 @@ class Forwards:
     def end_pass(self) -> None:
         """A backward is over: what comes next is another pass."""
         self._began.clear()
+        # Each forward holds the one before it. Without this cut, a loss that is never freed would
+        # hold the forwards of all earlier steps.
         self._last = None
 
     def note(self, unit: Any, forward: Forward | None) -> None:
@@ -92,15 +96,19 @@ class Forwards:
             self._ungraphed.append(forward)
         forward.noted = True
         forward.previous, self._last = self._last, forward
+        # The references of graphs that were dropped go here, or evaluations without `no_grad` would
+        # leave one per call.
         unit.forwards = [ref for ref in unit.forwards if _is_awaited(ref)]
         unit.forwards.append(weakref.ref(forward))
 
     def enter(self, unit: Any, forward: Forward | None) -> Forward | None:
-        """Backward has come to ``forward``, or to what it recomputes.
+        """Backward has reached ``forward``, or the forward that this one recomputes.
 
         Returns:
-            The forward, if backward comes to it for the first time and it is known.
+            The forward, if it is known and backward reaches it for the first time.
         """
+        # One that is not noted ran inside backward: it recomputes activations. What it repeats is
+        # the last forward of the unit that backward has not reached.
         if forward is None or not (forward.noted or forward.entered):
             forward = next((f for ref in reversed(unit.forwards) if (f := _is_awaited(ref))), None)
         if forward is None or forward.entered:
@@ -109,7 +117,7 @@ class Forwards:
         return forward
 
     def forget_ungraphed(self) -> None:
-        """Backward is over: what it did not recompute never will be."""
+        """Backward is over: what it did not recompute is not going to be recomputed."""
         for forward in self._ungraphed:
             if not forward.entered:
                 forward.unit.recomputes_all = False
@@ -117,7 +125,7 @@ class Forwards:
 
 
 def are_awaited(forwards: list[weakref.ref[Forward]]) -> bool:
-    """Whether backward may still come to any of them."""
+    """Whether backward may still reach any of them."""
     return any(map(_is_awaited, forwards))
 
 
@@ -127,10 +135,11 @@ def _is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
 
 
 def modules_being_called() -> set[nn.Module]:
-    """The modules whose forward, or a registered method in its place, is on the stack of a thread.
+    """The modules whose forward, or a registered method, is on the stack of any thread.
 
-    Of any thread: autograd calls hooks from threads of its own where there is an accelerator.
+    Any thread, since autograd calls hooks from threads of its own where there is an accelerator.
     """
+    # A flag that hooks set and clear cannot tell: no hook runs at the end of a forward that raised.
     found: set[nn.Module] = set()
     for top in sys._current_frames().values():
         frame: FrameType | None = top

@@ -1,4 +1,4 @@
-"""A stand-in for a parameter whose memory was given back while its unit computes.
+"""A stand-in for a parameter whose memory is freed while its unit still computes.
 
 Backward does not need it any more, as far as autograd knows. But a loss may be computed from it
 outside of forward, and activations may be recomputed in backward, by code that uses the parameter
@@ -31,6 +31,8 @@ def _needs_data(func: Any) -> bool:
 class FreedParameterProxy(torch.Tensor):
     """Stands for ``unsharded``; calls ``recall`` before the first operation on it."""
 
+    # isinstance(proxy, nn.Parameter) asks for it: a user's code may look for parameters between
+    # forward and backward.
     _is_param = True
     _unsharded: nn.Parameter
     _recall: Callable[[], None]
@@ -46,6 +48,8 @@ class FreedParameterProxy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Here and not in `__torch_dispatch__`, which runs below autograd: the graph must have the
+        # unsharded parameter, whose gradient accumulates, and save it only when it has memory.
         found: list[FreedParameterProxy] = []
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +68,9 @@ class FreedParameterProxy(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"{func} on a released parameter")
+        # Wrapper subclasses must have it. Only code that switches `__torch_function__` off comes
+        # here, and would read memory that is not there.
+        raise NotImplementedError(f"{func} on a parameter that was freed early")
 
 
 class _Passing(torch.autograd.Function):

@@ -1,9 +1,9 @@
-"""Which frozen parameters stay gathered, within a number of bytes.
+"""Which frozen parameters stay gathered, within a byte limit.
 
-Nothing changes a frozen parameter between steps, so what one gather brought is good for the next
-forward too. A unit's frozen parameters are buckets of their own; such a bucket that is ``cached``
-is not freed with its unit, and is gathered again only when a forward begins and one of its shards
-was written: see `Bucket.cache_is_current`.
+Nothing changes a frozen parameter between steps, so one gather serves all forwards. The frozen
+parameters of a unit have buckets of their own. If such a bucket is ``cached``, it is not freed with
+its unit, and is gathered again only if one of its shards has been written when a forward begins:
+see `Bucket.cache_is_current`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from ..comm.streams import Streams
 from ..sharding.bucket import Bucket
 
 
+# Compared by identity: two calls with the same number are two limits.
 @dataclass(frozen=True, eq=False)
 class KeepFrozen:
-    """A choice of a user's for some units, which share the bytes.
+    """A byte limit that a user set for some units, which share it.
 
     Attributes:
         max_bytes: of gathered storage per rank; None: without limit.
@@ -28,8 +29,9 @@ class KeepFrozen:
 
 
 def free_cached(buckets: Iterable[Bucket], streams: Streams) -> None:
-    """Give back gathered storages that were held beyond their units' use."""
+    """Free the gathered storages of cached buckets."""
     for bucket in buckets:
+        # A unit whose buckets are all cached is freed without a wait for compute's last use.
         bucket.cache_valid = False
         streams.before_free()
         with streams.gathering():
@@ -37,10 +39,8 @@ def free_cached(buckets: Iterable[Bucket], streams: Streams) -> None:
 
 
 def mixes_frozen(buckets: Sequence[Bucket]) -> bool:
-    """Whether parameters were frozen or thawed since the buckets were made, which separate them.
-
-    They go on as they are while sums of gradients wait in them.
-    """
+    """Whether a bucket has frozen and trained parameters: some were frozen or thawed since."""
+    # Buckets that are planned anew lose the sums that wait in them for an all-reduce.
     if any(bucket.partial_present for bucket in buckets):
         return False
     kinds = ({p.sharded.requires_grad for p in bucket.params} for bucket in buckets)
@@ -48,11 +48,9 @@ def mixes_frozen(buckets: Sequence[Bucket]) -> bool:
 
 
 def choose_cached(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
-    """For each unit that a choice was made for, the buckets to keep gathered.
-
-    Greedy, in the order of the modules: each that still fits. The units that run first come first,
-    since nothing runs before them that could hide their gathers.
-    """
+    """For each unit that has a limit, the buckets to keep gathered."""
+    # Greedily in module order: what runs first has nothing before it that could hide its gather.
+    # Sizes and what is frozen decide, so all ranks choose the same buckets.
     used: dict[KeepFrozen, int] = {}
     chosen: dict[Any, list[Bucket]] = {}
     for unit in units:

@@ -1,8 +1,8 @@
 """`torch.func.functional_call`: one forward with other parameters than the module's own.
 
-What a user gives in place of a sharded parameter is made whole by DTensor's own redistribution,
-which autograd sees: the gradient of what was given is averaged over the data-parallel ranks and
-sharded like it. Nothing of this runs in an ordinary forward.
+A sharded tensor that a user passes in place of a parameter is made whole by DTensor's own
+redistribution, which autograd sees: its gradient is averaged over the data-parallel ranks and
+sharded like it. None of this runs in an ordinary forward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ _CODE = stateless._functional_call.__code__
 
 
 def in_functional_call() -> bool:
-    """Whether this runs inside of `torch.func.functional_call`.
-
-    That puts tensors into modules as anybody could, and leaves no other sign; a parameter that
-    was assigned for good is a mistake.
-    """
+    """Whether this runs inside `torch.func.functional_call`."""
+    # It puts tensors into modules as any user could, and only the stack tells the two apart. Users'
+    # assignments after sharding are refused: the next forward would overwrite them.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CODE:
@@ -38,8 +36,8 @@ def in_functional_call() -> bool:
 def fits(given: Any, param: ShardedParam) -> bool:
     """Whether ``given`` may compute in place of ``param``.
 
-    That is, it is laid out like the sharded parameter, or is what the parameter was before
-    sharding: the whole tensor (of tensor-parallel ones this rank's DTensor).
+    It must be laid out like the sharded parameter, or be what the parameter was before sharding:
+    the whole tensor (for a tensor-parallel parameter this rank's DTensor).
     """
     own = param.unsharded
     if not isinstance(given, torch.Tensor) or own is None or param.extension:
@@ -48,12 +46,14 @@ def fits(given: Any, param: ShardedParam) -> bool:
     while functorch.is_functorch_wrapped_tensor(inner):
         inner = functorch.get_unwrapped(inner)
     if inner is not given and isinstance(inner, DTensor):
-        return False  # DTensors do not work inside of torch.vmap and the like
+        return False  # DTensors do not work inside torch.vmap and the like
+    # A tensor-parallel parameter is sharded over a mesh with the tensor-parallel dims: made whole
+    # like below it would lose that part of its layout, too.
     return _like(given, own) or (param.tensor_parallel is None and _like(given, param.sharded))
 
 
 def whole_of(given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    """What computes in place of ``param.unsharded``; a collective, if ``given`` is sharded."""
+    """The tensor that computes for ``param.unsharded``. Collective if ``given`` is sharded."""
     own = param.unsharded
     assert own is not None
     whole = given.to(own.device, own.dtype if given.is_floating_point() else given.dtype)
@@ -63,6 +63,8 @@ def whole_of(given: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     dims = whole.device_mesh.ndim
     with explained(f"the all-gather of what functional_call got for '{param.fqn}'", None):
         whole = whole.redistribute(placements=[Replicate()] * dims)
+    # Each rank computes with a batch of its own. `Replicate` would take one rank's gradient for
+    # that of all.
     return whole.to_local(grad_placements=[Partial("avg")] * dims)
 
 

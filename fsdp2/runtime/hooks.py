@@ -1,10 +1,10 @@
 """The hooks of a unit: on its modules' forward, and on the borders of its part of the graph.
 
 Forward hooks call the runtime before and after forward. For backward, a hook on each output
-tensor says that backward is about to enter the unit, and a node put on the input says that it
-has left it. When no input needs a gradient (integer ids), there is no such node; then hooks on
-the accumulation of the parameters' gradients tell when the last one is done, and start the
-reduction. They do not free anything: a frozen weight may still be needed for what comes later.
+tensor says that backward is about to enter the unit, and a node inserted at the input says that it
+has left it. If no input needs a gradient (integer ids), there is no such node. Then hooks on the
+accumulation of the parameters' gradients start the reduction after the last one. They free
+nothing, since a frozen weight may still be needed for an input gradient.
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ class UnitHooks:
 
     def install(self) -> None:
         """Register the hooks of forward."""
+        # Before the pre-hooks and after the hooks that a module has already: those may compute with
+        # its parameters, as those of `torch.nn.utils.weight_norm` do. Hooks that are registered
+        # later see the sharded parameters after forward.
         for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
 
     def take_over(self, other: UnitHooks, module: nn.Module) -> None:
-        """Put these hooks of forward in the places of ``other``'s, which a copy of it holds."""
+        """Put these hooks in the places of ``other``'s, which a copied module still holds."""
+        # In their places, not at the end: the order among users' hooks is part of the module.
         for hooks, old, new in (
             (module._forward_pre_hooks, other._pre_forward, self._pre_forward),
             (module._forward_hooks, other._post_forward, self._post_forward),
@@ -69,9 +73,9 @@ class UnitHooks:
     def wrap_method(
         self, owner: nn.Module, name: str, method: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """``method`` as a forward of the unit: gathered for before it, freed after it.
+        """``method`` as a forward of the unit: parameters are gathered before and freed after it.
 
-        Calls of forward inside of it compute with what is gathered already.
+        Calls of forward inside it compute with what is gathered already.
         """
         self.methods.append((owner, name, method))
 
@@ -80,6 +84,8 @@ class UnitHooks:
             if self._inside_method:
                 return method(*args, **kwargs)
             args, kwargs = self._pre_forward(module, args, kwargs)
+            # ``generate`` calls forward once per token: gathering each time would be the cost that
+            # registering the method is to avoid.
             self._inside_method = True
             try:
                 output = method(*args, **kwargs)
@@ -93,8 +99,10 @@ class UnitHooks:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
         outside_torch_modes(self._gather, module)
+        # Inside the modes again: making overrides whole and casting inputs is part of the user's
+        # computation, which transforms and autograd have to see.
         if self.unit.registration.overrides:
-            self.unit.registration.register_overrides()  # where transforms see it
+            self.unit.registration.register_overrides()
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             checker = type_checker()
@@ -112,6 +120,7 @@ class UnitHooks:
 
     def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self.unit
+        # As torch's `fully_shard` does: the root takes a batch that is still on the host.
         if unit is unit.runtime.root and unit.device.type != "cpu":
             args, kwargs = map_tensors(self._to_device, (args, kwargs))
         if self._cast_input is not None:
@@ -126,6 +135,8 @@ class UnitHooks:
         differentiable = False
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
+        # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
+        # the call of an autograd function per output, so only there.
         if is_transformed():
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
             output = map_tensors(functools.partial(_Entrance.apply, enter), output)
@@ -150,16 +161,21 @@ class UnitHooks:
 
     def _mark_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Put a node on the inputs whose backward runs after the whole unit's."""
+        # Not a full backward hook of nn.Module: that wraps inputs and outputs in nodes of its own,
+        # forbids changing them in place, and reaches only tensors in positional arguments.
         transformed = is_transformed()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
             if args[0].requires_grad:
-                # The usual case, by the cheapest node there is.
+                # The usual case, by the cheapest node there is. The engine runs its pre-hooks when
+                # the gradient is complete: after every operator of the unit that uses the input.
                 self._watching = False
                 marked = args[0].view_as(args[0])
                 marked.grad_fn.register_prehook(self.leave_backward)  # type: ignore[union-attr]
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
+        # One node for all inputs: of a view for each, the first would run while the operators that
+        # use the others have yet to.
         found = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
         if not found:
             self._watch_accumulation()
@@ -186,25 +202,30 @@ class UnitHooks:
 
     def _enter_backward(self, forward: Forward) -> None:
         unit = self.unit
-        if unit.backward_began:
+        if unit.backward_began:  # at another output
             unit.runtime.pre_backward(unit, forward)
             return
         self._num_accumulated = 0
+        # The engine knows only now, while it runs, which of its nodes it is going to execute.
         accumulates = unit.gradients.are_accumulated()
         unit.runtime.pre_backward(unit, forward, accumulates=accumulates)
 
     def _watch_base(self, base: torch.Tensor, args: tuple, enter: Any) -> None:
-        """An output is a view of ``base``. Should it be changed in place, its history is
-        rewritten and the hook on it lost, so there is one on the node that made the base too."""
+        """Watch the node that made ``base``, of which an output is a view.
+
+        Changing the view in place rewrites its history, and the hook on it is lost.
+        """
+        # If the base is an input, another module made it, and backward gets there after this unit.
         inputs = [t for t in tensors_in(args) if t is base or t._base is base]
         if base.grad_fn is not None and not inputs:
             base.grad_fn.register_prehook(enter)
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
-        """Backward left the unit by its inputs, whose gradients are ``grads``."""
+        """Backward left the unit through its inputs, whose gradients are ``grads``."""
         outside_torch_modes(self.unit.runtime.post_backward, self.unit)
         if torch.is_grad_enabled():
-            # With create_graph=True. A second backward, through the first one, comes in here.
+            # With create_graph=True. A second backward goes through the first one, and enters the
+            # unit where that left it: by the gradients of its inputs. It reads the weights again.
             enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
             for grad in grads:
                 if grad is not None and grad.requires_grad:
@@ -226,6 +247,8 @@ class UnitHooks:
 
     def _watch_accumulation(self) -> None:
         """No input needs a gradient: count accumulated gradients instead."""
+        # Chosen anew in each forward: the input of the same unit may need a gradient in one
+        # (saliency, adversarial batches) and not in the next.
         self._watching = True
         self.notice_accumulation()
 
@@ -234,14 +257,16 @@ class UnitHooks:
         unit = self.unit
         if self._watched_generation == unit.param_group.generation:
             return
+        # The hooks are on the unsharded parameters, which stay the same until the unit is planned
+        # anew or thawed. Registering them in each forward would cost per parameter and step.
         self._watched_generation = unit.param_group.generation
         for handle in self._watched:
             handle.remove()
         myself = weakref.ref(self)
 
         def accumulated(param: torch.Tensor) -> None:
-            # The collector does not see what hooks of tensors hold: held strongly, a sharded model
-            # would never be freed.
+            # The garbage collector does not see what hooks of tensors hold: with a strong
+            # reference, a sharded model would never be freed.
             hooks = myself()
             if hooks is not None:
                 hooks._accumulated()
@@ -254,9 +279,13 @@ class UnitHooks:
 
     def _accumulated(self) -> None:
         unit = self.unit
+        # A unit whose parameters were used without a forward (`unshard`) has no hook on an output:
+        # this may be the first that the runtime hears of the backward.
         unit.runtime.begin_backward()
+        # Ranks that use different parameters count different gradients. They reduce at the end of
+        # backward, where all of them come.
         if not self._watching or unit.config.reduce_unused:
-            return  # (ranks that use different parameters reduce at the end of backward)
+            return
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
             unit.runtime.reduce(unit)
@@ -267,7 +296,7 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # else an input that is not used costs a tensor of zeros
         ctx.leave = leave
         return tensors
 
@@ -323,7 +352,9 @@ def about_to_write(unit: Unit) -> None:
     """Reshard ``unit``, whose sharded parameters are about to be loaded."""
     if unit.runtime is not None:
         unit.runtime.reshard(unit)  # what was gathered is about to be out of date
-        unit.runtime.optimizer_event = None  # loading writes after the optimizer
+        # The load comes after the optimizer step that the event marks: with it, the next gather
+        # would read the shards before they are written.
+        unit.runtime.optimizer_event = None
     else:
         unit.param_group.adopt_replaced(keep_objects=False)
     unit.registration.register("sharded")
@@ -338,7 +369,8 @@ def _is_whole(value: Any, param: DTensor) -> bool:
 
 
 def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
-    """The units that parameters of ``modules`` belong to, each once."""
+    """The units that own parameters of ``modules``, each once."""
+    # Modules inside a unit have no attribute of ours; what `StateDictHooks` installed names it.
     found: dict[Unit, None] = {}
     for module in modules:
         for hook in module._state_dict_pre_hooks.values():
@@ -361,17 +393,20 @@ _WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "tor
 
 
 def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
-    """What to do about keys that a wrapper around the saved model has put a prefix to, if any.
+    """What to do about keys to which a wrapper of the saved model has added a prefix.
 
     Args:
-        states: the keys there are.
-        wanted: keys that should be there.
+        states: the keys that exist.
+        wanted: keys that should exist.
+
+    Returns:
+        One sentence, or nothing if the keys have no such prefix.
     """
     first = next((key for key in wanted if key not in states), None)
     for prefix, wrapper in _WRAPPER_PREFIXES:
         if first is not None and prefix + first in states:
             return [
-                f"The keys begin with '{prefix}', as those of a model inside of {wrapper} do: call "
+                f"The keys begin with '{prefix}', as those of a model inside {wrapper} do: call "
                 "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "
                 f"'{prefix}') before loading. "
             ]
@@ -379,10 +414,10 @@ def wrapper_prefix(states: Collection[str], wanted: Iterable[str]) -> list[str]:
 
 
 class StateDictHooks:
-    """Make ``state_dict`` and ``load_state_dict`` of a module that owns parameters of ``unit`` see
-    the sharded ones, at any time and whatever is computed with.
+    """Let ``state_dict`` and ``load_state_dict`` see the sharded parameters at any time.
 
-    Bound methods, since `copy.deepcopy` copies what they are bound to.
+    Installed on each module that owns parameters of ``unit``. Bound methods, since `copy.deepcopy`
+    copies what they are bound to.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -391,7 +426,7 @@ class StateDictHooks:
 
     def install(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.before_save)
-        # (an object that takes the attribute that this puts on it)
+        # torch sets an attribute on this hook, which a bound method does not take.
         module.register_state_dict_post_hook(functools.partial(self.after_save))
         module.register_load_state_dict_pre_hook(self.before_load)
         module.register_load_state_dict_post_hook(self.after_load)
@@ -400,6 +435,8 @@ class StateDictHooks:
         if self.unit.runtime is None:
             self.unit.param_group.adopt_replaced(keep_objects=False)
         self.unit.registration.check_writes()
+        # A stack: ``state_dict`` of a module calls that of its children before the post-hook, and
+        # both may own parameters of this unit.
         self._entered.append(self.unit.registration.showing_sharded())
         self._entered[-1].__enter__()
 
@@ -410,11 +447,13 @@ class StateDictHooks:
         self, module: nn.Module, states: dict[str, Any], prefix: str, metadata: dict, *_: Any
     ) -> None:
         about_to_write(self.unit)
+        # With ``assign=True`` the values become the parameters: `after_load` cuts those.
         if not metadata.get("assign_to_params_buffers"):
             for name, param in module._parameters.items():
                 value = states.get(prefix + name)
                 if isinstance(param, DTensor) and _is_whole(value, param):
-                    states[prefix + name] = own_part(value, param)  # (in load_state_dict's copy)
+                    # (``load_state_dict`` has made a copy of the user's dictionary.)
+                    states[prefix + name] = own_part(value, param)
 
     def after_load(self, *_: Any) -> None:
         self.unit.param_group.adopt_replaced()

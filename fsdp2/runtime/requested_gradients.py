@@ -1,10 +1,10 @@
 """``backward(inputs=...)`` and ``torch.autograd.grad`` with sharded parameters.
 
 Autograd knows the unsharded parameters: a sharded one is in no graph. Asked for its gradient,
-``backward`` would do nothing at all, without a word and without calling a hook, so what is asked
-for has to be looked at before the engine runs. ``backward`` is asked for the unsharded parameters
-too, and the unit reduces what they get, as ever. ``torch.autograd.grad`` returns gradients instead
-of accumulating them, so nobody would reduce them: an error says what to call.
+``backward`` would silently do nothing and call no hook. So requests are looked at before the
+engine runs: ``backward`` is asked for the unsharded parameters too, and their units reduce the
+gradients as always. ``torch.autograd.grad`` returns gradients instead of accumulating them, so
+nothing would reduce them: an error says what to call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _installed = False
 
 
 def look_at_requests() -> None:
-    """Let the engine's runs with ``inputs`` be looked at from now on. Others cost nothing."""
+    """Look at all runs of the engine with ``inputs`` from now on."""
+    # For good: any later run may be of a sharded model, and one without ``inputs`` pays for a look
+    # at its arguments.
     global _installed
     if _installed or not hasattr(torch.autograd, "_engine_run_backward"):
         return
@@ -41,12 +43,13 @@ def look_at_requests() -> None:
                 return call(functools.partial(original, outputs), params, args, kwargs)
         return original(outputs, *args, **kwargs)
 
+    # torch.autograd has imported the function by name, and calls its own.
     for module in (torch.autograd.graph, torch.autograd):
         vars(module)["_engine_run_backward"] = run
 
 
 def _sharded_among(inputs: Sequence[Any]) -> list[tuple[ShardedParam, nn.Parameter]]:
-    """The sharded parameters that have computed, and what computes in their place."""
+    """The sharded parameters that have computed, with the unsharded ones."""
     found = []
     for tensor in inputs:
         param = managed_param(tensor) if isinstance(tensor, DTensor) else None
@@ -60,13 +63,16 @@ def _asking_for(more: Sequence[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _backward(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The shards themselves, too: a penalty may be computed from them.
+    # The shards are asked for, too: a penalty may be computed from the sharded parameters, and
+    # then they are leaves of the graph. Where they are not, ``backward`` ignores them.
     return run(*_asking_for([unsharded for _, unsharded in params], args), **kwargs)
 
 
 def _grad(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     asked = _asking_for([unsharded for _, unsharded in params], args)
     num_inputs, allow_unused = len(args[_INPUTS]), args[_INPUTS + 1]
+    # Unused ones are allowed in the run itself: usually either a sharded parameter or its unsharded
+    # form is in the graph. What the user said of that is checked on the result.
     grads = run(*asked[: _INPUTS + 1], True, *asked[_INPUTS + 2 :], **kwargs)
     used = [
         param.fqn

@@ -1,9 +1,9 @@
 """What may be active around a hook, and how hooks stay out of it.
 
 torch.compile traces what it sees; ``torch.func`` transforms wrap tensors; selective activation
-checkpointing remembers results of operations and hands them out again in backward; ``spmd_types``
-checks the types of operands. None of them must see what a hook does beside the user's computation:
-gathering, freeing, waiting.
+checkpointing caches results of operations and returns them in the recomputation; ``spmd_types``
+checks the types of operands. None of them may see what a hook does beside the user's computation:
+gather, free, wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint as _checkpoint
 
-# What selective checkpointing runs the forward and its recomputation under.
+# The modes under which selective checkpointing runs a forward and its recomputation. Looked up by
+# name, as they are private and hooks work without: `common/torch_private.py` lists them.
 _SELECTIVE = tuple(
     getattr(_checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -38,14 +39,16 @@ NOT_TRACED = (
 def skip_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, as a function that torch.compile calls and does not trace.
 
-    There are two ways to come here. Where the call of the module is compiled (`Module.compile`),
-    this is a frame of its own, which `_never_compile` keeps out, so that ``fullgraph=True`` holds
-    for the forward. Where a caller is traced (a whole model), the graph breaks here.
+    There are two cases. If the call of the module is compiled (`Module.compile`), the hook is a
+    frame of its own, which `_never_compile` keeps out, so that ``fullgraph=True`` holds for the
+    forward. If a caller is traced (a whole model), the graph breaks here.
     """
 
     @functools.wraps(hook)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            # The tracer inlines calls, and marks on code do not stop it: only `disable` breaks the
+            # graph. An exported program has no place for a break.
             if torch.compiler.is_exporting():
                 raise RuntimeError(NOT_TRACED.format("torch.export"))
             return torch.compiler.disable(hook)(*args)
@@ -56,10 +59,9 @@ def skip_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _never_compile(code: CodeType) -> None:
-    """Let torch.compile run frames of ``code``, and what they call, as they are.
-
-    That is what `torch.compiler.disable` does at every call; done once, it costs hooks nothing.
-    """
+    """Let torch.compile run frames of ``code``, and what they call, as they are."""
+    # `torch.compiler.disable` does the same at every call, for a context switch each: hooks run in
+    # every step and are marked once.
     try:
         from torch._C._dynamo import eval_frame
     except ImportError:
@@ -75,17 +77,17 @@ def is_transformed() -> bool:
 
 def type_checker() -> Any:
     """The package ``spmd_types`` while it checks types on this thread, otherwise None."""
-    if not torch._C._len_torch_function_stack():  # it is a mode
+    # The checker is a torch function mode. Asking for any costs hooks less than a look for it.
+    if not torch._C._len_torch_function_stack():
         return None
     spmd = sys.modules.get("spmd_types")
     return spmd if spmd is not None and spmd.is_type_checking() else None
 
 
 def outside_torch_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers.
-
-    Were a gather cached, its recomputation would return what was cached and gather nothing.
-    """
+    """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers."""
+    # Inside a transform, collectives on memory of ours would be recorded as a part of it. Were a
+    # gather cached by a checkpoint, the recomputation would get the cached result, and no memory.
     if torch._C._are_functorch_transforms_active():
         with torch._C._DisableFuncTorch():
             return function(*args, **kwargs)
@@ -100,7 +102,8 @@ def outside_torch_modes(function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 @contextmanager
 def _without_selective_checkpoints() -> Iterator[None]:
-    """Other dispatch modes stay: those that count operations or collectives, say."""
+    """Keep the other dispatch modes: those that count operations or collectives, say."""
+    # Modes can be taken only off the top, so all of them go and the others come back.
     stack = dispatch._get_current_dispatch_mode_stack()
     others = [mode for mode in stack if not isinstance(mode, _SELECTIVE)]
     if len(others) == len(stack):

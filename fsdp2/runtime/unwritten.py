@@ -1,13 +1,13 @@
 """Tensors that ``to_empty`` made and nothing wrote: found at the first forward.
 
-A model that is made on the meta device gets memory without values. What forgets to write a part of
-it (a checkpoint has no rotary buffers, an init skips a parameter) leaves a model that runs and
-computes nonsense. So a few elements of each such tensor are given a pattern of bits, and before
-the first forward these are looked at: a tensor that still has all of them was never written.
+``to_empty`` gives a model from the meta device memory without values. If a part of it is never
+written (a checkpoint has no rotary buffers, an init skips a parameter), the model runs and computes
+nonsense. So a few elements of each such tensor get a bit pattern, and are looked at before the
+first forward: a tensor that still has all of them was never written.
 
-Why not version counters: writes through ``.data``, from NumPy or from a file do not count there.
-Why a few elements: nobody writes only the rest of a tensor, and a look at 16 of them is one
-transfer from the device for the whole model. Nothing is done in later steps.
+Why not version counters: they miss writes through ``.data``, from NumPy or from a file. Why a few
+elements: nothing writes only the rest of a tensor, and reading 16 of each takes one transfer from
+the device for the whole model. Later steps do nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
 
 @dataclass
 class Mark:
-    """A tensor that was given a pattern: a sharded parameter, or what a module holds by a name."""
+    """A tensor with the pattern: a sharded parameter, or what a module holds under a name."""
 
     param: ShardedParam | None = None
     module: nn.Module | None = None
     name: str = ""
 
     def tensor(self) -> torch.Tensor | None:
-        """What is there now."""
+        """The tensor that is there now."""
+        # By name and not by reference: moves, casts and loads replace buffers and local tensors.
         if self.param is not None:
             return self.param.local
         for table in (self.module._parameters, self.module._buffers):  # type: ignore[union-attr]
@@ -59,14 +60,16 @@ class Mark:
 def to_be_made(
     fn: object, modules: Iterable[nn.Module], params: Iterable[ShardedParam]
 ) -> list[Mark]:
-    """What ``fn``, which was given to ``Module._apply``, will make without values.
+    """The tensors that ``fn``, an argument of ``Module._apply``, will make without values.
 
     Args:
-        fn: of torch's ``to_empty``; or one with an attribute ``makes_empty``, which leaves alone
-            what has values.
-        modules: those that belong to one unit, and to none inside it.
+        fn: the function of torch's ``to_empty``, or one with an attribute ``makes_empty``, which
+            leaves tensors with values alone.
+        modules: those of one unit, without those of units inside.
         params: of the unit.
     """
+    # ``_apply`` also serves ``.to`` and ``.half``, whose results have values. There is nothing but
+    # its function to tell them apart.
     only_meta = getattr(fn, "makes_empty", False)
     if not only_meta and getattr(fn, "__qualname__", "") != _TO_EMPTY:
         return []
@@ -95,6 +98,7 @@ def write_pattern(marks: Iterable[Mark]) -> list[Mark]:
 def never_written(marks: Iterable[Mark]) -> list[Mark]:
     """Those whose tensor still has the pattern."""
     asked: dict[torch.device, list[tuple[Mark, torch.Tensor]]] = {}
+    # Answers are collected per device and read at once: each read by itself waits for the device.
     with torch.no_grad():
         for mark in marks:
             found = _samples(mark.tensor())
@@ -115,9 +119,11 @@ def never_written(marks: Iterable[Mark]) -> list[Mark]:
 def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | None:
     """The elements of a plain tensor as integers, which of them are looked at, and the pattern.
 
-    None for what cannot be looked at so, and for what is too small to be sure of.
+    None for tensors without such a view, or too small to be sure of.
     """
     found = bits_of(tensor)
+    # Fewer than four bytes may be the pattern by chance. And as integers the patterns are negative,
+    # which no count or index is: uint8 has no such value.
     if tensor is None or found is None or tensor.nbytes < 4 or tensor.dtype is torch.uint8:
         return None
     bits, index = found
@@ -125,7 +131,7 @@ def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | N
 
 
 def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:
-    """Name what ``to_empty`` made and nothing wrote, at most once for each.
+    """Name the tensors that ``to_empty`` made and nothing wrote, each at most once.
 
     Warns:
         UserWarning: with names and what to do.
@@ -146,7 +152,7 @@ def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:
 
 
 def check_meta_buffers(root: nn.Module) -> None:
-    """Check that no buffer is left on the meta device when a model is about to compute.
+    """Check that no buffer is on the meta device when a model is about to compute.
 
     Raises:
         RuntimeError: naming them.

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule
-from harness import cached_mesh, distributed
+from fsdp2 import FSDPModule, fully_shard
+from fsdp2.runtime.freed_params import FreedParameterProxy
+from harness import cached_mesh, distributed, ours_only
 from models import Case
 from reference import (
     Training,
@@ -256,6 +257,21 @@ def test_the_hidden_state_is_kept_and_the_head_called_later() -> None:
         run.sin().mean().backward()
     average_gradients(plain)
     assert_same_gradients(model, plain)
+
+
+@ours_only("torch's FSDP2 frees no parameter of a unit early")
+@distributed(2)
+def test_what_was_freed_early_is_a_parameter_still() -> None:
+    """For code that looks for parameters by their class between forward and backward."""
+    model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, DIM)).double()
+    for module in (model[1], model):
+        fully_shard(module, mesh=cached_mesh(dist.get_world_size()))
+    loss = model(torch.arange(4)).sum()
+    weight = model[0].weight
+    assert type(weight) is FreedParameterProxy
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.requires_grad) == ((VOCABULARY, DIM), True)
+    loss.backward()
 
 
 @distributed(2)

@@ -378,6 +378,20 @@ def test_a_head_called_in_chunks_outside_of_the_model() -> None:
         plain.zero_grad()
 
 
+@distributed(2)
+def test_forward_hooks_from_before_sharding_see_gathered_parameters() -> None:
+    """Both kinds, as `torch.nn.utils.weight_norm` has one that computes the weight."""
+    model = nn.Sequential(nn.Linear(4, 5))
+    seen: list[type] = []
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(type(module.weight.data)))
+    model[0].register_forward_hook(lambda module, *_: seen.append(type(module.weight.data)))
+    fully_shard(model[0])
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert seen == [Tensor] * 4
+
+
 @distributed(1, 2)
 def test_backward_hooks_of_the_user() -> None:
     """Full backward hooks on units and inside them see the same gradients."""

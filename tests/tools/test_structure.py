@@ -36,7 +36,7 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
     assert core().code_lines <= 6600
-    assert core().functions <= 710
+    assert core().functions <= 720  # with those of `api/comm_settings.py`
 
 
 def test_no_function_of_the_core_is_long() -> None:
