@@ -1,7 +1,8 @@
-"""Boxes in a tensor, and the contiguous runs that they are in memory and in files.
+"""Boxes in a tensor, and their contiguous runs in memory and in files.
 
-A rank's shard is a box: a start and a shape in the whole tensor. Row-major, a box is a sequence
-of equally long runs; the box of `Shard(0)` is one. Everything is pure arithmetic on elements.
+A rank's shard is a box: a start and a shape in the whole tensor. In row-major order a box is a
+sequence of runs of equal length; the box of ``Shard(0)`` is a single run. Everything is pure
+arithmetic on elements.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Box:
-    """``shape`` entries from ``start`` on, per dim; 0-dim tensors have empty tuples."""
+    """Per dim, ``shape`` entries from ``start`` on; empty tuples for 0-dim tensors."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,7 +29,7 @@ class Box:
         return prod(self.shape)
 
     def within(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is a box of a tensor of ``shape``."""
+        """Whether a tensor of ``shape`` contains the box."""
         return len(shape) == len(self.start) == len(self.shape) and all(
             a >= 0 and n >= 0 and a + n <= size
             for a, n, size in zip(self.start, self.shape, shape, strict=True)
@@ -52,8 +53,8 @@ class Box:
     def pieces(self, limit_numel: int, container: tuple[int, ...]) -> Iterator[Box]:
         """Cut into boxes, in row-major order, that span at most ``limit_numel`` of ``container``.
 
-        A box spans all elements between its first and its last one. Single elements are never
-        cut, so ``limit_numel`` must be at least 1.
+        A box spans all elements from its first to its last. Single elements are not cut, so
+        ``limit_numel`` must be at least 1.
         """
         if span(self, container) <= limit_numel or self.numel <= 1:
             yield self
@@ -74,12 +75,12 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def offset(box: Box, container: tuple[int, ...]) -> int:
-    """Of the first element of ``box`` in a row-major tensor of shape ``container``."""
+    """Offset of the first element of ``box`` in a row-major tensor of shape ``container``."""
     return sum(a * s for a, s in zip(box.start, strides(container), strict=True))
 
 
 def span(box: Box, container: tuple[int, ...]) -> int:
-    """Elements from the first to the last of ``box`` in ``container``, both included."""
+    """Number of elements of ``container`` from the first to the last of ``box``, inclusive."""
     if box.numel == 0:
         return 0
     last = sum((n - 1) * s for n, s in zip(box.shape, strides(container), strict=True))
@@ -87,19 +88,19 @@ def span(box: Box, container: tuple[int, ...]) -> int:
 
 
 def run_numel(box: Box, container: tuple[int, ...]) -> int:
-    """Length of the contiguous runs that ``box`` is in ``container``."""
+    """Length of the contiguous runs of ``box`` in ``container``."""
     dim = len(container)
     while dim > 0 and box.shape[dim - 1] == container[dim - 1]:
         dim -= 1
-    # Dims from `dim` on are covered whole; the one before is covered in part, in one piece.
+    # Dims from `dim` on are covered whole; a contiguous part of the dim before is covered.
     return prod(box.shape[max(dim - 1, 0) :])
 
 
 def run_offsets(box: Box, container: tuple[int, ...], run: int) -> Iterator[int]:
-    """Offsets in ``container`` of consecutive runs of ``run`` elements, which divides their length.
+    """Offsets in ``container`` of the runs of ``box``, cut into pieces of ``run`` elements.
 
-    ``run`` is `run_numel(box, container)`, or that of the same box in another container if that
-    is less.
+    ``run`` divides the length of the runs: it is ``run_numel(box, container)``, or the smaller
+    result for the same box in another container.
     """
     if box.numel == 0:
         return
@@ -114,7 +115,7 @@ def run_offsets(box: Box, container: tuple[int, ...], run: int) -> Iterator[int]
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Row-major elements ``start`` to ``stop`` of a tensor as boxes, in order.
 
-    There are fewer than twice as many as dims. The range must be within the tensor.
+    There are fewer than two boxes per dim. The range must be within the tensor.
     """
     if start >= stop:
         return
@@ -122,8 +123,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
         yield Box((), ())
         return
     row = prod(shape[1:])
-    head = min(-start % row, stop - start)  # of a row that begins before
-    tail = (stop - start - head) % row  # of a row that ends behind
+    head = min(-start % row, stop - start)  # elements of a row that begins before ``start``
+    tail = (stop - start - head) % row  # elements of a row that ends after ``stop``
     middle = range(start + head, stop - tail)
     yield from _boxes_of_row(shape, row, start, middle.start)
     if middle:
@@ -139,7 +140,7 @@ def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> It
 
 
 def split_evenly(size: int, num: int, index: int) -> tuple[int, int]:
-    """Start and length of part ``index`` as `torch.chunk` cuts ``size`` entries in ``num``."""
+    """Start and length of part ``index``, if `torch.chunk` cuts ``size`` entries into ``num``."""
     chunk = -(-size // num)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)

@@ -1,4 +1,4 @@
-"""DTensors over a local tensor that stays where it is."""
+"""DTensors that wrap a local tensor without copying it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dtensor_over(
 
     Args:
         local: this rank's part; on the mesh's kind of device, or in host memory (CPU offload).
-        shape, stride: of the whole tensor.
+        shape, stride: shape and stride of the whole tensor.
     """
 
     def over(part: torch.Tensor) -> DTensor:
@@ -34,8 +34,8 @@ def dtensor_over(
             made = over(local)
             made._local_tensor = local  # not a view of it, which classes make with other settings
             return made
-        # `from_local` copies a tensor in host memory to the mesh's device. Training would go on
-        # with that copy, and what lies in host memory would never change.
+        # `from_local` copies a tensor in host memory to the mesh's device. Training would continue
+        # on that copy and never change the tensor in host memory.
         spec = over(torch.empty_like(local, device="meta"))._spec
         return DTensor(local, spec, requires_grad=False)
 

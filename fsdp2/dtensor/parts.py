@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """``function``, which torch.compile calls and does not trace: process groups are in it."""
+    """Let torch.compile call ``function`` without tracing it: it uses process groups."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, outside of autograd and not a copy; else the tensor."""
+    """This rank's part of a DTensor, neither copied nor tracked by autograd; else the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     part = tensor._local_tensor
@@ -42,7 +42,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def without_partial_sums(tensor: DTensor) -> DTensor:
-    """The same tensor, replicated where its placements are partial sums (a collective then)."""
+    """The same tensor with partial sums replicated; a collective if there are any."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -51,7 +51,7 @@ def without_partial_sums(tensor: DTensor) -> DTensor:
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """The same tensor with the placements of ``other``; itself where it has them."""
+    """The tensor with the placements of ``other``; unchanged if it has them already."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return tensor
     if tensor.placements == other.placements:
@@ -61,12 +61,12 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros, laid out as a DTensor or plain tensor."""
+    """Zeros with the layout of ``tensor``, a DTensor or plain tensor."""
     zeros = torch.zeros_like(local_part(tensor.detach()))
     return laid_out_like(zeros, tensor) if isinstance(tensor, DTensor) else zeros
 
 
 def laid_out_like(local: Tensor, tensor: DTensor) -> DTensor:
-    """A DTensor over ``local`` that is laid out as ``tensor`` is."""
+    """A DTensor over ``local`` with the layout of ``tensor``."""
     mesh, placements = tensor.device_mesh, tensor.placements
     return dtensor_over(local, mesh, placements, tensor.shape, tensor.stride())

@@ -1,7 +1,7 @@
-"""Which box of a tensor this rank holds, and which of several holders writes it.
+"""Which box of a tensor each rank holds, and which of several holders writes it.
 
-All of it is arithmetic on what a DTensor says of itself, so every rank knows the answer for every
-other rank, and nobody has to ask.
+Everything is arithmetic on what a DTensor says about itself, so every rank knows the answer for
+every other rank without communication.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Holding:
     """What this rank holds of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        box: this rank's part of it, which is the whole where nothing is sharded.
-        ranks: all ranks that hold a part, global and sorted.
-        replica, num_replicas: which of the holders of this same box this rank is.
-        replicated_over: names the arrangement of replicas; equal where their work is shared.
-        is_dtensor: whether the tensor says all this itself.
+        shape: shape of the whole tensor.
+        box: this rank's part; the whole tensor if nothing is sharded.
+        ranks: global ranks that hold a part, sorted.
+        replica, num_replicas: index of this rank among the holders of its box, and their number.
+        replicated_over: identifies the set of replicas; tensors with equal values share work.
+        is_dtensor: whether the tensor is a DTensor.
     """
 
     shape: tuple[int, ...]
@@ -43,11 +43,11 @@ class Holding:
 
 
 def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
-    """Find out what ``tensor`` is a part of.
+    """Which part of ``tensor`` this rank holds.
 
     Args:
         tensor: a DTensor, or a plain tensor, which all of ``ranks`` hold whole.
-        name: for messages.
+        name: the tensor's name, for messages.
         ranks: global ranks that share this model; ``rank`` is this one. A DTensor on a mesh that
             is a slice of theirs (the data-parallel dim beside a tensor-parallel one) is held
             by the other slices too.
@@ -78,15 +78,15 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Its global ranks, sorted."""
+    """The global ranks of a mesh, sorted."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """Which of the slices of a larger mesh that together are ``ranks`` this ``mesh`` is.
+    """Which slice of a larger mesh ``mesh`` is, if the slices together have the ``ranks``.
 
     Returns:
-        Index and number of slices; (0, 1) if ``mesh`` is all of ``ranks``, or no slice.
+        Index and number of slices; (0, 1) if ``mesh`` has all of ``ranks``, or is not a slice.
     """
     members, names = set(ranks_of(mesh)), mesh.mesh_dim_names
     whole = mesh._get_root_mesh()
@@ -182,10 +182,10 @@ def this_rank() -> int:
 
 
 class Balance:
-    """Shares the writing of replicated tensors out among those who hold them.
+    """Distributes the writing of replicated tensors among their holders.
 
     The next tensor goes to the replica with the fewest bytes so far. Every rank counts the same
-    tensors in the same order, so all of them know whose turn it is.
+    tensors in the same order, so all of them come to the same result.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Whole tensors put together on one rank each, and dealt out again.
+"""Assembles whole tensors, each on one rank, and scatters them again.
 
-A tensor that is cut over a mesh of several dims is put together one mesh dim after the other, in
-the process groups that the mesh has: first all ranks of a line along the last dim send what they
-hold to the one of them that has the owner's coordinate there, then these along the dim before, and
-so on; a dim that replicates the tensor needs nothing. The way back is the same reversed, and there
-the dims that replicate it get copies. All tensors of a batch travel together: one all-to-all per
-mesh dim and dtype each way, whatever the owners.
+A tensor that is sharded over several mesh dims is assembled one mesh dim after the other, in the
+process groups of the mesh. First, along the last dim, all ranks of a line send what they hold to
+the rank of that line that has the owner's coordinate; then these do the same along the dim before,
+and so on. A dim that replicates the tensor needs no message. The way back is the reverse, where
+dims that replicate the tensor receive copies. All tensors of a batch travel together: one
+all-to-all per mesh dim and dtype each way, regardless of the owners.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CALL = "an optimizer's exchange of whole tensors (Muon, whole_step, run_whole)"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is cut over a mesh; ``mesh`` None: not at all, every rank has it whole.
+    """How a tensor is sharded over a mesh; without a ``mesh``, every rank holds it whole.
 
     Attributes:
-        mesh, placements: of the DTensor; no partial sums.
-        shape, dtype: of the whole tensor.
+        mesh, placements: as of a DTensor; no partial sums.
+        shape, dtype: shape and dtype of the whole tensor.
     """
 
     mesh: DeviceMesh | None
@@ -49,10 +49,10 @@ class Layout:
 
     @staticmethod
     def of(tensor: Tensor, dtype: torch.dtype | None = None) -> Layout:
-        """The layout of a DTensor or plain tensor, in its dtype or another one.
+        """The layout of a DTensor or plain tensor, in its own dtype or another.
 
         Raises:
-            ValueError: the tensor is a partial sum.
+            ValueError: if the tensor is a partial sum.
         """
         shape, dtype = tuple(tensor.shape), dtype or tensor.dtype
         if not isinstance(tensor, DTensor):
@@ -65,19 +65,19 @@ class Layout:
 
     @property
     def cut(self) -> Cut:
-        """Who holds what."""
+        """Which rank holds which box."""
         mesh_shape = () if self.mesh is None else tuple(self.mesh.shape)
         return cut_of(self.shape, mesh_shape, self.placements)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         if self.mesh is None:
             return self.shape
         return self.cut.box(tuple(self.mesh.get_coordinate() or ())).shape
 
     def wrap(self, local: Tensor) -> Tensor:
-        """A DTensor of this layout over this rank's part; without a mesh the part itself."""
+        """A DTensor of this layout over this rank's part; without a mesh, the part itself."""
         if self.mesh is None:
             return local
         strides = tuple(prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
@@ -100,7 +100,7 @@ class Cut:
         return self._boxes[coordinate]
 
     def origins(self, coordinate: Coordinate, dims: tuple[int, ...]) -> list[Coordinate]:
-        """Whose parts a rank has, in order, once those along ``dims`` were sent to it."""
+        """Whose parts a rank has, in order, after it received those along ``dims``."""
         if not dims:
             return [coordinate]
         key = (coordinate, dims)
@@ -118,7 +118,7 @@ class Cut:
         return [self._boxes[origin].numel for origin in self.origins(coordinate, dims)]
 
 
-# A model has a handful of them.
+# A model has only a handful of different cuts.
 cut_of = functools.lru_cache(maxsize=1024)(Cut)
 
 
@@ -144,24 +144,24 @@ Pieces = list[Tensor]  # flat, in the order of `Cut.origins`
 
 
 class Exchange:
-    """Moves tensors of one mesh between their owners and those who hold parts."""
+    """Moves tensors of one mesh between their owners and the ranks that hold parts of them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """
         Raises:
-            ValueError: this rank is not part of the mesh.
+            ValueError: if this rank is not part of the mesh.
         """
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"Rank {dist.get_rank()} is not part of {mesh}")
         self.mesh = mesh
         self.coordinate = tuple(coordinate)
-        # In the order in which tensors are put together.
+        # In the order in which tensors are assembled.
         self.dims = tuple(d for d in reversed(range(mesh.ndim)) if mesh.size(d) > 1)
         self.device = current_device(mesh.device_type)
 
     def gather(self, items: Sequence[Item], locals_: Sequence[Tensor]) -> list[Tensor | None]:
-        """The whole tensors that this rank owns, None for the others.
+        """Assemble tensors on their owners; returns those that this rank owns, else None.
 
         Args:
             items: the same on all ranks of the mesh.
@@ -222,11 +222,11 @@ class Exchange:
         return result
 
     def scatter(self, items: Sequence[Item], whole: Sequence[Tensor | None]) -> list[Tensor]:
-        """This rank's parts of tensors that are whole on their owners.
+        """Scatter whole tensors from their owners; returns this rank's parts.
 
         Args:
             items: the same on all ranks of the mesh.
-            whole: what this rank owns; None for the others.
+            whole: the tensors that this rank owns; None for the others.
         """
         parts: list[Tensor | None] = [None] * len(items)
         for dtype in dict.fromkeys(item.layout.dtype for item in items):
@@ -249,7 +249,7 @@ class Exchange:
         before: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Pieces | None]:
-        """The reverse of `_collect`; where the dim replicates a tensor, all get all of it."""
+        """The reverse of `_collect`; if the dim replicates a tensor, all its ranks get a copy."""
         size = self.mesh.size(dim)
         sends: list[Pieces] = [[] for _ in range(size)]
         expected: list[list[list[int]]] = [[] for _ in range(size)]
@@ -281,12 +281,12 @@ class Exchange:
 
         Args:
             dim: the mesh dim.
-            sends: what goes to each of them.
-            expected: from each of them, for each item the sizes of its pieces.
-            dtype: of everything.
+            sends: for each of these ranks, the pieces that go to it.
+            expected: for each of these ranks, the sizes of the pieces of each item that it sends.
+            dtype: the dtype of all pieces.
 
         Returns:
-            From each of them, for each item its pieces.
+            For each of these ranks, the pieces of each item that it sent.
         """
         flat = [piece for peer in sends for piece in peer]
         source = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self.device)

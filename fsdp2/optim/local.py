@@ -97,7 +97,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Do the step within a `LocalView`, and the closure outside of it."""
+    """Run the step inside a `LocalView`, and the closure outside of it."""
     trial = vars(optimizer).get(KEPT, {}).get("trial")
     if trial is not None:
         trial.check(optimizer, raw, closure is not None)
@@ -128,10 +128,10 @@ class Stand:
 
     Attributes:
         param: the parameter.
-        source: its local tensor, which ``plain`` was made of.
+        source: its local tensor, from which ``plain`` was made.
         plain: what the optimizer sees.
         outer: the parameter's state, if there is any.
-        pairs: for each key of the state, the value there and the one that the optimizer sees.
+        pairs: for each key of the state, the value there and the value that the optimizer sees.
     """
 
     __slots__ = ("outer", "pairs", "param", "plain", "source")
@@ -140,7 +140,8 @@ class Stand:
         self.param = param
         self.source = param._local_tensor
         self.plain = nn.Parameter(self.source, requires_grad=param.requires_grad)
-        # What a user attached. A subclass keeps its inner tensors there: they stay its own.
+        # Attributes that a user attached. Those that exist already belong to the class: a tensor
+        # subclass keeps its inner tensors there.
         own = vars(self.plain)
         own.update((name, v) for name, v in vars(param).items() if name not in own)
         self.outer: dict[Any, Any] | None = None
@@ -180,7 +181,7 @@ class Stand:
         pairs = self.pairs
         for key, value in inner.items():
             pair = pairs.get(key)
-            # What is in a container may have been replaced.
+            # A container is the same object even if the step replaced values in it.
             if pair is None or pair[1] is not value or is_container(value):
                 outer = state[self.param]
                 outer[key] = new = self._outside(key, value, who)

@@ -117,7 +117,7 @@ def orthogonalize(
         matrix: 2-D; computed in bfloat16.
         steps: number of iterations.
         coefficients: a, b, c.
-        eps: the smallest norm that the matrix is divided by.
+        eps: lower limit of the norm by which the matrix is divided.
 
     Returns:
         A bfloat16 matrix of the same shape.

@@ -1,11 +1,11 @@
-"""The norm of gradients that lie on any mix of meshes, and clipping by it.
+"""The norm of gradients on any mix of meshes, and clipping by it.
 
-Every rank sums what it holds, then the sums are reduced over ranks. The placements tell which sum
-to reduce over which ranks: a mesh dim that shards a tensor splits its elements into disjoint parts,
-one that replicates it does not, and plain tensors are whole everywhere. So tensors are grouped by
-(mesh, mesh dims that shard them), of which a model has only a handful, and each group's sum is
-reduced along its mesh dims one after the other. Sums over the same ranks share one all-reduce: FSDP
-alone needs one all-reduce, FSDP with tensor parallelism two.
+Every rank sums over the elements it holds; then the sums are reduced over ranks. The placements say
+over which: a mesh dim that shards a tensor splits its elements into disjoint parts, a dim that
+replicates it does not, and plain tensors are whole on every rank. So tensors are grouped by (mesh,
+mesh dims that shard them), of which a model has only a handful, and each group's sum is reduced
+along its mesh dims one after the other. Sums over the same ranks share one all-reduce: FSDP alone
+needs one all-reduce, FSDP with tensor parallelism two.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..common.failures import explained
 from ..common.memory import current_device
 from ..dtensor.parts import local_part, uncompiled, without_partial_sums
 
-# CPU tensors below this are measured together: one call for each would cost more than the copy.
+# CPU tensors below this size are measured together: a call for each costs more than a copy.
 SMALL_NUMEL = 4096
-# How many elements are copied together, or cast, at a time.
+# Elements that are copied together, or cast, at a time.
 TOGETHER_NUMEL = 1 << 20
-# How many are added up at a time in float32.
+# Elements that are summed at a time in float32.
 BLOCK_NUMEL = 1 << 14
 
-# Of less, every norm is at least computed in float32, and returned as such.
+# Norms of tensors of these dtypes are returned in float64, all others in float32.
 DOUBLE = {torch.float64, torch.complex128}
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -185,23 +185,24 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup |
 
 
 class Collection:
-    """Tensors sorted by the process groups over which they are cut.
+    """Tensors sorted by the process groups over which they are sharded.
 
     Attributes:
-        first_device: of the first tensor, or of what it is like; None without tensors.
-        dtype: of the norm: float64 if any tensor is of double precision, else float32.
+        first_device: device of the first tensor, or of its stand-in; None without tensors.
+        dtype: dtype of the norm: float64 if any tensor is of double precision, else float32.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
-        """Sort ``tensors``; where one is missing, ``like`` tells where it would lie.
+        """Sort ``tensors``; if one is missing, its ``like`` says how it would be sharded.
 
-        So ranks that lack a gradient, or all of them, still take part in the same reductions.
+        So ranks without some gradients, or without any, still take part in the same reductions.
         """
         self._tensors, self._like = tensors, like
-        self._groups: list[Groups] = []  # of each entry, a set of tensors that are cut alike
-        self._parts: list[list[Tensor]] = []  # of each entry: local tensors to measure and scale
-        self._copies: list[list[Tensor]] = []  # likewise, to measure only
-        self._apart: list[Tensor] = []  # to scale only
+        # An entry is a set of tensors that are sharded alike. For each of them:
+        self._groups: list[Groups] = []  # the process groups to reduce over
+        self._parts: list[list[Tensor]] = []  # local tensors to measure and scale
+        self._copies: list[list[Tensor]] = []  # local tensors to measure only
+        self._apart: list[Tensor] = []  # local tensors of all entries, to scale only
         self._entries: dict[object, int] = {}  # (mesh, dims that shard) -> entry
         missing: list[torch.dtype] = []
         self._missing_on: set[torch.device] = set()
@@ -237,7 +238,7 @@ class Collection:
             self.first_device = local_part(first).device
 
     def _add(self, tensor: Tensor) -> None:
-        """Add any tensor: also a sparse one, or partial sums, which are reduced here."""
+        """Add any tensor: a sparse one too, or partial sums, which are reduced here."""
         entry, part, measured = self._entry(tensor), local_part(tensor), measurable(tensor)
         if measured is part:
             self._parts[entry].append(part)
@@ -251,7 +252,7 @@ class Collection:
         groups: Groups = ()
         if isinstance(tensor, DTensor):
             placements, mesh = tensor.placements, tensor.device_mesh
-            # Inner dims first: they are usually within a machine.
+            # Inner dims first: their ranks are usually on one node.
             dims = [
                 d
                 for d in reversed(range(mesh.ndim))
@@ -298,7 +299,7 @@ class Collection:
         return total
 
     def _counts(self, device: torch.device) -> Tensor:
-        """For each tensor how many elements are not 0."""
+        """The number of elements that are not 0, for each tensor."""
         counts = torch.zeros(len(self._tensors), dtype=wide(device), device=device)
         for i, tensor in enumerate(self._tensors):
             if tensor is not None:
@@ -306,8 +307,11 @@ class Collection:
         return counts
 
     def _device(self) -> torch.device:
-        """Where sums are added up: an accelerator if anything lies on one. The same on all ranks,
-        whichever gradients they have: groups may have a backend for each kind of device."""
+        """Where sums are added up: on an accelerator if any tensor is on one.
+
+        The same on all ranks, whichever gradients they have: a group may have a backend for each
+        kind of device, and all its ranks must use the same one.
+        """
         devices = [device for each in self._measured for (device, _), _ in each]
         devices += self._missing_on
         if not devices:
@@ -317,7 +321,7 @@ class Collection:
     def scale(self, max_norm: float, total: Tensor, foreach: bool | None) -> None:
         """Multiply the tensors by ``max_norm / (total + 1e-6)`` if that is below 1."""
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        # The host knows a CPU tensor's value; for others it would have to wait.
+        # Only for CPU tensors: reading another device's value would make the host wait.
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return
         for tensor in self._apart:
@@ -333,7 +337,7 @@ class Collection:
 
 
 def measurable(tensor: Tensor) -> Tensor:
-    """This rank's elements, of sums that are complete (a collective if they are partial)."""
+    """This rank's elements; partial sums are reduced first, which is a collective."""
     if isinstance(tensor, DTensor):
         tensor = without_partial_sums(tensor)
     part = local_part(tensor)
@@ -499,7 +503,7 @@ def joint_norm(
 
 
 def joined(tensors: list[Tensor]) -> list[Tensor]:
-    """The same elements in fewer 1-D tensors: small ones are copied together."""
+    """The same elements in fewer 1-D tensors: small tensors are copied into one."""
     result: list[Tensor] = []
     chosen: list[Tensor] = []
     numel = 0
@@ -516,10 +520,10 @@ def joined(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def block_norms(flat: Tensor, order: float) -> Iterator[Tensor]:
-    """Norms of blocks of a 1-D CPU tensor, some at a time.
+    """Norms of blocks of a 1-D CPU tensor, several at a time.
 
-    Of 20 million float32 numbers torch's norm is wrong by 0.1 %, since its sums are float32 too,
-    and in float64 it takes 20 times as long. Of a block it is right.
+    torch's norm of 20 million float32 numbers is off by 0.1 %, because its sums are float32 too; in
+    float64 it takes 20 times as long. The norm of a small block is accurate.
     """
     for part in flat.split(TOGETHER_NUMEL):
         part = part.to(accurate(part.dtype))
@@ -540,12 +544,12 @@ def use_foreach(foreach: bool | None, device: torch.device, *, default: bool) ->
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
-    """What norms of a dtype are computed in: nothing below float32."""
+    """The dtype in which norms of a dtype are computed: at least float32."""
     if dtype.itemsize < 4:
         return torch.float32
     return dtype
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """What norms are added up in: powers of small or large ones leave the range of float32."""
+    """The dtype in which norms are combined: their powers may leave the range of float32."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -28,9 +28,9 @@ RawStep = Callable[..., Any]
 Groups = list[dict[str, Any]]
 # Factors of the gradients of each step: large ones trip clipping, small ones do not.
 SCALES = (1.0, 0.01, 30.0, 1.0, 100.0, 0.3, 1e-3, 1.0)
-# What happens every so many steps, or after so many, is tried out if it is no more than this.
+# Options that count steps (something happens every so many, or after so many) are tried up to this.
 MOST_STEPS = 100
-# Of parameters with this many dims; the first dim has rows for several parts.
+# Shapes of probes by number of dims; the first dim has rows for several parts.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()),
     1: ((7,), (12,)),
@@ -38,8 +38,8 @@ SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     3: ((4, 3, 2), (5, 2, 3)),
     4: ((4, 3, 2, 2), (5, 2, 3, 3)),
 }
-# 8-bit optimizers treat parameters from 4,096 elements on in blocks of 64 to 2,048 elements, where
-# blocks come out even: they do for these, and not for the shards of them.
+# 8-bit optimizers treat parameters of 4,096 elements or more in blocks of 64 to 2,048 elements, if
+# blocks divide them evenly: they do divide these, but not their shards.
 LARGE: dict[int, tuple[int, ...]] = {1: (12288,), 2: (128, 96), 3: (128, 8, 12), 4: (128, 4, 4, 6)}
 LARGE_FROM = 4096
 
@@ -50,7 +50,7 @@ class CannotTry(Exception):
 
 @dataclass
 class Probe:
-    """A probe's parameter: its group, its shape, and what stands for its history."""
+    """A small parameter to try an optimizer on, and the real parameter that it stands for."""
 
     group: int
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Probe:
 
 @dataclass
 class Run:
-    """Parameters that an optimizer steps together."""
+    """Parameters that an optimizer steps together, with its groups, state and attributes."""
 
     groups: Groups
     state: Any = field(default_factory=lambda: defaultdict(dict))
@@ -88,10 +88,10 @@ class Run:
 
 
 def why_not_elementwise(optimizer: Optimizer, raw: RawStep, closure: bool) -> str | None:
-    """Why the steps of shards are not the shards of a step; None if they are.
+    """Why stepping shards differs from stepping whole parameters; None if it does not.
 
     Raises:
-        CannotTry: a step raised.
+        CannotTry: if a step raised.
     """
     probes = probes_of(optimizer)
 
@@ -104,14 +104,14 @@ def why_not_elementwise(optimizer: Optimizer, raw: RawStep, closure: bool) -> st
 def why_not_separable(
     optimizer: Optimizer, raw: RawStep, closure: bool
 ) -> tuple[str | None, frozenset[tuple[int, str]]]:
-    """Why steps of one parameter at a time are not a step of all; None if they are.
+    """Why stepping one parameter at a time differs from stepping all at once; None if it does not.
 
     Returns:
-        The reason, and the (group, key) pairs of what the parameters write differently into their
-        group: there the last one counts.
+        The reason, and the (group, key) pairs of values that the parameters of a group write
+        differently into it: the last parameter's counts.
 
     Raises:
-        CannotTry: a step raised.
+        CannotTry: if a step raised.
     """
     probes = probes_of(optimizer, vectors=False)
     varying: set[tuple[int, str]] = set()
@@ -239,9 +239,9 @@ def _compare_separate(
 
 
 def _num_steps(optimizer: Optimizer) -> int:
-    """Enough to see what an optimizer does after as many steps as an option says.
+    """Enough steps to see what happens after as many steps as an option says.
 
-    Queues fill up, preconditioners are made, slow weights follow: the numbers are options.
+    Queues fill up, preconditioners are computed, slow weights are updated: options say when.
     """
     options = [
         *(v for group in optimizer.param_groups for v in group.values()),
@@ -252,7 +252,7 @@ def _num_steps(optimizer: Optimizer) -> int:
 
 
 def random_state(*devices: torch.device) -> tuple[Any, ...]:
-    """Of all generators that a step may use by default."""
+    """The states of all generators that a step may use by default."""
     kinds = {device.type for device in devices} - {"cpu"}
     states = [torch.get_device_module(kind).get_rng_state() for kind in sorted(kinds)]
     return (random.getstate(), *(bytes(s.numpy()) for s in (torch.get_rng_state(), *states)))
@@ -263,7 +263,7 @@ def map_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(optimizer: Optimizer, raw: RawStep, run: Run, closure: bool) -> None:
-    """One step of one run, whose attributes are kept from step to step."""
+    """One step of one run, which keeps its attributes from step to step."""
     with isolated(optimizer, run.groups, run.state):
         vars(optimizer).update(run.attributes)
         try:
@@ -299,10 +299,10 @@ def _draws(
 
 
 def probes_of(optimizer: Optimizer, *, vectors: bool = True) -> list[Probe]:
-    """For each group and number of dims two small parameters, and a large one where there are such.
+    """Two small parameters per group and number of dims, and a large one if the group has such.
 
     Args:
-        vectors: also large ones with one dim, of which some optimizers make square matrices.
+        vectors: include large 1-dim parameters, from which some optimizers make square matrices.
     """
     probes: list[Probe] = []
     for i, group in enumerate(optimizer.param_groups):
@@ -335,7 +335,7 @@ def _parameter(value: Tensor) -> nn.Parameter:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Of three ranks: about a third of the rows, the others, none."""
+    """The parts of three ranks: about a third of the rows, the rest, none."""
     if not tensor.ndim:
         return [tensor] * 3
     cut = tensor.shape[0] // 3 + 1
@@ -359,10 +359,10 @@ def _run(optimizer: Optimizer, probes: Sequence[Probe], params: Sequence[Tensor]
 
 
 def _initial_state(optimizer: Optimizer, probe: Probe, param: Tensor) -> dict[str, Any]:
-    """What the optimizer's constructor puts into the state, as of Adagrad.
+    """State that the optimizer's constructor creates, as Adagrad's does.
 
-    Once there have been gradients the state is not a constructor's any more; then a probe begins
-    with the numbers and zeros of the real one, which is as good for a comparison.
+    After the first steps it is no longer the constructor's. Then a probe begins with the numbers of
+    the real state, and with tensors filled with its first element: as good for a comparison.
     """
     real = optimizer.state.get(probe.real)
     if not real:
@@ -380,7 +380,7 @@ def _initial_state(optimizer: Optimizer, probe: Probe, param: Tensor) -> dict[st
 
     try:
         return map_tensors(dict(real), alike)
-    except Exception:  # of other shapes, or of packed tensors: begin without
+    except Exception:  # other shapes, or packed tensors: begin without state
         return {}
 
 
@@ -388,7 +388,7 @@ def _initial_state(optimizer: Optimizer, probe: Probe, param: Tensor) -> dict[st
 
 
 def _close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
-    """Whether two new values are the same, measured by what the step changed."""
+    """Whether two new values agree, within a small part of what the step changed."""
     actual, expected = actual.detach(), expected.detach()
     if not actual.numel():
         return True
@@ -436,7 +436,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_cut(whole: Any, parts: Sequence[Any], param: Tensor) -> bool:
-    """Whether the parts' values are the parts of a value, or all of them the value itself."""
+    """Whether the parts' values are parts of the whole's value, or all equal to it."""
     if not isinstance(whole, Tensor):
         return all(same(part, whole) or _almost(part, whole) for part in parts)
     if whole.shape == param.shape and whole.ndim:
@@ -464,7 +464,7 @@ def _almost(a: Any, b: Any) -> bool:
 
 
 def _same_options(a: Run, b: Run) -> bool:
-    """Whether groups and attributes hold the same numbers; rounding aside."""
+    """Whether groups and attributes hold the same numbers, up to rounding."""
     for one, other in zip(a.groups, b.groups, strict=True):
         if not other["params"]:
             continue
@@ -487,7 +487,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without compiling anything, and without changing the random numbers that come next."""
+    """Compile nothing, and leave the random numbers that come next as they are."""
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -496,14 +496,14 @@ def _quietly() -> Iterator[None]:
 
 
 class Trial:
-    """Tries an optimizer out when it is first known how, and again when its options are others."""
+    """Tries an optimizer out as soon as it can step, and again whenever its options change."""
 
     def __init__(self, what: str, advice: str, why_not: Callable[..., str | None]) -> None:
         """
         Args:
-            what: completes "... is not".
-            advice: what to do about it.
-            why_not: gets the optimizer, its step, and whether there is a closure.
+            what: completes the message "... is not".
+            advice: what the user can do about it.
+            why_not: called with the optimizer, its step, and whether there is a closure.
         """
         self._what, self._advice, self._why_not = what, advice, why_not
         self._options: tuple[Any, ...] | None = None
@@ -513,11 +513,11 @@ class Trial:
     ) -> None:
         """
         Args:
-            in_step: whether it must be known now. Before the first step an optimizer may not be
-                ready for one.
+            in_step: whether the answer is needed now. Before its first step, an optimizer may not
+                be ready to step.
 
         Raises:
-            TypeError: the optimizer does not do what it has to.
+            TypeError: if the optimizer does not have the property, or a needed trial fails.
         """
         options = _options_of(optimizer)
         if options == self._options:
@@ -538,7 +538,7 @@ class Trial:
 
 
 def _options_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What of the groups decides how an optimizer works: not numbers, but whether they are 0."""
+    """The options that decide how an optimizer works. Of numbers, only whether they are 0."""
     return tuple(
         (len(group["params"]), *((key, _kind_of(v)) for key, v in group.items() if key != "params"))
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""How the step of an optimizer is replaced, while all that torch wraps around it stays."""
+"""Replaces the step of an optimizer but keeps everything that torch wraps around it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.optim import Optimizer
 from ..common.classes import class_for, original_class
 from .values import copied
 
-# Gets the optimizer, its own step (without hooks), and what `step` was called with.
+# Called with the optimizer, its own step (without hooks), and the arguments of `step`.
 Runner = Callable[..., Any]
-# Of an optimizer's attributes, what is not its own memory: torch's, and ours.
+# Attributes of an optimizer that torch or this package set: not part of what it remembers.
 _NOT_ITS_OWN = {"param_groups", "state", "defaults", "step"}
-# What a copy of the optimizer takes along.
+# An attribute that copies of the optimizer keep.
 KEPT = "_fsdp2_options"
 
 
 def raw_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The step of a class without what torch puts around it when the class is first used."""
+    """The step of a class, without the wrapper that torch adds when the class is first used."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def check_optimizer(optimizer: Any, caller: str) -> None:
-    """Refuse what is no optimizer by itself, and one that calls a closure by itself.
+    """Refuse objects that wrap an optimizer, and optimizers that require a closure.
 
     Raises:
-        TypeError: with what to do instead.
+        TypeError: says what to do instead.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -67,12 +67,12 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
 def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
     """Let ``runner(optimizer, raw, closure, *args, **kwargs)`` do the step of an optimizer.
 
-    The optimizer's class becomes a subclass of what it was, its name with ``prefix``. Step hooks
-    run outside of ``runner``, and learning rate schedulers go on counting steps.
+    The optimizer's class becomes a subclass of its class, with ``prefix`` before its name. Step
+    hooks run outside ``runner``, and learning rate schedulers keep counting steps.
 
     Raises:
-        ValueError: the step was replaced already, by something else than a scheduler.
-        TypeError: the class cannot be extended.
+        ValueError: if something other than a scheduler has already replaced the step.
+        TypeError: if the class cannot be extended.
     """
     kind: Any = type(optimizer)
     replaced = vars(optimizer).get("step")
@@ -125,13 +125,13 @@ def _remake(kind: type[Optimizer], prefix: str, runner: Runner) -> Optimizer:
 
 
 def original_name(optimizer: Optimizer) -> str:
-    """Of the class, as the user knows it."""
+    """The name of the optimizer's class, as the user knows it."""
     kind = type(optimizer)
     return (original_class(kind) if hasattr(kind, "_runner") else kind).__name__
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps on itself, apart from groups and state."""
+    """What an optimizer keeps in attributes of its own, besides groups and state."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -145,13 +145,13 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 def isolated(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, *, copy: bool = True
 ) -> Iterator[None]:
-    """Let an optimizer have other groups and another state, and leave no trace of it.
+    """Give an optimizer other groups and another state for a while, and leave no trace of it.
 
     Args:
-        optimizer: whose attributes are put back afterwards too.
-        groups, state: what it has for so long.
-        copy: whether containers among its attributes are copied for so long; else only what is
-            assigned to an attribute is undone.
+        optimizer: its attributes are restored afterwards too.
+        groups, state: what it has in the meantime.
+        copy: give it copies of containers in its attributes, so that changes inside them are
+            undone as well; otherwise only assignments to attributes are.
     """
     before = own_attributes(optimizer)
     outer = optimizer.param_groups, optimizer.state
@@ -169,7 +169,7 @@ def isolated(
 
 
 def _count_for_schedulers(optimizer: Optimizer) -> None:
-    """Do again what a scheduler did to the former step, to warn of steps in the wrong order."""
+    """Repeat what a scheduler did to the former step: it warns if steps come in the wrong order."""
     reference = weakref.ref(optimizer)
     function = type(optimizer).step
 

@@ -1,9 +1,9 @@
-"""What optimizers remember, as data: nested values apart from their structure.
+"""What optimizers remember, as data: nested values, separated from their structure.
 
-A state is a tree of dicts, lists, tuples and deques. Its leaves are tensors, numbers, and what
-never changes on its own (None, strings, dtypes). `take_apart` separates a tree into its structure,
-which is small, comparable and can be pickled, and its tensors and numbers, which change in every
-step; `put_together` is the reverse.
+A state is a tree of dicts, lists, tuples and deques. Its leaves are tensors, numbers and constants
+(None, strings, dtypes). `take_apart` separates a tree into its structure, which is small,
+comparable and picklable, and its tensors and numbers, which change in every step. `put_together`
+is the reverse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN = (Tensor, nn.Parameter, DTensor)
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor; ``on_host``: it has no dims and is on the CPU, wherever the parameter is."""
+    """A tensor. ``on_host``: it is 0-dim and on the CPU, wherever the parameter is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ Structure = TensorLeaf | NumberLeaf | ConstantLeaf | Branch
 
 @dataclass
 class Taken:
-    """The tensors and numbers of trees, in the order in which they were met."""
+    """The tensors and numbers of trees, in the order of `take_apart`."""
 
     tensors: list[Tensor] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ def take_apart(value: Any, taken: Taken, name: str = "") -> Structure:
     """The structure of a value; its tensors and numbers are appended to ``taken``.
 
     Raises:
-        TypeError: of something else than the values that are named above.
+        TypeError: for a type of value that the module's docstring does not name.
     """
     kind = type(value)
     if isinstance(value, Tensor):
@@ -98,7 +98,7 @@ def take_apart(value: Any, taken: Taken, name: str = "") -> Structure:
 
 
 def put_together(structure: Structure, tensors: Iterator[Any], numbers: Iterator[float]) -> Any:
-    """The reverse of `take_apart`, with what the iterators give for tensors and numbers."""
+    """The reverse of `take_apart`, with tensors and numbers from the iterators."""
     if isinstance(structure, TensorLeaf):
         return next(tensors)
     if isinstance(structure, NumberLeaf):
@@ -114,7 +114,7 @@ def put_together(structure: Structure, tensors: Iterator[Any], numbers: Iterator
 
 
 def tensor_leaves(structure: Structure) -> Iterator[TensorLeaf]:
-    """In the order of `take_apart`."""
+    """The tensors of a structure, in the order of `take_apart`."""
     if isinstance(structure, TensorLeaf):
         yield structure
     elif isinstance(structure, Branch):
@@ -129,7 +129,7 @@ def num_numbers(structure: Structure) -> int:
 
 
 def map_tensors(value: Any, function: Any) -> Any:
-    """The same containers, new, with ``function`` of each tensor; all else as it is."""
+    """New containers of the same kind, with ``function`` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -151,7 +151,7 @@ def is_container(value: Any) -> bool:
 def copied(value: Any) -> Any:
     """A copy that may be changed without changing the original; parameters and objects are shared.
 
-    What an optimizer keeps in addition to its state: options, counters, small tensors, generators.
+    For what an optimizer keeps besides its state: options, counters, small tensors, generators.
     """
     if isinstance(value, torch.Generator):
         return value.clone_state()
@@ -164,7 +164,7 @@ def _copied_tensor(tensor: Tensor) -> Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, tensors by their bits and NaN as itself."""
+    """Whether two values are equal; NaN equals NaN among floats."""
     if a is b:
         return True
     if type(a) is not type(b):

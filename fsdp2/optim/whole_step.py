@@ -1,10 +1,10 @@
 """Steps any optimizer on whole parameters.
 
-Each parameter is stepped alone, on one rank, by the optimizer's own step. What that writes into
-the parameter's group and into the optimizer itself, such as a counter, is undone before the next
-parameter's step, so that every parameter sees what it would see in one step of all, and is carried
-over to all ranks at the end. That this gives what one step of all gives is tried out on small
-parameters (`probe`).
+The optimizer's own step runs on each parameter alone, on one rank. What it writes into the
+parameter's group and into the optimizer itself, such as a counter, is undone before the next
+parameter's step, so that each parameter sees what it would see if all were stepped at once. At the
+end it is carried over to all ranks. `probe` tests on small parameters that the result is that of
+stepping all at once.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _ADVICE = (
 
 
 class _Separable(Trial):
-    """Knows besides what the parameters of a group write differently into it."""
+    """Also records which values the parameters of a group write differently into it."""
 
     varying: frozenset[tuple[int, str]] = frozenset()
 
@@ -161,7 +161,7 @@ def _run(
 
 
 class _Loss:
-    """What a parameter's step gets as closure: the loss that is known already."""
+    """The closure that a parameter's step gets: returns the loss, which is computed already."""
 
     def __init__(self, loss: Any, who: str) -> None:
         self._loss, self.who, self._called = loss, who, False
@@ -181,18 +181,19 @@ Values = dict[str, Any]
 
 @dataclass
 class Job:
-    """The step of one parameter: a task as of `WholeTask`.
+    """The step of one parameter, in the form of a `WholeTask`.
 
     Attributes:
-        step: that it is part of.
+        step: the `WholeStep` that it is part of.
         param: the parameter, with a gradient.
         group: the index of its group.
         state: what the optimizer remembers of it; empty before the first step.
-        layout: of the parameter.
-        structure: of state, writes into the group and attributes, as all ranks know it.
+        layout: layout of the parameter.
+        structure: structure of state, of what is written into the group, and of attributes, as all
+            ranks know it.
         kept: the tensors and numbers of the state on this rank.
-        found: on the owner, the structure that came out, or the error.
-        result: what the step gave, everywhere.
+        found: on the owner, the resulting structure, or the error.
+        result: the result of the step, on all ranks.
     """
 
     step: WholeStep
@@ -219,7 +220,7 @@ class Job:
 
     @property
     def inputs(self) -> list[Layout]:
-        """Of the parameter, its gradient, and the state's tensors."""
+        """Layouts of the parameter, its gradient, and the tensors of the state."""
         assert self.param.grad is not None
         dtype = self.param.grad.dtype
         grad = Layout(self.mesh, self.layout.placements, self.layout.shape, dtype)
@@ -227,12 +228,12 @@ class Job:
 
     @property
     def outputs(self) -> list[Layout]:
-        """Of the parameter, of all tensors of the result, and of its numbers."""
+        """Layouts of the parameter, of all tensors of the result, and of its numbers."""
         numbers = self._whole((num_numbers(self.structure),), torch.float64)
         return [self.layout, *self.leaf_layouts(), numbers]
 
     def leaf_layouts(self) -> list[Layout]:
-        """Of the tensors of the result: state is sharded, what is in groups is not."""
+        """Layouts of the tensors of the result: state is sharded, values in groups are not."""
         state, *written = self.structure.items  # type: ignore[union-attr]
         whole = [leaf for part in written for leaf in tensor_leaves(part)]
         return [
@@ -241,7 +242,7 @@ class Job:
         ]
 
     def _layout_of(self, leaf: TensorLeaf) -> Layout:
-        """As the parameter where the shape is its own, else sharded by the first dim."""
+        """As the parameter's if the shape is the same, else sharded on the first dim."""
         if leaf.shape == self.layout.shape:
             return Layout(self.mesh, self.layout.placements, leaf.shape, leaf.dtype)
         whole = self._whole(leaf.shape, leaf.dtype)
@@ -265,13 +266,13 @@ class Job:
         """This rank's parts of the parameter, its gradient and its state."""
         grad = self.param.grad
         assert grad is not None
-        # Copies where there is one rank: the owner's optimizer must not write into the parameter.
+        # A copy, because with one rank nothing is sent: the step must not write into the parameter.
         own = local_part(self.param.detach()).clone()
         state = [local_part(tensor) for tensor in self.kept.tensors]
         return [own, local_part(placed_like(grad, self.param)), *state]
 
     def compute(self, *inputs: Tensor) -> list[Tensor]:
-        """The outputs; none after an error, of which `WholeStep` tells all ranks."""
+        """The outputs; none after an error, which `WholeStep` reports to all ranks."""
         try:
             result = self.step.compute(self, *inputs)
             taken = Taken()
@@ -283,7 +284,7 @@ class Job:
         return [result["param"], *map(local_part, taken.tensors), numbers]
 
     def write(self, param: Tensor, *others: Tensor) -> None:
-        """Take over a result: the parameter and its state here, the rest when all are done."""
+        """Apply a result: the parameter and its state now, the rest when all jobs are done."""
         *parts, numbers = others
         local_part(self.param.detach()).copy_(param)
         placed: list[Tensor] = []
@@ -303,13 +304,14 @@ class WholeStep:
     ) -> None:
         self._optimizer, self._options, self._step = optimizer, options, step
         self.who = original_name(optimizer)
-        # What the last step wrote into each group, of which this one will write the same keys.
+        # The structure of what the last step wrote into each group; this step is expected to write
+        # the same keys.
         self._written: dict[int, Structure] = vars(optimizer).setdefault("_fsdp2_written", {})
 
     def run(self) -> None:
         """
         Raises:
-            RuntimeError, TypeError: as of `whole_step`.
+            RuntimeError, TypeError: as for `whole_step`.
         """
         groups = self._optimizer.param_groups
         jobs = [
@@ -394,10 +396,10 @@ class WholeStep:
         }
 
     def _agree(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
-        """Tell all ranks what results look like, where that is not as expected, and failures.
+        """Tell all ranks about failures, and about results whose structure was not expected.
 
-        One number is reduced for it; objects are sent only where something has changed: in the
-        first step, and when an optimizer begins or ceases to remember something.
+        Usually one number is reduced. Objects are sent only if something has changed: in the first
+        step, and when an optimizer starts or stops remembering something.
         """
         changed: dict[int, Structure | str] = {}
         for i, job in enumerate(jobs):
@@ -430,7 +432,7 @@ class WholeStep:
             jobs[i].structure = structure
 
     def update(self, job: Job, new: dict[Any, Any]) -> None:
-        """Into the state, in place where a tensor is there already."""
+        """Write new values into the state, in place if it already has a tensor that fits."""
         if not new and not job.state:
             return
         state = self._optimizer.state[job.param]
@@ -446,7 +448,7 @@ class WholeStep:
     # -- groups -----------------------------------------------------------------------------
 
     def _step_groups_without_gradients(self, stepped: set[int], any_gradient: bool) -> None:
-        """Optimizers count the steps of such groups as well."""
+        """Step groups without gradients as well: optimizers count their steps."""
         optimizer = self._optimizer
         groups = [g for i, g in enumerate(optimizer.param_groups) if i not in stepped]
         if not groups:
@@ -458,7 +460,7 @@ class WholeStep:
             self._step()
 
     def _carry_over(self, jobs: Sequence[Job]) -> None:
-        """Write into groups and optimizer what the step of one process would leave there."""
+        """Write into groups and optimizer what a step in one process would leave there."""
         trial = self._options.trial
         last: dict[int, Job] = {}
         for job in jobs:
@@ -490,14 +492,14 @@ class WholeStep:
 
 
 def _joined(state: Structure, written: Structure) -> Structure:
-    """What is expected of a step: the same state, and the writes of the last step."""
+    """The expected structure of a result: the same state, and the writes of the last step."""
     nothing = Branch(dict, (), ())
     parts = written.items if isinstance(written, Branch) and written.items else (nothing, nothing)
     return Branch(dict, ("state", "group", "self"), (state, *parts))
 
 
 def _alike(old: Tensor, new: Any) -> bool:
-    """Whether a value can be copied into a tensor that others may hold."""
+    """Whether a value can be copied into an existing tensor, to which others may refer."""
     if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
         return False
     if isinstance(old, DTensor) != isinstance(new, DTensor):
