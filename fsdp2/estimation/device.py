@@ -26,6 +26,7 @@ class Transfer:
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
         unit: name of the unit.
+        copied: bytes that copies to and from buffers of the call read and write.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Transfer:
     sent: int
     messages: int
     unit: str
+    copied: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -312,7 +312,7 @@ class _CountingExchange(Exchange):
         others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
         nbytes += staged * self.size
-        self._note_reduce(nbytes, others, bucket, len(plan.spans))
+        self._note_reduce(nbytes, others, bucket, plan, _copied(plan, grads, wire, wide))
         return held.clear
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
@@ -326,11 +326,15 @@ class _CountingExchange(Exchange):
         plan = plans[0]
         group = "secondary" if plan.layout is not plan.bucket.layout else self.name
         unit = plan.bucket.unit_name
-        self.replay.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit))
+        pack = sum(p.layout.pack_numel * p.bucket.gather_dtype.itemsize for p in plans)
+        copied = 2 * pack * self.size
+        self.replay.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit, copied))
 
-    def _note_reduce(self, nbytes: int, sent: int, bucket: CountedBucket, messages: int) -> None:
-        transfer = Transfer("reduce_scatter", self.name, nbytes, sent, messages, bucket.unit_name)
-        self.replay.transfer(transfer)
+    def _note_reduce(
+        self, nbytes: int, sent: int, bucket: CountedBucket, plan: ReducePlan, copied: int
+    ) -> None:
+        unit, num = bucket.unit_name, len(plan.spans)
+        self.replay.transfer(Transfer("reduce_scatter", self.name, nbytes, sent, num, unit, copied))
 
     def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
         unit = tensors[0].unit if tensors else ""
@@ -366,7 +370,8 @@ class _CountingCollectives(_CountingExchange):
         held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
         held.append(_stage(account, bucket, plan, grads, dtype))
         shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
-        self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, len(plan.spans))
+        copied = _copied(plan, grads, dtype, dtype)
+        self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, plan, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
@@ -388,6 +393,15 @@ def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
     if grad.dtype == dtype:
         return None
     return Held(account, "communication buffers", grad.numel * dtype.itemsize)
+
+
+def _copied(
+    plan: ReducePlan, grads: Any, sent_dtype: torch.dtype, staged_dtype: torch.dtype
+) -> int:
+    """Bytes that are read and written where gradients are cast or put into the buffer."""
+    cast = [(grads[i], sent_dtype) for i in plan.direct if grads[i].dtype != sent_dtype]
+    staged = [(grads[i], staged_dtype) for i in plan.copied_in if grads[i] is not None]
+    return sum(g.numel * (g.dtype.itemsize + dtype.itemsize) for g, dtype in cast + staged)
 
 
 def _stage(

@@ -63,25 +63,35 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     """A collective as a ring: n-1 steps, of which (number of nodes - 1) go over the network.
 
     Every rank passes on (n-1)/n of the whole; an all-reduce does that twice. The messages of a call
-    are dealt to the channels, where each goes round after the one before it; their bytes share the
-    link. It is the time by which NCCL chooses algorithms for a group of calls: latency times calls
-    per channel, plus bytes over bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc), with
-    the figures for large messages. All-reduces are not grouped: each message is a call.
+    are distributed over the channels and take turns on each; they share the bandwidth. NCCL
+    estimates a group of collectives in the same way: latency times collectives per channel, plus
+    bytes over bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc); the figures are those for
+    large messages. All-reduces are not grouped, so each message is a call. Copies to and from
+    buffers run on the stream of the call, before or after it.
     """
     if ring.size < 2:
         return Cost(0.0)
-    grouped = transfer.kind != "all_reduce"
     link, bandwidth = link_of(ring, hardware)
     between = ring.num_nodes - 1
-    once_round = (
+    ring_s = (
         between * hardware.network_latency_s + (ring.size - 1 - between) * hardware.node_latency_s
     )
     moved = transfer.nbytes * (ring.size - 1) / ring.size
-    if grouped:
+    if transfer.kind == "all_reduce":
+        latency = transfer.messages * (hardware.call_latency_s + 2 * ring_s)
+        moved *= 2
+    else:
         rounds = -(-transfer.messages // hardware.channels)
-        return Cost(hardware.call_latency_s + rounds * once_round, moved / bandwidth, link)
-    latency = transfer.messages * (hardware.call_latency_s + 2 * once_round)
-    return Cost(latency, 2 * moved / bandwidth, link)
+        latency = hardware.call_latency_s + rounds * ring_s
+    return Cost(latency + _copies_s(transfer.copied, hardware), moved / bandwidth, link)
+
+
+def _copies_s(nbytes: int, hardware: Hardware) -> float:
+    """Of copies that read and write ``nbytes`` in all: one kernel."""
+    if not nbytes:
+        return 0.0
+    bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+    return max(nbytes / bandwidth, hardware.kernel_s)
 
 
 def copy_cost(copy: Copy, hardware: Hardware) -> Cost:

@@ -149,14 +149,14 @@ def test_replicas_reduce_less_over_the_network(step: Any) -> None:
     assert hybrid.peak.total > flat.peak.total
 
 
-def test_messages_that_take_turns_are_slower_than_one_pack(step: Any) -> None:
+def test_a_pack_saves_messages_and_costs_copies(step: Any) -> None:
     def gathers_s(direct_min_bytes: int, channels: int) -> float:
         hardware = replace(H100, channels=channels)
         made = simulate(step, hardware, 8, direct_min_bytes=direct_min_bytes)
         return made.stream_s["all-gather"]
 
-    assert gathers_s(0, channels=1) > 1.2 * gathers_s(10**12, channels=1)
-    assert gathers_s(0, channels=1000) == pytest.approx(gathers_s(10**12, channels=1000), rel=0.02)
+    assert gathers_s(0, channels=1) > 1.1 * gathers_s(10**12, channels=1)
+    assert gathers_s(10**12, channels=1000) > 1.1 * gathers_s(0, channels=1000)
 
 
 # -- the choice ----------------------------------------------------------------------------------

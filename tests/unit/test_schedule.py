@@ -124,8 +124,8 @@ def test_kernels_take_the_slower_of_arithmetic_and_memory() -> None:
     assert operation_s(fused, hardware) == pytest.approx(1e-3)
 
 
-def gather(nbytes: int, kind: str = "all_gather", messages: int = 1) -> Transfer:
-    return Transfer(kind, "shard", nbytes, nbytes, messages, "unit")
+def gather(nbytes: int, kind: str = "all_gather", messages: int = 1, copied: int = 0) -> Transfer:
+    return Transfer(kind, "shard", nbytes, nbytes, messages, "unit", copied)
 
 
 def test_a_ring_in_a_node() -> None:
@@ -165,6 +165,17 @@ def test_all_reduces_are_calls_of_their_own() -> None:
     )
     assert three.fixed_s == pytest.approx(3 * one.fixed_s)
     assert three.shared_s == one.shared_s
+
+
+@pytest.mark.parametrize(("slice_kib", "faster"), [(16, "pack"), (32, "pack"), (256, "direct")])
+def test_direct_or_packed_on_gloo_as_measured(slice_kib: int, faster: str) -> None:
+    """16 parameters on 2 ranks: docs/design.md, "Batches"."""
+    whole = 16 * 2 * slice_kib * 1024
+    seconds = {
+        "direct": transfer_cost(gather(whole, messages=16), Ring(2, 2, 1), PRESETS["cpu"]),
+        "pack": transfer_cost(gather(whole, copied=2 * whole), Ring(2, 2, 1), PRESETS["cpu"]),
+    }
+    assert min(seconds, key=lambda name: seconds[name].total_s) == faster
 
 
 @given(
