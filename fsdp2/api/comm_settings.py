@@ -163,11 +163,13 @@ def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) 
     """
     if one_mesh:
         _check_one_mesh(unit, method)
+        # Options with `one_mesh` are a user's collectives, which allocate for themselves.
         if unit.config.comm_options.memory is not None:
             raise RuntimeError(
                 f"{method} cannot be combined with process-group or symmetric memory, "
                 "which has collectives of its own"
             )
+    # Waits for a gather in flight: it was started by transports that are about to be dropped.
     if unit.runtime is not None:
         unit.runtime.reshard(unit)
     unit.param_group.change_comm_options(**options)
@@ -195,6 +197,7 @@ def _change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
             f"{method} cannot be combined with a custom all-gather or reduce-scatter: let "
             "their allocate() give that memory"
         )
+    # Switching it off is allowed anywhere, so that one program runs with and without GPUs.
     group = unit.mesh.shard_group or unit.mesh.replicate_group
     backend = backend_name(group, unit.device) if group is not None else "no group"
     if enable and (unit.device.type != "cuda" or backend != "nccl"):

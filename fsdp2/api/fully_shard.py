@@ -195,6 +195,8 @@ def _make_unit(
     config: UnitConfig,
 ) -> None:
     """Make a unit of the parameters left in ``modules``; install its hooks and methods."""
+    # Nothing may change before everything was checked: a program may catch the error and shard the
+    # same modules in another way.
     device = checked_device(mesh)
     check_policies(config.mp_policy, config.offload_policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
@@ -202,10 +204,14 @@ def _make_unit(
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        # Groups connect now: at the first gather their communicators would take their buffers when
+        # memory is at its peak.
         unit.param_group.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
         unit.param_group.shard(_take_parameters(unit, found))
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has
+    # to show shards, too.
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
     adapt_layers(tree)
@@ -213,7 +219,10 @@ def _make_unit(
     unit.hooks.install()
     for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)
+        # Past ``__setattr__`` of the module, which some classes override.
         object.__setattr__(sharded, "__class__", cls)
+    # For errors before the first forward: the module is the top of the sharded tree so far. A list
+    # of modules has none.
     if len(unit.modules) == 1:
         name_units(unit.modules[0], units_in(unit.modules[0]))
     watch_flattening(unit.params)
@@ -233,6 +242,7 @@ def _sharded_class(module: nn.Module) -> type:
 
     torch's class of the same name is the last one: see `torch_compat`.
     """
+    # One for all modules of a class, so that two layers are still of the same type.
     cls = type(module)
     if cls not in _sharded_classes:
         _sharded_classes[cls] = class_for(
@@ -246,7 +256,9 @@ def _sharded_class(module: nn.Module) -> type:
 
 
 def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move buffers (and parameters left unsharded) in place; meta tensors stay."""
+    """Move buffers in place; meta tensors stay."""
+    # Through ``.data``: whatever else refers to a buffer sees it move. Meta tensors get memory when
+    # the model is materialized, which knows the device.
     for tensor in tensors:
         if tensor.device != device and not tensor.is_meta:
             tensor.data = tensor.to(device)
@@ -259,6 +271,8 @@ def _managed_modules(tops: tuple[nn.Module, ...]) -> list[nn.Module]:
     """Modules whose parameters no earlier call took, in tree order, each once."""
     found: dict[nn.Module, None] = {}
 
+    # Not `nn.Module.modules`, which would go on below a sharded module: what lies there belongs to
+    # that unit.
     def visit(module: nn.Module) -> None:
         if module in found or isinstance(module, FSDPModule) or is_replicated(module):
             return
@@ -290,6 +304,7 @@ def _find_parameters(
 
     Checks all of them and changes nothing.
     """
+    # Reversed: of a module that is in several of the list, the name in the first one stays.
     names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
     order = {module: i for i, module in enumerate(names)}
     check_modules_are_free(tree, names)
@@ -309,6 +324,8 @@ def _find_parameters(
             theirs = earlier[1]
             if not all(module in names for module, _ in theirs.owners):
                 continue  # tied to a sibling unit: a common parent will take both
+            # Its first place in the tree names it, as in ``named_parameters``, whichever of the
+            # tied modules was sharded first.
             places = sorted(places + theirs.owners, key=lambda place: order[place[0]])
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
@@ -321,6 +338,7 @@ def _find_parameters(
 
 def _take_parameters(unit: Unit, found: list[_Found]) -> list[ShardedParam]:
     for item in found:
+        # The inner unit plans its storage without the parameter before this one takes it over.
         if item.earlier is not None:
             other, theirs = item.earlier
             other.param_group.give_up(theirs)
@@ -333,10 +351,11 @@ def _placement(
 ) -> tuple[DataParallelMesh, int]:
     """The mesh and the dim to shard ``param`` on."""
     placement: Any = function(param) if function is not None else None
+    # By its fields and not its class: programs pass torch's `ShardPlacementResult` as well.
     if hasattr(placement, "placement"):
         own = getattr(placement, "mesh", None)
         if own is None:
-            own = getattr(placement, "mesh_info", None)  # as torch's results have it
+            own = getattr(placement, "mesh_info", None)  # of torch's
         if own is not None:
             mesh = _checked_mesh_of(own, name, mesh)
         placement = placement.placement
@@ -359,6 +378,7 @@ def _checked_mesh_of(own: Any, name: str, default: DataParallelMesh) -> DataPara
         mesh = resolve_mesh(full_mesh, dims)
     else:
         mesh = resolve_mesh(own if isinstance(own, DeviceMesh) else getattr(own, "mesh", own))
+    # A unit has one device, where all of its buckets are.
     if mesh.device_type != default.device_type:
         raise ValueError(
             f"shard_placement_fn gave parameter '{name}' a mesh of device type "

@@ -36,7 +36,9 @@ class FSDPModule(CommSettings):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class; slicing a sharded ``nn.Sequential`` relies on it."""
+        """Construct the original class."""
+        # ``nn.Sequential`` and ``nn.ModuleList`` make slices by calling their own class: a slice is
+        # a plain container of sharded modules, with no unit of its own.
         return original_class(cls)(*args, **kwargs)
 
     # -- parameters by hand -----------------------------------------------------------------
@@ -92,6 +94,8 @@ class FSDPModule(CommSettings):
         units = self._units(recurse)
         for unit in units:
             unit.config.set_sync(requires_gradient_sync)
+        # Pipeline schedules call this before each backward. Weight gradients that they computed
+        # separately since the last one called no hook: they are picked up before others are added.
         if not requires_gradient_sync:
             for unit in units:
                 if unit.runtime is not None:
@@ -150,6 +154,7 @@ class FSDPModule(CommSettings):
                 f"'{runtime.root.name}': the gradients of the rest would be reduced. Call it on "
                 "that module, or use set_requires_gradient_sync(False) if this is intended"
             )
+        # Per unit, since a program may have turned sync off for some of them.
         restore = [each.config.keep_sync() for each in self._units(recurse=True)]
         num_backwards = runtime.num_backwards
         self.set_requires_gradient_sync(False)
@@ -158,6 +163,7 @@ class FSDPModule(CommSettings):
         finally:
             for call in restore:
                 call()
+        # A root around this one that ran inside has made a runtime of its own, which counts anew.
         if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
             warnings.warn(
                 "No backward ran inside no_sync(): gradients of a backward that runs after it are "
@@ -206,6 +212,8 @@ class FSDPModule(CommSettings):
         """
         unit = unit_of(self)
         runtime = unit.runtime
+        # Before the first forward it is not known which module is the root. The runtime looks at
+        # the settings of all units when it is made.
         if runtime is not None:
             self._check_root("set_manual_backward_finalization")
             runtime.choose_finalization(manual=enabled)
@@ -245,6 +253,7 @@ class FSDPModule(CommSettings):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
         for unit in self._units(recurse):
+            # The second is what the first means in this tree, computed when the runtime was made.
             unit.config.reshard_after_forward = reshard_after_forward
             unit.reshard_after_forward = reshard_after_forward
 
@@ -311,6 +320,7 @@ class FSDPModule(CommSettings):
         units = self._units(recurse=True)
         for unit in units:
             unit.config.keep_frozen = budget
+        # Blocks that have run by themselves have runtimes of their own.
         for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
             runtime.choose_cached()
 
@@ -397,18 +407,20 @@ class FSDPModule(CommSettings):
         self._unit_and_runtime()[1].reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients, including those of sharded parameters that are not registered now
-        and those accumulated without gradient sync."""
+        """Reset all gradients: of all sharded parameters, registered now or not, and those
+        accumulated without gradient sync."""
         for unit in self._units(recurse=True):
             if unit.accumulates:
                 unit.drop_accumulated()
+            # What modules hold now may be unsharded: ``parameters()``, which the method of
+            # `nn.Module` walks, would miss the gradients that the optimizer reads.
             for param in unit.params:
                 grad = param.sharded.grad
                 if grad is not None and set_to_none:
                     param.sharded.grad = None
                 elif grad is not None:
                     grad.requires_grad_(False).zero_()
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # parameters that no unit has
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
@@ -426,21 +438,28 @@ class FSDPModule(CommSettings):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply moves and casts (``.to``, ``.double``, ``to_empty``) to the sharded parameters."""
         unit = unit_of(self)
+        # ``fn`` must find the sharded parameters: what it did to gathered ones the next free would
+        # take away.
         if unit.runtime is not None:
             unit.runtime.reshard(unit)
+        # ``nn.Module._apply`` casts gradients with their parameters, and loses a ``grad_dtype``
+        # that a user set: both are taken off and put back.
         unit.param_group.note_grad_dtypes()
         kept = unit.param_group.detach_gradients()
         made = to_be_made(fn, own_modules(self, recurse), unit.params)
         result = super()._apply(fn, recurse)
         unit.param_group.adopt_replaced()
         unit.param_group.attach_gradients(kept)
+        # Always: the Parameter objects stay the same where their local tensors are new ones,
+        # outside of the storage of the bucket.
         unit.param_group.dirty = True
         unit.param_group.unwritten += write_pattern(made)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Support `copy.deepcopy`. Not ``__deepcopy__``: wrappers that forward attributes, like
-        those of ``torch.compile``, would be mistaken for the module inside."""
+        """Support `copy.deepcopy`."""
+        # Not ``__deepcopy__``: wrappers that forward attributes, like those of ``torch.compile``,
+        # would be mistaken for the module inside.
         return ToBeCopied.result, (ToBeCopied(self),)
 
     def _check_root(self, method: str) -> None:
@@ -474,6 +493,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Make the current stream wait and register the unsharded parameters."""
+        # Once: a second call would gather again what has been freed in between.
         unit, self._unit = self._unit, None
         if unit is not None:
             unit.runtime.wait_unshard(unit)

@@ -1,8 +1,8 @@
-"""What was chosen for one unit, apart from what it is made of and where it stands.
+"""All settings of one unit, in one dataclass.
 
-`fully_shard` makes the `Settings` of its arguments, `shard_model` and the methods of `FSDPModule`
-change them between steps, and `copy.deepcopy` of a model copies them as a whole. Whatever a user
-may choose per unit is a field here, so that no place has to list the choices.
+`fully_shard` makes a `UnitConfig` from its arguments, `shard_model` and the methods of `FSDPModule`
+change it between steps, and `copy.deepcopy` of a model copies it as a whole. Whatever a user may
+set per unit is a field here, so that no other place lists the settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def direct_min_bytes_for(chosen: int | None) -> int:
 
 @dataclass
 class UnitConfig:
-    """The choices for one unit; but for ``strategy`` the same on every rank.
+    """The settings of one unit.
 
     Attributes:
         mp_policy, offload_policy, direct_min_bytes: as of `fully_shard`.
@@ -42,10 +42,10 @@ class UnitConfig:
             begins, instead of the one that the order of the last forward predicts.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
         keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
-        strategy: the name that was given to `shard_model`, for people.
+        strategy: the name passed to `shard_model`; only displayed.
         gathered_once: parameters stay gathered after a backward without gradient sync.
-        sync_grads: whether backward is the last one of a step, which reduces gradients.
-        accumulate_sharded: whether the ones before it reduce-scatter too.
+        sync_grads: whether the next backward is the last of a step, which reduces gradients.
+        accumulate_sharded: whether the backwards before it reduce-scatter too.
         reduce_grads: whether a backward reduces what it leaves, else gradients accumulate
             unsharded; follows from the two above, whose setters compute it: hooks ask many times.
         all_reduce_grads: whether reduced gradients are summed over replicas.
@@ -93,7 +93,7 @@ class UnitConfig:
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def pins_memory(self, device: torch.device) -> bool:
-        """Whether that memory is page-locked, for copies to ``device``."""
+        """Whether the memory of offloaded shards is page-locked, for copies to ``device``."""
         policy = self.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and device.type != "cpu"
 
@@ -110,7 +110,7 @@ class UnitConfig:
         self.reduce_grads = self.sync_grads or accumulate_sharded
 
     def keep_sync(self) -> Callable[[], None]:
-        """A function that sets back what `set_sync` changes."""
+        """A function that restores what `set_sync` changes."""
         before = (self.sync_grads, self.all_reduce_grads, self.reshard_after_backward)
 
         def restore() -> None:
@@ -120,5 +120,5 @@ class UnitConfig:
         return restore
 
     def for_copy(self) -> UnitConfig:
-        """The same for a copy of the unit, which knows the units to prefetch itself."""
+        """The settings for a copy of the unit, without the units of this model to prefetch."""
         return replace(self, forward_prefetch=[], backward_prefetch=[])
