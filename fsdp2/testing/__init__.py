@@ -1,8 +1,8 @@
 """Tools to test ``fsdp2``, and programs that use it, without the target hardware.
 
-- `SimulatedGroup`: a process group for one process that moves as many bytes as a real one and
+- `SimulatedGroup`: a process group in one process that moves as many bytes as a real one and
   takes as long as a `Link` would.
-- `check`: a happens-before checker over a list of events; no torch.
+- `check`: a happens-before checker for a list of events; does not need torch.
 - `account_gradients`: follows every gradient that autograd produces, and raises if one is lost.
 - `recording`: runs training on the CPU as if on a device with streams, and records its order.
 
@@ -13,7 +13,7 @@ Example:
     >>> assert check(recorder.events) == []
 """
 
-# First: its error names all that this torch lacks.
+# First, because its error names everything that the installed torch lacks.
 from ..common import torch_private as torch_private  # isort: split
 
 from .gradients import account_gradients

@@ -1,8 +1,8 @@
-"""A device that has streams and events but no memory and no speed: what it is told is recorded.
+"""A device with streams and events, but no memory or speed, that records the calls to it.
 
-`SimulatedDevice` has what `DeviceStreams` uses of ``torch.cuda``: `Stream`, `Event`,
-`current_stream` and the context manager `stream`. Nothing is delayed or reordered: what may run
-out of order is decided by the checker, from the record.
+`SimulatedDevice` implements what `DeviceStreams` uses of ``torch.cuda``: `Stream`, `Event`,
+`current_stream` and the context manager `stream`. Nothing is delayed or reordered: the checker
+determines from the recording what may run out of order.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class SimulatedStream:
         self._device = device
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        """What is put on this stream from now on waits for ``event``."""
+        """Make later work on this stream wait for ``event``."""
         self._device.emit(Wait(self.name, event.number))
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """What is put on this stream from now on waits for what is on ``other`` now."""
+        """Make later work on this stream wait for the work on ``other`` so far."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        """An event that stands for what is on this stream now."""
+        """An event that represents the work on this stream so far."""
         event = event or SimulatedEvent(self._device)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for this stream."""
+        """Make the host wait for this stream."""
         self._device.emit(Synchronize(self.name))
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class SimulatedEvent:
         self._device = device
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Stand for what is on ``stream`` (default: the current one) now."""
+        """Represent the work on ``stream`` (default: the current one) so far."""
         stream = stream or self._device.current_stream()
         self._device.emit(Record(stream.name, self.number))
 
@@ -60,20 +60,20 @@ class SimulatedEvent:
         (stream or self._device.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Make the host wait."""
         self._device.emit(Wait(HOST, self.number))
 
 
 class SimulatedDevice:
-    """Stands in for ``torch.cuda`` as the module of a device.
+    """Takes the place of ``torch.cuda`` as the module of a device.
 
     Args:
         emit: called with every event of the trace.
-        names: of the streams, in the order in which they will be made.
+        names: names of the streams, in the order of their creation.
 
     Attributes:
-        compute: the stream that is current at first.
-        capturing: whether it says that a graph is being captured.
+        compute: the initial current stream.
+        capturing: whether it reports that a graph is being captured.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class SimulatedDevice:
         self.capturing = False
 
     def Stream(self, device: Any = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
-        """A new stream. Every runtime makes its own, in the same order.
+        """A new stream. Every runtime creates its own, in the same order.
 
-        With a string as ``device``, a stream of a test itself, of that name.
+        If ``device`` is a string, a test's own stream of that name.
         """
         if isinstance(device, str):
             return SimulatedStream(self, device)
@@ -108,7 +108,7 @@ class SimulatedDevice:
         return self._num_events
 
     def current_stream(self, device: Any = None) -> SimulatedStream:
-        """The stream that work is put on."""
+        """The current stream."""
         return self._current
 
     def is_current_stream_capturing(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an operation of torch reads and writes, from its schema."""
+"""Determines from its schema what an operation of torch reads and writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# In-place operations that do not look at what was there.
+# In-place operations that do not read the old contents.
 _OVERWRITES = {
     "aten::copy_",
     "aten::fill_",
@@ -23,7 +23,7 @@ _OVERWRITES = {
     "aten::_foreach_copy_",
     "aten::_foreach_zero_",
 }
-# Operations whose results are memory that nothing was written to.
+# Operations whose results are uninitialized memory.
 _UNFILLED = {
     "aten::empty",
     "aten::empty_like",
@@ -32,7 +32,7 @@ _UNFILLED = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
-# Operations that look at the shape of a tensor and not at its data.
+# Operations that use the shape of a tensor but not its data.
 _SHAPE_ONLY = _UNFILLED | {
     "aten::zeros_like",
     "aten::ones_like",
@@ -47,7 +47,7 @@ _SHAPE_ONLY = _UNFILLED | {
     "aten::resize_",
     "aten::resize_as_",
 }
-# Collectives, whose schemas do not say what they write: (read, written) positions.
+# Collectives, whose schemas do not declare their writes: (read, written) positions.
 _COLLECTIVES = {
     "c10d::_allgather_base_": ((1,), (0,)),
     "c10d::allgather_": ((1,), (0,)),
@@ -67,14 +67,14 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Effects:
-    """Of one operation.
+    """The effects of one operation.
 
     Attributes:
         reads, writes: (position, name) of arguments that are tensors or lists of them.
         is_view: the results share memory with the arguments, and no data is touched.
-        makes: whether the results are new memory; ``fills``: that is written too.
-        pads: whether what is read may have padding in it, which collectives send and batched
-            copies copy too.
+        makes: whether the results are new memory; ``fills``: whether it is written.
+        pads: whether the data read may contain padding, which collectives and batched copies
+            include.
     """
 
     reads: tuple[tuple[int, str], ...]
@@ -90,7 +90,7 @@ def effects_of(operation: Any) -> Effects:
     """The effects of an ``OpOverload``.
 
     Raises:
-        NotImplementedError: for a collective that is not known here.
+        NotImplementedError: for an unknown collective.
     """
     schema = operation._schema
     names = [(i, argument.name) for i, argument in enumerate(schema.arguments)]

@@ -1,4 +1,4 @@
-"""Accounts for every gradient: see `account_gradients`."""
+"""Follows every gradient to its sharded parameter: see `account_gradients`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def account_gradients() -> Iterator[None]:
 
     Covers all sharded modules of this process, including existing ones. The context may begin and
     end anywhere in training, also between forward and backward or between micro-batches; earlier
-    gradients are not tracked. Each accumulation into an unsharded parameter is counted,
-    by parameter and micro-batch, and followed through accumulation and reductions to the ``.grad``
-    of the sharded parameter. At the end of a backward with gradient sync (or of
-    `FSDPModule.finalize_backward`, or of a pipeline's step) and at each optimizer step, all of them
-    must have arrived. Costs a few microseconds per parameter and micro-batch, no memory and no
-    communication; outside the context it costs nothing.
+    gradients are not tracked. Each accumulation into an unsharded parameter is recorded, by
+    parameter and micro-batch, and followed through accumulation and reductions to the ``.grad`` of
+    the sharded parameter. All of them must have arrived at the end of a backward with gradient sync
+    (or of `FSDPModule.finalize_backward`, or of a pipeline's step) and at each optimizer step.
+    Costs a few microseconds per parameter and micro-batch, no memory and no communication; outside
+    the context it costs nothing.
 
     Micro-batches are numbered from 0 in every iteration, in the order of the unit's forwards.
 
     Raises:
         GradientLostError: names the unit, the parameter, the micro-batch, and where the gradient
-            was seen last. Out of ``backward()``, ``finalize_backward()`` or ``optimizer.step()``.
-        RuntimeError: if it is active already.
+            was last seen; raised by ``backward()``, ``finalize_backward()`` or
+            ``optimizer.step()``.
+        RuntimeError: if it is already active.
 
     Example:
         >>> with fsdp2.testing.account_gradients():
@@ -50,7 +51,7 @@ def account_gradients() -> Iterator[None]:
         ...         optimizer.zero_grad()
     """
     if _accounts:
-        raise RuntimeError("account_gradients() is active already")
+        raise RuntimeError("account_gradients() is already active")
     _accounts.append(weakref.WeakSet())
     with ExitStack() as stack:
         stack.callback(_close)
@@ -77,7 +78,7 @@ def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable
     return call
 
 
-# -- the way of a gradient ------------------------------------------------------------------
+# -- the path of a gradient -----------------------------------------------------------------
 
 
 def _start_unshard(original: Any, unit: Unit, *args: Any) -> None:
@@ -87,7 +88,7 @@ def _start_unshard(original: Any, unit: Unit, *args: Any) -> None:
 
 def _open(unit: Unit) -> Account | None:
     if type(unit) is not Unit:
-        return None  # one of an estimate, without gradients
+        return None  # a unit of an estimate, which has no gradients
     account = open_account(unit)
     watch(account, unit, _made)
     _accounts[0].add(account)
@@ -95,8 +96,8 @@ def _open(unit: Unit) -> Account | None:
 
 
 def _wait_unshard(original: Any, unit: Unit, *args: Any) -> None:
-    """The first one makes unsharded parameters of tensor subclasses, which are watched before the
-    runtime counts what they accumulate."""
+    """The first call creates the unsharded parameters of tensor subclasses, which must be watched
+    before the runtime counts their gradients."""
     original(*args)
     account = account_of(unit.gradients)
     if account is not None:
@@ -113,10 +114,10 @@ def _post_forward(original: Any, runtime: Runtime, unit: Unit, **kwargs: Any) ->
 def _pre_backward(
     original: Any, runtime: Runtime, unit: Unit, forward: Any = None, **kwargs: Any
 ) -> None:
-    # (One that stayed gathered since before all this has no account yet.)
+    # (A unit that has stayed gathered since before the context has no account yet.)
     account = account_of(unit.gradients) or _open(unit)
     if account and not unit.backward_began:
-        # (The hooks on outputs may run again in the backward of the weights.)
+        # (Hooks on outputs may run again in the backward for the weights.)
         first = forward is None or not forward.entered
         owes = first and not kwargs.get("accumulates", True) and not runtime.ends_iteration
         shown = unit.registration.registered == "unsharded"
@@ -157,7 +158,7 @@ def _make_reductions(original: Any, gradients: UnitGrads, *args: Any, **kwargs: 
 
 def _complete(original: Any, reduction: Reduction, *args: Any) -> Any:
     records = vars(reduction).get("_records", ())
-    for record in records:  # an optimizer in backward may step in the middle of this
+    for record in records:  # an optimizer in backward may step during this
         record.attaching, record.flying = record.flying, []
     result = original(*args)
     for record in records:
@@ -169,7 +170,7 @@ def _complete(original: Any, reduction: Reduction, *args: Any) -> Any:
             if reduction.replicate is not None:
                 record.partial.clear()
             if sharded.grad is None and not sharded._post_accumulate_grad_hooks:
-                record.lose(record.attaching, "it was reduced, and not attached to the shard")
+                record.lose(record.attaching, "it was reduced, but not attached to the shard")
         record.attaching.clear()
     return result
 
@@ -187,12 +188,12 @@ def _drop(original: Any, gradients: UnitGrads) -> None:
         account.forget()
 
 
-# -- is all there? --------------------------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------
 
 
 def _made(account: Account) -> None:
-    """A gradient was made; see that it is noticed, also where no hook of the unit runs, and that
-    the end of its backward is."""
+    """After the first gradient of a backward, queue a check at its end, which also covers gradients
+    and ends of backward for which no hook of the unit runs."""
     if account.is_queued:
         return
     account.is_queued = True
@@ -210,13 +211,13 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
         return
     if not runtime.in_backward:
         _raise(account.problems(_UNREDUCED, all_owed=False))
-    elif not runtime.will_end_backward:  # in no run of autograd any more
+    elif not runtime.will_end_backward:  # outside autograd's run
         places = (*_UNREDUCED, "flying") if runtime.ends_iteration else _UNREDUCED
         _raise(account.problems(places, all_owed=False))
 
 
 def _end_backward(original: Any, runtime: Runtime) -> None:
-    explicit = torch._C._current_graph_task_id() == -1  # of a pipeline, not of a backward
+    explicit = torch._C._current_graph_task_id() == -1  # called by a pipeline, not in backward
     original()
     _check(runtime, ended=runtime.ends_iteration, explicit=explicit)
 
@@ -233,7 +234,7 @@ def _finish_finalization(original: Any, runtime: Runtime, *args: Any) -> None:
 
 
 def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
-    """At the end of a backward or an iteration."""
+    """Check at the end of a backward or an iteration."""
     problems = []
     for unit in runtime.units:
         account, config = account_of(unit.gradients), unit.config
@@ -255,7 +256,7 @@ def _check(runtime: Runtime, *, ended: bool, explicit: bool) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step: all gradients of what it changes are there."""
+    """Before an optimizer step, check that all gradients of its parameters have arrived."""
     stepped: set[int] = set()
     problems = []
     for account in list(_accounts[0]) if _accounts else ():
@@ -267,7 +268,9 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 stepped = {id(p) for group in groups for p in group["params"]}
             if left and id(record.param.sharded) in stepped:
                 name = record.param.fqn
-                problems += [f"parameter '{name}', {text}, and now it is stepped" for text in left]
+                problems += [
+                    f"parameter '{name}', {text}, but the optimizer steps now" for text in left
+                ]
     _raise(problems)
 
 

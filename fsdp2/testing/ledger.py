@@ -1,12 +1,13 @@
-"""What became of the gradients of one unit: every one that autograd made is in one place.
+"""Tracks the gradients of one unit: each one that autograd produced is in exactly one place.
 
-A gradient of one parameter and one micro-batch goes this way, and the account of its unit follows::
+The account of a unit follows each gradient (of one parameter and one micro-batch) along this path::
 
     made -> on the parameter -> (accumulated) -> taken -> in a reduction -> (partial) -> reduced
 
-In brackets: in the dtype of the reduction, without gradient sync; over shards, before an all-reduce
-over replicas. Whatever leaves this way is lost, unless it was dropped on purpose: after a backward
-that failed, or by `FSDPModule.reset_iter_state`.
+The steps in brackets are optional: accumulation in the dtype of the reduction, without gradient
+sync; and reduction over shards only, before an all-reduce over replicas. A gradient that leaves
+this path is lost, unless it was dropped on purpose: after a failed backward, or by
+`FSDPModule.reset_iter_state`.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from ..runtime.forwards import Forward
 from ..runtime.unit import Unit
 from ..sharding.param import ShardedParam
 
-# Where a gradient may be that is not reduced yet, and how to say it.
+# The places of gradients that are not reduced yet, with the text of the error.
 PLACES = {
     "on_param": "it is still on the unsharded parameter: no reduction took it",
-    "waiting": "it waits in the accumulated sum, which no reduction took",
-    "taken": "it was taken from the parameter, and no reduction has it",
+    "waiting": "it is in the accumulated sum, which no reduction took",
+    "taken": "it was taken from the parameter, but no reduction has it",
     "flying": "its reduction was never completed",
-    "partial": "it was reduced over shards only, and the all-reduce over replicas never came",
+    "partial": "it was reduced over shards only, and never all-reduced over replicas",
 }
 
 
 class GradientLostError(RuntimeError):
-    """A gradient that autograd made did not reach the ``.grad`` of its sharded parameter."""
+    """A gradient that autograd produced did not reach the ``.grad`` of its sharded parameter."""
 
 
 class Record:
-    """The gradients of one parameter, as micro-batches, by the place where they are."""
+    """The gradients of one parameter: the micro-batches in each place."""
 
     __slots__ = (*PLACES, "attaching", "lost", "num_reduced", "param", "seen", "watching")
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
         self.watching: Any = None  # the handle of the hook on the unsharded parameter
-        self.seen: Any = None  # of its `.grad`: which tensor, and how often it was written
+        self.seen: Any = None  # identity and version of its `.grad` when last seen
         self.num_reduced = 0
         self.lost: list[str] = []
         self.on_param: list[int] = []
@@ -54,9 +55,9 @@ class Record:
 
     @property
     def tensor(self) -> Any:
-        """The unsharded parameter, if it is the one that is watched.
+        """The unsharded parameter, if it is the watched one.
 
-        Looked up each time: a parameter that Python code refers to is not freed early.
+        Looked up each time, because a parameter that Python code refers to is not freed early.
         """
         tensor = self.param.unsharded
         hooks = None if tensor is None else tensor._post_accumulate_grad_hooks
@@ -64,7 +65,7 @@ class Record:
         return tensor if watched else None
 
     def now(self) -> Any:
-        """Changes with every write to ``.grad`` of the unsharded parameter."""
+        """Identity and version of the unsharded ``.grad``, which change with every write to it."""
         tensor = self.tensor
         grad = None if tensor is None else tensor.grad
         return None if grad is None else (id(grad), grad._version)
@@ -74,13 +75,13 @@ class Record:
         micro_batches.clear()
 
     def left(self, places: Any = PLACES) -> list[str]:
-        """What is in any of ``places``, in words."""
+        """Descriptions of the gradients in any of ``places``."""
         return [
             f"micro-batch {m}: {PLACES[place]}" for place in places for m in getattr(self, place)
         ]
 
     def forget(self) -> None:
-        """They were dropped on purpose."""
+        """Forget all gradients, as they were dropped on purpose."""
         for place in (*PLACES, "lost", "attaching"):
             getattr(self, place).clear()
         self.seen = self.now()
@@ -91,9 +92,9 @@ class Account:
 
     Attributes:
         current: the micro-batch whose backward is in the unit.
-        owed: micro-batches of a pipeline that went through backward for inputs only.
-        unseen: those of them in whose backward the modules did not hold the parameters that
-            compute, so that nobody could ask for their gradients.
+        owed: micro-batches of a pipeline whose backward computed only gradients of inputs.
+        unseen: those of them during whose backward the modules did not hold the unsharded
+            parameters, so that no code could request their gradients.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -125,24 +126,27 @@ class Account:
     # -- from place to place ----------------------------------------------------------------
 
     def follow(self, tensor: torch.Tensor, hook: Any) -> Any:
-        """Call ``hook`` first of all when a gradient of ``tensor`` was accumulated; its handle.
+        """Call ``hook`` before all other hooks when a gradient of ``tensor`` is accumulated.
 
-        In a model that has trained already the hook of the unit is there, which may take the
-        gradient: a later hook would find it made, and gone.
+        In a model that has already trained, the unit has its own hook, which may take the gradient
+        away before a later hook can see it.
+
+        Returns:
+            The handle of the hook.
         """
         handle = tensor.register_post_accumulate_grad_hook(hook)
         self._handles.append(handle)
-        # (The engine follows the order of insertion, which `OrderedDict.move_to_end` leaves.)
+        # (The engine follows insertion order, which `OrderedDict.move_to_end` does not change.)
         hooks: Any = tensor._post_accumulate_grad_hooks
         earlier = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
         hooks.update(earlier)
         return handle
 
     def close(self) -> None:
-        """Nothing is followed any more, and nothing of this is remembered.
+        """Stop following gradients and forget the account.
 
-        What happens to the gradients from now on is not seen: another account would take a
-        gradient that was reduced meanwhile for a lost one.
+        Gradients are not seen from now on, so an account that was reused later would take one that
+        was reduced in the meantime for a lost one.
         """
         for handle in self._handles:
             handle.remove()
@@ -152,7 +156,7 @@ class Account:
             vars(unit.gradients).pop(_KEY, None)
 
     def made(self, record: Record) -> None:
-        """Autograd has accumulated a gradient."""
+        """Record a gradient that autograd accumulated."""
         record.on_param.append(self.current)
         record.seen = record.now()
 
@@ -184,28 +188,28 @@ class Account:
                 record.seen = record.now()
 
     def accumulated(self, waiting: Any) -> None:
-        """Sums are where they wait for a reduction; ``waiting``: by ``id`` of the parameter."""
+        """Record that gradients were added to sums, ``waiting``, by ``id`` of the parameter."""
         for record in self.records.values():
             if record.on_param and record.now() is None:
                 if id(record.param) in waiting:
                     record.waiting += record.on_param
                     record.on_param.clear()
                 else:
-                    record.lose(record.on_param, "it was taken off to be accumulated, and was not")
+                    record.lose(record.on_param, "it was removed to be accumulated, but was not")
             record.seen = record.now()
 
     def launched(self, params: list[ShardedParam]) -> list[Record]:
-        """A reduction of them is on its way."""
+        """Record that a reduction of these parameters' gradients was launched."""
         records = [self.records[id(p)] for p in params if id(p) in self.records]
         for record in records:
             record.flying += record.taken
             record.taken.clear()
         return records
 
-    # -- is all there? ----------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------
 
     def problems(self, places: Any, *, all_owed: bool) -> list[str]:
-        """What is lost, and what is in one of ``places`` where nothing should be any more."""
+        """Describe lost gradients, and those in ``places``, which should be empty by now."""
         unit = self.unit()
         found = [
             (record.param.fqn, text)
@@ -218,8 +222,8 @@ class Account:
             found += [
                 (
                     names,
-                    f"micro-batch {m}: backward computed the gradients of inputs only, and those "
-                    "of these parameters never came",
+                    f"micro-batch {m}: backward computed only the gradients of inputs, and those "
+                    "of these parameters were never computed",
                 )
                 for m in missing
             ]
@@ -230,7 +234,7 @@ class Account:
         return [f"unit '{name}', parameter '{param}', {text}" for param, text in found]
 
     def settle(self) -> None:
-        """Count micro-batches from 0 again, if none is on its way."""
+        """Restart the numbering of micro-batches at 0 if none is in progress."""
         unit = self.unit()
         if unit is None or unit.awaits_backward or unit.running:
             return
@@ -245,12 +249,13 @@ class Account:
 
 
 def account_of(gradients: Any) -> Account | None:
-    """That of the unit whose `UnitGrads` these are; None if it is not watched."""
+    """The account of the unit that these `UnitGrads` belong to; None if it is not watched."""
     return vars(gradients).get(_KEY)
 
 
 def open_account(unit: Unit) -> Account:
-    """That of ``unit``; made if there is none, so that the two live equally long."""
+    """The account of ``unit``, created if needed and stored on the unit, so that both live equally
+    long."""
     account = account_of(unit.gradients)
     if account is None:
         account = vars(unit.gradients)[_KEY] = Account(unit)
@@ -258,7 +263,7 @@ def open_account(unit: Unit) -> Account:
 
 
 def watch(account: Account, unit: Unit, on_made: Any) -> None:
-    """Be told when autograd accumulates a gradient of the unit's parameters as they are now."""
+    """Call ``on_made`` when autograd accumulates a gradient of the unit's current parameters."""
     if account.generation == unit.param_group.generation:
         return
     account.generation = unit.param_group.generation
@@ -276,7 +281,7 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
 
 
 def _reporting(account: Account, record: Record, on_made: Any) -> Any:
-    # The collector does not see what hooks of tensors hold.
+    # The garbage collector does not see references held by hooks of tensors.
     of_account, key = weakref.ref(account), id(record.param)
 
     def hook(param: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A link that takes its time: a thread that waits on the host, a kernel that spins on CUDA."""
+"""A simulated link: a thread that waits on the host, a kernel that spins on CUDA."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Transfer:
 
     Attributes:
         name: such as ``simulated::all_gather``.
-        wire_bytes: that this rank sent: the S of the formula times its factor.
-        seconds: that it takes by the formula.
-        begin, end: when it had the link, on the clock of ``time.perf_counter``, in seconds. On
-            CUDA both are when it was enqueued; the profiler knows when it ran.
+        wire_bytes: bytes that this rank sent: the S of the formula times its factor.
+        seconds: duration by the formula.
+        begin, end: when it used the link, in seconds of ``time.perf_counter``. On CUDA both are
+            the time when it was enqueued; the profiler shows when it ran.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Transfer:
 
 
 class Link:
-    """What the collectives of the same ranks share. They pass it one after the other.
+    """A link shared by the collectives of the same ranks, which use it one after the other.
 
-    In the order in which they are called, as on one NCCL communicator. Real communicators over
-    the same wires would share the bandwidth instead, which takes as long for all of them together.
+    They run in the order of the calls, as on one NCCL communicator. Real communicators over the
+    same wires would share the bandwidth instead, which takes the same time in total.
 
     Args:
         bandwidth: bytes per second that a rank sends; may be ``math.inf``. May be changed while
@@ -49,7 +49,7 @@ class Link:
         latency: seconds per collective.
 
     Attributes:
-        log: where a `Transfer` is added per collective; None: nowhere.
+        log: list to which a `Transfer` is appended for each collective; None: no log.
 
     Raises:
         ValueError: if the bandwidth is not above 0, or the latency is negative or infinite.
@@ -70,11 +70,11 @@ class Link:
         self._event: Any = None
 
     def seconds(self, wire_bytes: float) -> float:
-        """How long a collective takes in which every rank sends so many bytes."""
+        """How long a collective takes in which every rank sends ``wire_bytes``."""
         return self.latency + wire_bytes / self.bandwidth
 
     def close(self) -> None:
-        """Finish what is in flight and end the thread."""
+        """Finish the collectives in flight and end the thread."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
@@ -103,7 +103,7 @@ class Link:
     def _transfer(
         self, name: str, wire_bytes: float, move: Move, called: float
     ) -> Exception | None:
-        begin = max(called, self._free_at)  # the thread may wake late; the link did not
+        begin = max(called, self._free_at)  # the thread may wake up late, but the link is on time
         seconds = self.seconds(wire_bytes)
         try:
             with record_function(name):
@@ -125,7 +125,8 @@ class Link:
         """Spin and copy on the current stream, or on one of the link's.
 
         Args:
-            own: on the link's stream; the work's ``wait`` makes the then current stream wait.
+            own: use the link's stream; the work's ``wait`` makes the stream that is current then
+                wait.
         """
         device = result[0].device
         stream = torch.cuda.current_stream(device)
@@ -135,7 +136,7 @@ class Link:
             self._stream.wait_stream(stream)
             stream = self._stream
         seconds = self.seconds(wire_bytes)
-        # A graph that is captured cannot wait for what came before it.
+        # A graph cannot wait for work from before its capture.
         capturing = torch.cuda.is_current_stream_capturing()
         with torch.cuda.stream(stream), record_function(name):
             if self._event is not None and not capturing:
@@ -153,7 +154,7 @@ class Link:
 
 
 class _HostWork(dist.Work):
-    """A collective on the thread of a link: to wait is to block until its time is over."""
+    """A collective on the thread of a link; ``wait`` blocks until its time is over."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class _HostWork(dist.Work):
         self._result = result
 
     def end(self, error: Exception | None) -> threading.Event:
-        """Note how it ended; the event is what to set next."""
+        """Record how it ended; the caller sets the returned event next."""
         self._error = error
         return self._done
 
@@ -183,12 +184,12 @@ class _HostWork(dist.Work):
 
 
 class _StreamWork(dist.Work):
-    """A collective on a stream: to wait is to make the current stream wait."""
+    """A collective on a stream; ``wait`` makes the current stream wait."""
 
     def __init__(self, event: Any, move: Move, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._event = event
-        self._move: Move | None = move  # holds the inputs
+        self._move: Move | None = move  # keeps the inputs alive
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
@@ -208,8 +209,8 @@ def cycles_per_second(device: torch.device, *, measure: bool = False) -> float:
     """The rate at which ``torch.cuda._sleep`` counts: 1 / (seconds per cycle).
 
     Measured at the first call, as the difference between a long and a short spin after a warm-up.
-    It is the clock of the multiprocessors: under heavy load it may fall below what was measured,
-    and spins take longer then.
+    This is the clock of the multiprocessors: under heavy load it may fall below the measured rate,
+    and spins then take longer.
 
     Args:
         measure: measure again, for instance after some steps of training.
@@ -218,8 +219,8 @@ def cycles_per_second(device: torch.device, *, measure: bool = False) -> float:
     if rate is None or measure:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "A SimulatedGroup measures the GPU's clock at its first collective, which cannot "
-                "be done while a CUDA graph is captured: run a step before the capture"
+                "A SimulatedGroup measures the GPU's clock at its first collective, which is not "
+                "possible while a CUDA graph is captured: run a step before the capture"
             )
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device=device)):
             _spin_ms(20_000_000)

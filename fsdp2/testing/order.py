@@ -1,27 +1,28 @@
-"""Proof of the order of work on several streams: happens-before over a list of events.
+"""Proves the order of work on several streams: happens-before over a list of events.
 
-A trace is what the host did, in its order: it launched work on streams, recorded events and made
-streams wait for them, allocated and freed memory. From it a vector clock of every stream says
-what has surely happened before what, however fast or slow each stream runs:
+A trace is what the host did, in order: it launched work on streams, recorded events and made
+streams wait for them, and allocated and freed memory. From it, vector clocks determine what is
+guaranteed to happen before what, however fast or slow each stream runs:
 
-- work on a stream happens after the work launched there before, after everything that the stream
-  was made to wait for, and after everything that the host had done or waited for;
+- work on a stream happens after earlier work on this stream, after everything that the stream was
+  made to wait for, and after everything that the host had done or waited for;
 - an event stands for the work on its stream up to its last `Record` before the `Wait`;
-- the host itself happens after work only if it waited for it (`Synchronize`, `Finish`).
+- the host is ordered after work only if it waited for it (`Synchronize`, `Finish`).
 
 The rules, over byte ranges of blocks of memory:
 
 - a read happens after every write to the range, and every byte of it was written since the block
-  was allocated (of what may have padding in it, some);
+  was allocated (if it may contain padding, at least one);
 - a write happens after every read and every write of the range;
-- an access happens after the block's allocation, at that point of the owner's stream;
+- an access happens after the point on the owner's stream at which the block was allocated;
 - a block is freed only when all accesses happen before the next work of the *owner's stream*: a
-  caching allocator may give it out again on that stream at once, and on no other;
+  caching allocator may hand it out again on that stream at once, and on no other;
 - nothing is accessed after it was freed;
 - a range that is *held* (a gradient that is still needed) is neither overwritten nor freed;
-- every message is waited for exactly once, and no stream waits for an event never recorded.
+- every message is waited for exactly once, and no stream waits for an event that was never
+  recorded.
 
-This module knows nothing of torch; `fsdp2.testing.trace` writes traces of real runs.
+This module does not use torch; `fsdp2.testing.trace` records traces of real runs.
 
 Example:
     >>> from fsdp2.testing.order import Access, Allocate, Launch, check
@@ -50,9 +51,9 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes ``start`` to ``stop`` of a block. Both ``reads`` and ``writes``: changed in place.
+    """An access to bytes ``start`` to ``stop`` of a block; with ``reads`` and ``writes``, in place.
 
-    With ``padded``, some of what is read may be padding that was never written.
+    With ``padded``, part of what is read may be padding that was never written.
     """
 
     block: int
@@ -65,9 +66,9 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Work put on a stream; on ``HOST``, done at once.
+    """Work put on a stream; on ``HOST``, it is done at once.
 
-    With ``message``, work of a host-ordered collective: ``stream`` stands for the network, and
+    With ``message``, the work of a host-ordered collective: ``stream`` represents the network, and
     `Finish` makes the host wait.
     """
 
@@ -79,7 +80,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``event`` stands for the work on ``stream`` so far."""
+    """``event`` represents the work on ``stream`` so far."""
 
     stream: str
     event: int
@@ -87,7 +88,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What ``stream`` (or the host) does from now on happens after ``event``."""
+    """Later work of ``stream`` (or the host) happens after ``event``."""
 
     stream: str
     event: int
@@ -109,8 +110,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A block of memory for ``stream``; with ``filled``, it holds something that was written
-    before the trace began."""
+    """A block of memory for ``stream``; with ``filled``, it was written before the trace began."""
 
     block: int
     nbytes: int
@@ -120,14 +120,14 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The block goes back to the allocator, now, as seen from the host."""
+    """The host returns the block to the allocator now."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """From now on ``ranges`` of the block, and no others, are held for this ``reason``."""
+    """From now on only ``ranges`` of the block are held for this ``reason``."""
 
     block: int
     reason: str
@@ -136,7 +136,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something happened on the host that has no effect on order; for questions about overlap."""
+    """A moment on the host without effect on the order; used to analyse overlap."""
 
     name: str
     subject: str
@@ -151,15 +151,15 @@ Event = (
 
 
 class Kind(Enum):
-    """What is wrong."""
+    """The kind of a violation."""
 
-    NEVER_WRITTEN = "reads memory that nothing was written to"
+    NEVER_WRITTEN = "reads memory that was never written"
     READ_TOO_EARLY = "may read before the write is done"
-    OVERWRITTEN_IN_USE = "may overwrite what is still being read or written"
-    USED_BEFORE_ALLOCATED = "may use memory that its stream still has for something else"
+    OVERWRITTEN_IN_USE = "may overwrite data that is still being read or written"
+    USED_BEFORE_ALLOCATED = "may use memory while its stream still uses it for something else"
     FREED_IN_USE = "is freed while in use"
     USED_AFTER_FREE = "uses memory that was freed"
-    HELD_LOST = "overwrites or frees what is still wanted"
+    HELD_LOST = "overwrites or frees data that is still needed"
     WAITED_TWICE = "is waited for twice"
     NEVER_WAITED = "is never waited for"
     NO_EVENT = "waits for an event that was never recorded"
@@ -205,12 +205,12 @@ class _Block:
 
 
 class Checker:
-    """Takes events one by one; `violations` grows.
+    """Checks events one by one and collects `violations`.
 
     Attributes:
-        violations: what was found so far.
-        launched: with ``keep_clocks``, for the index of every `Launch` its stream, its time there
-            and what it happens after; see `happens_before`.
+        violations: the violations so far.
+        launched: with ``keep_clocks``, the stream, the time on it and the clock of every `Launch`,
+            by index; see `happens_before`.
     """
 
     def __init__(self, *, keep_clocks: bool = False) -> None:
@@ -221,7 +221,7 @@ class Checker:
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, _Block] = {}
         self._open: dict[int, tuple[str, str]] = {}  # messages: stream and name
-        self._names: dict[int, str] = {}  # of messages that were waited for
+        self._names: dict[int, str] = {}  # names of messages that were waited for
         self._index = -1
         self._steps = {
             Launch: self._launch,
@@ -235,20 +235,20 @@ class Checker:
         }
 
     def feed(self, event: Event) -> None:
-        """Take the next event."""
+        """Check the next event."""
         self._index += 1
         step = self._steps.get(type(event))
         if step is not None:
             step(event)  # type: ignore[operator]
 
     def end(self) -> None:
-        """End the trace: report messages that nothing waited for."""
+        """End the trace: report messages that were never waited for."""
         for _, name in self._open.values():
             self._report(Kind.NEVER_WAITED, name)
         self._open.clear()
 
     def happens_before(self, first: int, second: int) -> bool:
-        """Whether the launch at index ``first`` surely happens before that at ``second``."""
+        """Whether the launch at index ``first`` always happens before the one at ``second``."""
         stream, time, _ = self.launched[first]
         return first < second and self.launched[second][2].get(stream, 0) >= time
 
@@ -262,7 +262,7 @@ class Checker:
         return self._clocks.setdefault(stream, {})
 
     def _tick(self, stream: str) -> Clock:
-        """The clock of ``stream`` at a new point of it, which happens after the host so far."""
+        """The clock of ``stream`` at a new point, which happens after the host so far."""
         clock = self._clock(stream)
         if stream != HOST:
             _join(clock, self._clocks[HOST])
@@ -326,7 +326,7 @@ class Checker:
         clock = self._tick(event.stream)
         if self._keep_clocks:
             self.launched[self._index] = (event.stream, clock[event.stream], dict(clock))
-        for access in event.accesses:  # reads come first: they see what was there before
+        for access in event.accesses:  # reads first: they see the contents before the writes
             if access.reads:
                 self._check(event, access, clock, write=False)
         for access in event.accesses:
@@ -362,8 +362,8 @@ class Checker:
         if block is None or not block.live:
             return
         start, stop, stream = access.start, access.stop, event.stream
-        # What lies inside this access and is ordered before it need not be looked at again: a
-        # write is after everything there, a read after the earlier reads of its own stream.
+        # Accesses inside this one and ordered before it need not be checked again: a write comes
+        # after everything there, a read after earlier reads of its own stream.
         block.past = [
             past
             for past in block.past
@@ -388,10 +388,10 @@ class Checker:
 
 
 def check(events: Iterable[Event]) -> list[Violation]:
-    """All violations of a whole trace.
+    """Return all violations of a trace.
 
     Args:
-        events: as `recording` collects them, or made by hand.
+        events: as `recording` collects them, or written by hand.
 
     Example:
         >>> allocate = Allocate(block=0, nbytes=8, stream="compute")
@@ -413,17 +413,17 @@ def _join(clock: Clock, other: Mapping[str, int]) -> None:
 
 
 def _covers(ranges: list[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether ``ranges``, disjoint and not touching, hold all of ``start`` to ``stop``."""
+    """Whether ``ranges``, which are disjoint and not adjacent, contain ``start`` to ``stop``."""
     return start >= stop or any(a <= start and stop <= b for a, b in ranges)
 
 
 def _touches(ranges: list[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether ``ranges`` hold any of ``start`` to ``stop``."""
+    """Whether ``ranges`` contain any part of ``start`` to ``stop``."""
     return start >= stop or any(a < stop and start < b for a, b in ranges)
 
 
 def _add(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Add a range, merging with those that it overlaps or touches."""
+    """Add a range, merging it with overlapping and adjacent ones."""
     if _covers(ranges, start, stop):
         return
     apart = [(a, b) for a, b in ranges if b < start or stop < a]

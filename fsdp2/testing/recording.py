@@ -1,4 +1,4 @@
-"""Runs a training step with the runtime's order recorded: see `recording`."""
+"""Records the order of the runtime's work: see `recording`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from .trace import RecordedGroup, Recorder
 def recording(
     *, host_ordered: bool = False, offload: bool = False, exchange: bool = False
 ) -> Iterator[Recorder]:
-    """Record everything inside, for `check`.
+    """Record everything inside the context, for `check`.
 
-    The tensors are CPU tensors and the process group may be of any backend (``fake`` needs one
-    process only; the values are wrong then, and the order is not). Make, shard and train the model
-    inside; nothing of it may be used after.
+    The tensors are CPU tensors, and the process group may be of any backend (``fake`` needs only
+    one process; values are wrong then, but the order is right). Create, shard and train the model
+    inside the context, and do not use it afterwards.
 
     Args:
-        host_ordered: record the path of the CPU, where functions finish collectives, instead of
-            the one of streams and events.
-        offload: for units with ``CPUOffloadPolicy``: tell memory of the host from memory of the
-            device.
-        exchange: with ``host_ordered``: use the point-to-point transport of small gloo groups.
+        host_ordered: record the CPU path, where functions finish collectives, instead of the one
+            with streams and events.
+        offload: distinguish host memory from device memory, for units with ``CPUOffloadPolicy``.
+        exchange: with ``host_ordered``, use the point-to-point transport of small gloo groups.
 
     Yields:
         The recorder; ``recorder.events`` is the trace, ``recorder.device`` has the streams.
@@ -84,7 +83,7 @@ _MARKED = (
 
 
 def _marking(recorder: Recorder, method: Callable) -> Callable:
-    """``method``, with a mark before and after: its name and that of the unit."""
+    """``method`` with marks before and after it, with its name and that of the unit."""
     name = method.__name__
 
     @wraps(method)
@@ -100,7 +99,7 @@ def _marking(recorder: Recorder, method: Callable) -> Callable:
 
 
 def _on_host(recorder: Recorder, method: Callable) -> Callable:
-    """A method of `Bucket` that makes memory of the host, if shards are offloaded."""
+    """A method of `Bucket` that allocates host memory if shards are offloaded."""
 
     @wraps(method)
     def making(self: storage.Bucket, *args: Any, **kwargs: Any) -> Any:
@@ -114,8 +113,8 @@ def _on_host(recorder: Recorder, method: Callable) -> Callable:
 
 
 def _holding(recorder: Recorder, launch: Callable) -> Callable:
-    """`Reduction.launch`; while it writes, sharded gradients that are wanted are held: attached
-    ones, and those that a reduction on its way is writing."""
+    """`Reduction.launch`, which must not overwrite sharded gradients that are still needed: those
+    that are attached, and those that a reduction in flight is writing."""
 
     @wraps(launch)
     def holding(self: Reduction, *args: Any, **kwargs: Any) -> None:
@@ -138,7 +137,7 @@ def _holding(recorder: Recorder, launch: Callable) -> Callable:
 
 
 def _messages(recorder: Recorder, exchange: bool) -> Callable:
-    """`make_transport`, for groups whose collectives are recorded."""
+    """`make_transport` for groups whose collectives are recorded."""
 
     def make(group: Any, device: torch.device, *, sum_only: bool = False) -> collectives.Transport:
         recorded: Any = RecordedGroup(recorder, group)

@@ -1,11 +1,11 @@
-"""A process group for one process, whose collectives move bytes and take the time of a link.
+"""A process group in one process whose collectives move data and take the time of a link.
 
-Every rank is taken to hold the same data as this one. So an all-gather puts this rank's bytes in
-every slot (as many bytes as a real one would write), and a reduction of n equal terms is n times
-this rank's (SUM) or this rank's (AVG, MIN, MAX). Sharded parameters therefore stand for a model
-whose rows repeat: see `tile_rows`, with which a plain model gives the same losses.
+All ranks are assumed to hold the same data as this one. An all-gather therefore puts this rank's
+data into every slot (as many bytes as a real one would write), and a reduction of n equal terms is
+n times this rank's data (SUM) or this rank's data (AVG, MIN, MAX). Sharded parameters represent a
+model whose rows repeat: see `tile_rows`, with which a plain model has the same losses.
 
-The time of a collective follows the ring model. With n ranks, S bytes of the whole (gathered,
+The time of a collective follows the ring model. With n ranks, S bytes of the whole data (gathered,
 or to be reduced), bandwidth B and latency L::
 
     all-gather, reduce-scatter    L +     (n - 1) / n * S / B
@@ -17,16 +17,16 @@ from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters o
 2009; the factors are those by which NCCL's tests turn time into bus bandwidth. A coalesced call
 is one collective: the latency counts once.
 
-*On the CPU* a thread per link copies and waits until the time is over; `Work.wait` blocks until
-then. *On CUDA* a spin kernel and then the copies run on the current stream (on a stream of the
-link if the call is asynchronous), so that nothing but the order of streams hides them. What this
-leaves out: a real collective takes more multiprocessors than a spin of one block does, and memory
+*On the CPU*, one thread per link copies and waits until the time is over; `Work.wait` blocks until
+then. *On CUDA*, a spin kernel and then the copies run on the current stream (on a stream of the
+link if the call is asynchronous), so only the order of streams can hide them. This leaves out that
+a real collective uses more multiprocessors than a spin kernel of one block, and uses memory
 bandwidth all the time, not only at its end.
 
-*On the host* a coalesced call makes views and checks in Python: 2.5 to 4 us per tensor, about what
-c10d's own call takes (gloo on one rank: 3 us or more). So a benchmark of the host's time may count
-it as that of a backend. Keeping the views would save 2 us per tensor, but nothing that lives as
-long as a caller's list of tensors can hold them.
+*On the host*, a coalesced call creates views and checks arguments in Python: 2.5 to 4 us per
+tensor, about what c10d's own call takes (gloo on one rank: 3 us or more). A benchmark of host time
+may therefore count it as a backend's time. Caching the views would save 2 us per tensor, but there
+is no object to cache them on that lives as long as the caller's list of tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .link import Link, Transfer
 
 BACKEND = "simulated"
 
-# Their names in a profiler's trace.
+# Names of the collectives in a profiler's trace.
 ALL_GATHER = "simulated::all_gather"
 REDUCE_SCATTER = "simulated::reduce_scatter"
 ALL_REDUCE = "simulated::all_reduce"
@@ -56,16 +56,16 @@ class SimulatedGroup(dist.ProcessGroup):
     """A process group of ``world_size`` ranks of which only this one exists.
 
     Runs all-gather, reduce-scatter, all-reduce, broadcast and barrier, coalesced or not, on CPU
-    and CUDA tensors; see the module's docstring for what they do and how long they take. Used by
-    itself it is a group whose methods can be called; `simulated_mesh` makes it the default group,
-    with a mesh for ``fully_shard`` (torch's too).
+    and CUDA tensors; see the module's docstring for what they do and how long they take. The group
+    can be used by calling its methods; `simulated_mesh` makes it the default group, with a mesh for
+    ``fully_shard`` (torch's too).
 
     Args:
         world_size: number of ranks.
         bandwidth: bytes per second that a rank sends; may be ``math.inf``.
         latency: seconds per collective.
-        rank: which of them this process is.
-        link: shared with other groups, instead of ``bandwidth`` and ``latency``.
+        rank: the rank of this process.
+        link: a link shared with other groups, instead of ``bandwidth`` and ``latency``.
 
     Raises:
         ValueError: if a number is out of range.
@@ -94,7 +94,7 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._rank, self._size, self._name = rank, world_size, ""
 
-    # What c10d asks of a group.
+    # Methods that c10d requires of a group.
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
@@ -120,19 +120,19 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
-        """The transfers on the link of this group, while the context lasts."""
+        """Context that collects the transfers on the link of this group."""
         before, self.link.log = self.link.log, []
         try:
             yield self.link.log
         finally:
             self.link.log = before
 
-    # The collectives. torch 2.13 has renamed some; both names are there.
+    # The collectives. torch 2.13 renamed some of them; both names are provided.
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Every slot of ``outputs[i]`` (1/n of it) becomes ``inputs[i]``."""
+        """Copy ``inputs[i]`` to every slot (1/n) of ``outputs[i]``."""
         self._check("all-gather", inputs, outputs)
         size = self._size
         pairs = [
@@ -148,7 +148,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """``outputs[i]`` becomes this rank's slot of ``inputs[i]``, summed or averaged."""
+        """Copy this rank's slot of ``inputs[i]``, summed or averaged, to ``outputs[i]``."""
         self._check("reduce-scatter", outputs, inputs)
         rank = self._rank
         pairs = [
@@ -165,18 +165,18 @@ class SimulatedGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Every tensor becomes its sum or mean over the ranks, in place."""
+        """Replace every tensor by its sum or mean over the ranks, in place."""
         factor = self._factor(opts)
         return self._start(ALL_REDUCE, 2 * self._share(tensors), [], tensors, opts, factor)
 
     def broadcast(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Nothing changes, since all ranks hold the same."""
+        """Take the time of a broadcast; no data changes, since all ranks hold the same."""
         return self._start(BROADCAST, sum(t.nbytes for t in tensors), [], tensors, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Takes the latency, on the thread of the link; does not wait for a device."""
+        """Take the latency, on the link's thread; does not wait for a device."""
         return self.link.start(BARRIER, 0, lambda: None)
 
     def all_gather_single(
@@ -192,7 +192,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Each of ``outputs[i]``, a tensor per rank, becomes ``inputs[i]``."""
+        """Copy ``inputs[i]`` to each of ``outputs[i]``, which has one tensor per rank."""
         pairs = [(out, mine) for outs, mine in zip(outputs, inputs, strict=True) for out in outs]
         flat = [out for outs in outputs for out in outs]
         return self._start(ALL_GATHER, self._share(flat), pairs, flat, opts)
@@ -206,10 +206,10 @@ class SimulatedGroup(dist.ProcessGroup):
         opts: Any,
         factor: int = 1,
     ) -> dist.Work:
-        """Copy ``pairs`` (to, from), multiply ``result`` by ``factor``, take the time of it."""
+        """Copy ``pairs`` (to, from) and multiply ``result`` by ``factor``, in the link's time."""
 
         def move() -> None:
-            # In one call each: a benchmark measures the host's time beside this.
+            # One call each: benchmarks measure host time next to this.
             with torch.no_grad():
                 if pairs:
                     torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
@@ -222,15 +222,15 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.link.start(name, wire_bytes, move, result)
 
     def _share(self, wholes: Sequence[torch.Tensor]) -> float:
-        """Bytes that a rank sends to gather or to scatter tensors, by the ring model."""
+        """Bytes that a rank sends to gather or reduce-scatter tensors, by the ring model."""
         return sum(whole.nbytes for whole in wholes) * (self._size - 1) / self._size
 
     def _factor(self, opts: Any) -> int:
-        """By what a reduction of equal terms multiplies."""
+        """The factor by which a reduction multiplies equal terms."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if op == dist.ReduceOp.SUM:
             return self._size
-        # Not `in`: it has the operands the other way round, and then they are never equal.
+        # Not `in`: it swaps the operands, and then they never compare equal.
         if any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
             return 1
         raise NotImplementedError(f"SimulatedGroup reduces by SUM, AVG, MIN and MAX, not by {op}")
@@ -238,20 +238,20 @@ class SimulatedGroup(dist.ProcessGroup):
     def _check(
         self, what: str, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
     ) -> None:
-        """What NCCL demands too; a mistake must not pass here and fail there."""
+        """Check what NCCL requires, too; a mistake must not pass here and fail there."""
         if len(parts) != len(wholes):
             raise ValueError(f"{what}: {len(parts)} parts for {len(wholes)} wholes")
         size = self._size
         for part, whole in zip(parts, wholes, strict=True):
             if part.numel() * size != whole.numel():
                 raise ValueError(
-                    f"{what} over {self._size} ranks: a part of {part.numel()} elements, a whole "
-                    f"of {whole.numel()}; it must be {self._size} times as many"
+                    f"{what} over {self._size} ranks: a part has {part.numel()} elements and the "
+                    f"whole {whole.numel()}; the whole must have {self._size} times as many"
                 )
             if part.dtype != whole.dtype or part.device != whole.device:
                 raise ValueError(
-                    f"{what}: a part in {part.dtype} on {part.device}, the whole in {whole.dtype} "
-                    f"on {whole.device}"
+                    f"{what}: a part is {part.dtype} on {part.device}, but the whole is "
+                    f"{whole.dtype} on {whole.device}"
                 )
             if not (part.is_contiguous() and whole.is_contiguous()):
                 raise ValueError(f"{what}: tensors must be contiguous")
@@ -285,13 +285,13 @@ for _name in (
 
 
 def tile_rows(tensor: torch.Tensor, num_shards: int) -> torch.Tensor:
-    """The parameter that rank 0's shard of ``tensor`` stands for in a `SimulatedGroup`.
+    """The parameter that rank 0's shard of ``tensor`` represents in a `SimulatedGroup`.
 
     Args:
         tensor: a whole parameter, sharded on dim 0 over ``num_shards`` ranks.
 
     Returns:
-        The same shape: the rows of the first shard, again and again.
+        A tensor of the same shape that repeats the rows of the first shard.
 
     Example:
         >>> tile_rows(torch.tensor([1, 2, 3, 4, 5]), 2)
@@ -306,11 +306,11 @@ def tile_rows(tensor: torch.Tensor, num_shards: int) -> torch.Tensor:
 
 
 _links: dict[tuple[int, ...], Link] = {}
-_other_link: Link | None = None  # for groups that are no dim of the mesh
+_other_link: Link | None = None  # for groups that are not a dim of the mesh
 
 
 def _create_group(options: Any, backend_options: Any = None) -> SimulatedGroup:
-    """What c10d calls for every new group: those of the same ranks share a link."""
+    """Called by c10d for every new group; groups of the same ranks share a link."""
     if _other_link is None:
         raise RuntimeError(f'the backend "{BACKEND}" is for fsdp2.testing.simulated_mesh')
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -330,20 +330,20 @@ def simulated_mesh(
     device_type: str = "cpu",
     mesh_dim_names: Sequence[str] | None = None,
 ) -> Iterator[DeviceMesh]:
-    """A device mesh for ``fully_shard`` whose groups are `SimulatedGroup`, this process rank 0.
+    """A device mesh for ``fully_shard`` with `SimulatedGroup` groups; this process is rank 0.
 
-    The default process group is made for it, and destroyed at the end.
+    The default process group is created for it, and destroyed at the end.
 
     Args:
         shape: number of ranks, or the mesh's shape, such as (2, 4) for 2 replicas of 4 shards.
-        bandwidth: bytes per second that a rank sends; one for all, or one per mesh dim (over
-            InfiniBand and NVLink, say). Groups over other sets of ranks have the lowest.
+        bandwidth: bytes per second that a rank sends: one number, or one per mesh dim (for
+            InfiniBand and NVLink, say). Groups over other sets of ranks have the lowest bandwidth.
         latency: seconds per collective.
         device_type: "cpu" or "cuda".
         mesh_dim_names: one per mesh dim.
 
     Raises:
-        RuntimeError: if there is a default process group already.
+        RuntimeError: if there is already a default process group.
         ValueError: if a number is out of range.
 
     Example:
@@ -355,11 +355,13 @@ def simulated_mesh(
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     bandwidths = [bandwidth] * len(shape) if isinstance(bandwidth, (int, float)) else [*bandwidth]
     if not shape or min(shape) < 1:
-        raise ValueError(f"shape must be of positive numbers, got {shape}")
+        raise ValueError(f"shape must consist of positive numbers, got {shape}")
     if len(bandwidths) != len(shape):
         raise ValueError(f"{len(bandwidths)} bandwidths for a mesh of {len(shape)} dims")
     if dist.is_initialized():
-        raise RuntimeError("simulated_mesh makes the default process group, but there is one")
+        raise RuntimeError(
+            "simulated_mesh creates the default process group, but there already is one"
+        )
     transports = {}
     stride = math.prod(shape)
     for size, dim_bandwidth in zip(shape, bandwidths, strict=True):

@@ -1,11 +1,11 @@
-"""Records what a run reads, writes, allocates and frees, on which simulated stream.
+"""Records what a run reads, writes, allocates and frees, and on which simulated stream.
 
 A `Recorder` is a dispatch mode: it sees every operation of torch below autograd, on local tensors,
-with everything that DTensor, checkpointing and optimizers do inside. It is filled by three more
-sources: the simulated device (events and waits), `sharding.bucket.resize` (storages that are freed
-and allocated in place) and weak references to storages (memory that dies with its last tensor).
+including everything inside DTensor, checkpointing and optimizers. It has three more sources: the
+simulated device (events and waits), `sharding.bucket.resize` (storages that are freed and allocated
+in place) and weak references to storages (memory that is freed with its last tensor).
 
-The recorder holds no tensor and no storage, so lifetimes are those of the run itself.
+The recorder holds no tensor and no storage, so it does not change lifetimes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .device import SimulatedDevice
 from .effects import Effects, argument, effects_of, span, tensors
 from .order import HOST, Access, Allocate, Event, Finish, Free, Held, Launch, Mark, Synchronize
 
-# From the memory of the host or to it: the host waits, if not told otherwise.
+# To or from host memory, these make the host wait unless they are non-blocking.
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class UsedAfterFreeError(RuntimeError):
-    """An operation was about to touch memory that is not there; it is recorded, and not run."""
+    """An operation would have touched freed memory; it was recorded but not run."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage: its block, and where in it the storage begins.
+    """A storage: its block, and its offset in the block.
 
-    Storages that are slices of ``whole`` (sharded parameters and gradients) have the block that it
-    has at the time.
+    A storage that is a slice of ``whole`` (sharded parameters and gradients) is in the current
+    block of ``whole``.
     """
 
     own_block: int
@@ -54,18 +54,18 @@ class _Memory:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the trace of what runs inside ``with recorder:``.
+    """Records a trace of everything inside ``with recorder:``.
 
     Args:
-        host_ordered: there are no streams: work is done by the host at once, and collectives are
-            messages that somebody waits for.
+        host_ordered: there are no streams: the host does work at once, and collectives are
+            messages that the host waits for.
 
     Attributes:
         events: the trace.
         device: the simulated device.
-        making_host_memory: whether new memory is memory of the host now: offloaded shards and
-            gradients, which streams only copy from and to. What is computed from such memory
-            alone is computed by the host.
+        making_host_memory: whether new memory is currently host memory: offloaded shards and
+            gradients, which streams only copy from and to. The host does computation whose inputs
+            are all in such memory.
     """
 
     def __init__(self, *, host_ordered: bool = False) -> None:
@@ -77,21 +77,21 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, _Memory] = {}
         self._num_blocks = 0
         self._num_messages = 0
-        self._message: int | None = None  # the next operation sends or receives it
-        self._network: dict[int, str] = {}  # messages on their way, and what stands for them
+        self._message: int | None = None  # the message that the next operation sends or receives
+        self._network: dict[int, str] = {}  # stream name of each message in flight
         self._idle: list[str] = []
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Write an event."""
+        """Append an event to the trace."""
         self.events.append(event)
 
     def mark(self, name: str, subject: str = "") -> None:
-        """Note a moment, for questions about overlap."""
+        """Mark a moment in the trace, to find overlap later."""
         self.emit(Mark(name, subject))
 
     def close(self) -> None:
-        """Write nothing any more; memory that is freed from now on is of no interest."""
+        """Stop recording; memory that is freed from now on is ignored."""
         self._closed = True
         self._storages.clear()
 
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # DTensor asks for shapes
+            return func(*args, **kwargs)  # DTensor computes shapes
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # subclasses run first; this mode sees what they do inside
         effects = effects_of(func)
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
     def _view(self, func: Any, effects: Effects, args: tuple, kwargs: dict) -> Any:
         try:
             return func(*args, **kwargs)
-        except RuntimeError as error:  # some views look whether there is enough memory
+        except RuntimeError as error:  # some views check that there is enough memory
             missing = [t for t in _touched(effects, args, kwargs) if self._is_missing(t)]
             if not missing:
                 raise
@@ -139,8 +139,8 @@ class Recorder(TorchDispatchMode):
     def _accesses(
         self, effects: Effects, args: tuple, kwargs: dict
     ) -> tuple[list[Access], bool | None, bool]:
-        """What is read and written; whether all of it is memory of the host (None: nothing); and
-        whether some of it is and some is not."""
+        """What is read and written; whether all of it is host memory (None if there is nothing);
+        and whether host and device memory are mixed."""
         accesses, on_host = [], []
         both = set(effects.reads) & set(effects.writes)
         for place in dict.fromkeys(effects.reads + effects.writes):
@@ -167,15 +167,15 @@ class Recorder(TorchDispatchMode):
         return HOST if self._host_ordered or on_host else self.device.current_stream().name
 
     def _made_on_host(self, args: tuple, kwargs: dict) -> bool:
-        """Whether the results are memory of the host."""
+        """Whether the results are in host memory."""
         if self.making_host_memory:
             return True
         like = [self.memory(tensor).on_host for tensor in tensors(args)]
-        where = kwargs.get("device")  # an index means the device; the host has none
+        where = kwargs.get("device")  # with an index it is the device; the host has none
         return bool(like) and all(like) and (where is None or where.index is None)
 
     def _allocated(self, result: Any, effects: Effects, on_host: bool) -> list[Access]:
-        """The results that are new memory, and that they are written."""
+        """Record the results that are new memory; returns the writes to them."""
         accesses = []
         for tensor in tensors(result):
             storage = tensor.untyped_storage()
@@ -195,17 +195,17 @@ class Recorder(TorchDispatchMode):
     # -- memory ---------------------------------------------------------------------------------
 
     def memory(self, tensor: torch.Tensor) -> _Memory:
-        """Where the storage of ``tensor`` lies."""
+        """The memory of the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         memory = self._storages.get(storage._cdata)
         if memory is None:
             memory = self._first_seen(storage)
         elif memory.whole is None and memory.nbytes != storage.nbytes():
-            self._resized(memory, storage)  # not by us: by torch, to make room for a result
+            self._resized(memory, storage)  # by torch, to make room for a result
         return memory
 
     def _first_seen(self, storage: torch.UntypedStorage) -> _Memory:
-        """Made before the recording, out of its sight, or as a slice of another storage."""
+        """Register a storage created before the recording, unseen, or as a slice of another."""
         pointer = storage.data_ptr()
         for other in self._storages.values():
             if other.whole is None and other.nbytes and 0 <= pointer - other.pointer < other.nbytes:
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
         return weakref.ref(storage, died)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Resize a storage as units do, recorded."""
+        """Resize a storage as units do, and record it."""
         memory = self._storages.get(storage._cdata)
         if memory is None:
             memory = self._register(storage, on_host=False, filled=True)
@@ -252,18 +252,18 @@ class Recorder(TorchDispatchMode):
             return
         if memory.nbytes:
             self.emit(Free(memory.block))
-        filled = bool(memory.nbytes)  # what was there was copied
+        filled = bool(memory.nbytes)  # the old contents were copied
         memory.nbytes = 0
         if storage.nbytes():
             self._allocate(memory, storage, filled=filled)
 
-    # -- what is still wanted -------------------------------------------------------------------
+    # -- what is still needed -------------------------------------------------------------------
 
     def hold(self, reason: str, held: Iterable[torch.Tensor], *, also: Iterable[torch.Tensor] = ()):
-        """From now on the bytes of ``held`` must not be overwritten for ``reason``.
+        """From now on the bytes of ``held`` must not be overwritten, for ``reason``.
 
         Args:
-            also: tensors of whose blocks nothing is held for this reason any more.
+            also: tensors whose blocks' earlier holds for this reason are released.
         """
         ranges: dict[int, list[tuple[int, int]]] = {}
         for tensor in also:
@@ -281,10 +281,10 @@ class Recorder(TorchDispatchMode):
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, start: Callable[..., Any], *args: Any) -> Message:
-        """Start a host-ordered collective; the operation inside is recorded as a message."""
+        """Start a host-ordered collective; its operation is recorded as a message."""
         self._num_messages += 1
         number = self._message = self._num_messages
-        # A name is used again once the host has waited: what comes later is after it.
+        # A name can be reused once the host has waited: later work is ordered after it.
         self._network[number] = self._idle.pop() if self._idle else f"message {number}"
         try:
             return Message(self, number, start(*args))

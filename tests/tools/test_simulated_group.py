@@ -393,7 +393,7 @@ def test_clipping_sees_the_norm_of_the_model_whose_rows_repeat() -> None:
         (lambda: SimulatedGroup(4, bandwidth=math.nan), "bandwidth must be above 0"),
         (lambda: Link(1e9, latency=-1e-6), "latency must be 0 or more"),
         (lambda: Link(1e9, latency=math.inf), "latency must be 0 or more"),
-        (lambda: simulated_mesh((2, 0)).__enter__(), "shape must be of positive numbers"),
+        (lambda: simulated_mesh((2, 0)).__enter__(), "shape must consist of positive numbers"),
         (lambda: simulated_mesh((2, 2), [1e9]).__enter__(), "1 bandwidths for a mesh of 2 dims"),
     ],
 )
@@ -406,8 +406,8 @@ def test_numbers_out_of_range_are_refused(make: Callable[[], Any], message: str)
 @pytest.mark.parametrize(
     ("part", "whole", "message"),
     [
-        (torch.ones(3), torch.ones(8), "a part of 3 elements, a whole of 8"),
-        (torch.ones(2), torch.ones(8).double(), "a part in torch.float32"),
+        (torch.ones(3), torch.ones(8), "a part has 3 elements and the whole 8"),
+        (torch.ones(2), torch.ones(8).double(), "a part is torch.float32"),
         (torch.ones(2), torch.ones(4, 4)[:, :2], "must be contiguous"),
     ],
 )
@@ -430,7 +430,7 @@ def test_what_it_cannot_do_is_said() -> None:
 
 
 def test_one_default_group_at_a_time_and_none_left_behind() -> None:
-    with simulated_mesh(2), pytest.raises(RuntimeError, match="there is one"):
+    with simulated_mesh(2), pytest.raises(RuntimeError, match="there already is one"):
         simulated_mesh(2).__enter__()
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"is for fsdp2\.testing"):
