@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 _STEP: dict[str, Any] = {
     "type": int,
     "metavar": "N",
-    "help": "of a Checkpointer's folder (default: the latest)",
+    "help": "step in a Checkpointer's folder (default: the latest)",
 }
 _PATH: dict[str, Any] = {
     "metavar": "PATH",
-    "help": "a checkpoint's folder (of fsdp2 or of Hugging Face's kind), an index, a "
-    "safetensors file, or a Checkpointer's folder",
+    "help": "a checkpoint folder (of fsdp2 or Hugging Face), an index file, a safetensors file, or "
+    "a Checkpointer's folder",
 }
 
 
 def add_ckpt(groups: Any) -> None:
     """Add the group ``ckpt`` with its commands."""
-    about = "look at, verify, export and compare checkpoints"
+    about = "inspect, verify, export and compare checkpoints"
     group = groups.add_parser("ckpt", help=about, description=f"Tools that {about}.")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
     for name, run, add_arguments, about in (
-        ("inspect", ckpt_inspect, _add_inspect, "show what is in a checkpoint"),
+        ("inspect", ckpt_inspect, _add_inspect, "show the contents of a checkpoint"),
         ("verify", ckpt_verify, _add_verify, "compare every byte with its checksum"),
         (
             "export",
@@ -77,23 +77,25 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", **_PATH)
     parser.add_argument(
-        "out", metavar="OUT", help="a folder to be made, or one file if it ends in .safetensors"
+        "out", metavar="OUT", help="a folder to create, or one file if it ends in .safetensors"
     )
     parser.add_argument("--step", **_STEP)
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors of the model"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="for the model's floating-point tensors"
     )
     parser.add_argument(
         "--max-file-size",
         type=parse_bytes,
         default=parse_bytes("5GB"),
         metavar="SIZE",
-        help="of one file: 5GB (the default), 500MiB, ...",
+        help="size limit of one file: 5GB (the default), 500MiB, ...",
     )
     parser.add_argument("--single", action="store_true", help="one file, however large")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     parser.add_argument(
-        "--with-optimizer", action="store_true", help="the optimizer's tensors too, in own files"
+        "--with-optimizer",
+        action="store_true",
+        help="also export the optimizer's tensors, in separate files",
     )
     _add_quiet(parser)
 
@@ -140,7 +142,7 @@ def _tolerance(text: str) -> float:
 
 
 def ckpt_inspect(args: argparse.Namespace) -> int:
-    """Show what is in a checkpoint; reads headers and manifests only."""
+    """Show the contents of a checkpoint; reads only headers and manifests."""
     from ..checkpoint.tools.inspect import describe, entries, find_checkpoint, open_checkpoint
 
     path, steps = find_checkpoint(args.path, args.step)
@@ -182,9 +184,9 @@ def _print_summary(summary: Summary) -> None:
     if summary.format == "fsdp2":
         num_ranks = len(summary.ranks)
         layouts = {
-            "shared": "final files that all ranks wrote into",
+            "shared": "final files, written by all ranks",
             "per-rank": "one file of shards per rank",
-            "mixed": "some tensors in final files, some in files of ranks",
+            "mixed": "some tensors in final files, some in per-rank files",
         }
         layout = summary.layout or ""
         facts.append(("Layout", f"{layout}: {layouts[layout]}; {plural(num_ranks, 'rank')}"))
@@ -193,7 +195,7 @@ def _print_summary(summary: Summary) -> None:
     else:
         written = ", ".join(f"{key}={value}" for key, value in sorted(summary.metadata.items()))
         facts.append(("Written", f"by another library{f' ({written})' if written else ''}"))
-        facts.append(("Verifiable", "no checksums: only its structure"))
+        facts.append(("Verifiable", "no checksums: only the structure"))
     print(table(facts, indent=0))
     for title, tallies in (("Dtypes", summary.dtypes), ("Optimizer state", summary.optimizer)):
         if tallies:
@@ -240,7 +242,7 @@ def _show_writers(writers: dict[str, list[str]]) -> str:
 
 
 def ckpt_verify(args: argparse.Namespace) -> int:
-    """Compare every byte with its checksum; 1 if something is wrong."""
+    """Compare every byte with its checksum; returns 1 if the checkpoint is corrupt."""
     from ..checkpoint import CorruptCheckpoint
     from ..checkpoint.tools.inspect import bytes_to_check, check, find_checkpoint, open_checkpoint
 
@@ -260,13 +262,12 @@ def ckpt_verify(args: argparse.Namespace) -> int:
         print_json({"path": str(path), "ok": True, **asdict(found), "bytes_per_s": rate})
     elif not found.checksums:
         print(
-            f"{shown(str(path))}: no checksums were written with it: only its structure could be "
-            f"checked, and is sound ({plural(found.num_tensors, 'tensor')}, "
-            f"{plural(found.num_files, 'file')})"
+            f"{shown(str(path))}: it has no checksums, so only its structure could be checked; it "
+            f"is valid ({plural(found.num_tensors, 'tensor')}, {plural(found.num_files, 'file')})"
         )
     else:
         print(
-            f"{shown(str(path))}: every byte is right: {plural(found.num_tensors, 'tensor')}, "
+            f"{shown(str(path))}: all checksums match: {plural(found.num_tensors, 'tensor')}, "
             f"{plural(found.num_files, 'file')}, {show_bytes(found.nbytes)} in "
             f"{found.seconds:.2f} s ({show_bytes(rate)}/s)"
         )
@@ -304,11 +305,11 @@ def ckpt_export(args: argparse.Namespace) -> int:
 def _print_exported(done: Exported, args: argparse.Namespace, checksums: bool) -> None:
     for name, num in done.not_finite.items():
         print(
-            f"fsdp2: warning: {plural(num, 'value')} of '{shown(name)}' became infinite in "
+            f"fsdp2: warning: {plural(num, 'value')} of '{shown(name)}' overflowed to infinity in "
             f"{args.dtype}",
             file=sys.stderr,
         )
-    verified = "checksums compared" if done.verified else (
+    verified = "checksums verified" if done.verified else (
         "not verified" if checksums else "it had no checksums to compare"
     )  # fmt: skip
     size = sum(done.files.values())
@@ -323,7 +324,7 @@ def _print_exported(done: Exported, args: argparse.Namespace, checksums: bool) -
 
 
 def ckpt_diff(args: argparse.Namespace) -> int:
-    """Compare two checkpoints; 1 if they differ."""
+    """Compare two checkpoints; returns 1 if they differ."""
     from ..checkpoint.tools.compare import bytes_to_compare, compare
     from ..checkpoint.tools.inspect import open_checkpoint
 
@@ -352,7 +353,7 @@ def ckpt_diff(args: argparse.Namespace) -> int:
     if found.max_abs_difference:
         parts.append(f"largest difference {found.max_abs_difference:.6g}")
     if found.optimizer.startswith("only"):
-        parts.append(f"optimizer state {found.optimizer}, left out")
+        parts.append(f"optimizer state {found.optimizer}, not compared")
     print("; ".join(parts))
     return 0 if found.equal else NEGATIVE
 

@@ -19,7 +19,7 @@ def add_explain(groups: Any) -> None:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Explain a model that is made on the meta device."""
+    """Explain a model created on the meta device."""
     from ..describe.explain import explain
 
     try:

@@ -1,11 +1,11 @@
 """The command ``fsdp2``.
 
-Each group of commands has a module (`ckpt`, `explain`, `plan`) with a function that
-adds its parsers. A command is one function, which gets the parsed arguments and returns the exit
-code; what it needs, torch above all, is imported when it runs.
+Each group of commands has a module (`ckpt`, `explain`, `plan`) with a function that adds its
+parsers. A command is a function that takes the parsed arguments and returns the exit code; its
+imports, above all torch, take place when it runs.
 
 Exit codes: 0; 1 for a negative answer (corrupt, different); 2 for wrong usage or input that
-cannot be read; 130 after Ctrl-C. Errors are one line on stderr.
+cannot be read; 130 after Ctrl-C; 141 if the output pipe is closed. Errors are one line on stderr.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere, instead of to a traceback at the exit.
+        # Discard what is left in the buffer, to avoid a traceback at exit.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command; what is wrong with its input is one line."""
+    """Run the command; errors in its input are printed as one line."""
     from ..checkpoint import CheckpointError
 
     try:
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _hint(message: str, given: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What may be meant by a word that argparse refuses."""
+    """A suggestion for a word that argparse rejects."""
     commands, options = _words_of(parser)
     choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
     if choice is not None:
@@ -87,10 +87,10 @@ def _hint(message: str, given: Sequence[str], parser: argparse.ArgumentParser) -
 
 
 def _words_of(parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Commands and options of a parser, and of those of its commands: ``ckpt inspect``."""
+    """Commands (such as ``ckpt inspect``) and options of a parser and its subparsers."""
     commands: list[str] = []
     options: list[str] = []
-    for action in vars(parser)["_actions"]:  # argparse says it in no other way
+    for action in vars(parser)["_actions"]:  # argparse has no public way
         options += action.option_strings
         inside = action.choices if isinstance(action.choices, dict) else {}
         for name, inner in inside.items():
@@ -107,7 +107,7 @@ def _versions() -> str:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fsdp2", description="Tools of the fsdp2 package.")
+    parser = _Parser(prog="fsdp2", description="Command-line tools of fsdp2.")
     parser.add_argument("--version", action="version", version=_versions())
     groups = parser.add_subparsers(metavar="COMMAND", required=True)
     add_ckpt(groups)

@@ -1,4 +1,4 @@
-"""Commands on models: where the model comes from, and how it is to be sharded."""
+"""Arguments of commands on models: which model, and how to shard it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
 
 
 class ModelError(Exception):
-    """A model that a command was told to use cannot be made."""
+    """The model that a command should use cannot be created."""
 
 
 def add_model_name(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def add_model_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="what returns the model when called without arguments: package.module:function or "
-        "path/to/file.py:function (or a class); it is called on the meta device",
+        help="a function or class that returns the model when called without arguments: "
+        "package.module:function or path/to/file.py:function; called on the meta device",
     )
 
 
@@ -55,14 +55,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="auto (the default), root, class:Block,Embedding, size:32MiB, or names: "
         "embedding,layers.*,norm+head",
     )
-    parser.add_argument("--param-dtype", choices=DTYPES, help="of computation and gathers")
-    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradient reduction")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
     parser.add_argument(
         "--replicate-below",
         type=parse_bytes,
         default=0,
         metavar="SIZE",
-        help="parameters of fewer bytes stay whole on every rank: 64KiB, ...",
+        help="replicate parameters of fewer bytes on every rank: 64KiB, ...",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
 
@@ -70,15 +70,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def parse_number(text: str) -> int:
     """A positive number."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def load_model(target: str) -> nn.Module:
-    """Make the model that ``target`` names, on the meta device.
+    """Create the model that ``target`` names, on the meta device.
 
     Raises:
-        ModelError: if there is no such thing, or it fails, or gives no model.
+        ModelError: if ``target`` does not exist, fails, or does not return a model.
     """
     import torch
     from torch import nn
@@ -99,14 +99,16 @@ def load_model(target: str) -> nn.Module:
 
 
 def find_object(target: str) -> Any:
-    """What ``target`` names: ``package.module:name`` or ``path/to/file.py:name``.
+    """The object that ``target`` names: ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        ModelError: if there is no such thing.
+        ModelError: if it does not exist.
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise ModelError(f"{target!r} names no function: write module:function or file.py:function")
+        raise ModelError(
+            f"{target!r} does not name a function: write module:function or file.py:function"
+        )
     found: Any = _import(where)
     for part in name.split("."):
         inside, found = found, getattr(found, part, None)
@@ -129,7 +131,7 @@ def _import(where: str) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
+        sys.modules.setdefault(path.stem, module)  # dataclasses look up their module there
         spec.loader.exec_module(module)
         return module
     except ModelError:
@@ -139,8 +141,8 @@ def _import(where: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == where.partition(".")[0]:
             files = [path.stem for path in Path().glob("*.py")]
             hint = did_you_mean(where, files) or (
-                ": it is looked for in this folder and where packages are installed; "
-                "path/to/file.py:function may lie anywhere"
+                ": modules are searched in this folder and among installed packages; for a file "
+                "elsewhere, use path/to/file.py:function"
             )
         raise ModelError(f"cannot import {where}: {type(error).__name__}: {error}{hint}") from error
 
@@ -155,7 +157,7 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.node_size is not None:
         if args.world_size % args.node_size:
             raise ModelError(
-                f"--world-size {args.world_size} is no multiple of --node-size {args.node_size}"
+                f"--world-size {args.world_size} is not a multiple of --node-size {args.node_size}"
             )
         shape = (args.world_size // args.node_size, args.node_size)
     if args.strategy == "hybrid" and args.node_size is None:
@@ -171,7 +173,7 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def precision_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
-    """The policy of ``--param-dtype`` and ``--reduce-dtype``."""
+    """The policy for ``--param-dtype`` and ``--reduce-dtype``."""
     import torch
 
     from ..policy import MixedPrecisionPolicy
@@ -183,10 +185,10 @@ def precision_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
 
 
 def parse_wrap(text: str) -> Any:
-    """The ``wrap`` argument that ``--wrap`` stands for.
+    """The ``wrap`` argument for the text of ``--wrap``.
 
     Raises:
-        ModelError: if it is none.
+        ModelError: if the text is invalid.
     """
     from ..wrap import as_policy, by_name
 
@@ -201,5 +203,7 @@ def parse_wrap(text: str) -> Any:
     names = text.split(",")
     if rest or not all(all(name.split("+")) for name in names):
         hint = did_you_mean(kind, ("class", "size")) if rest else ""
-        raise ModelError(f"--wrap {text!r} is none of auto, root, class:..., size:..., names{hint}")
+        raise ModelError(
+            f"--wrap must be auto, root, class:..., size:... or names, got {text!r}{hint}"
+        )
     return by_name(*(tuple(n.split("+")) if "+" in n else n for n in names))

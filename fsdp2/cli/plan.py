@@ -1,4 +1,4 @@
-"""``fsdp2 estimate`` and ``fsdp2 plan``: before there are GPUs, without any process."""
+"""``fsdp2 estimate`` and ``fsdp2 plan``, which need no GPUs and start no processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 def add_estimate(groups: Any) -> None:
-    about = "tell the memory of each rank and the traffic of a step"
+    about = "estimate the memory of each rank and the traffic of a step"
     parser = groups.add_parser("estimate", help=about, description=f"{about[0].upper()}{about[1:]}")
     add_model(parser)
     _add_step(parser)
@@ -45,15 +45,18 @@ def add_plan(groups: Any) -> None:
     )
     parser.add_argument("--hardware", required=True, metavar="NAME", help="h100, a100-80, ...")
     parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help="that a GPU may use (default: 9/10)"
+        "--memory",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="memory budget of a GPU (default: 9/10 of its memory)",
     )
-    parser.add_argument("--param-dtype", choices=DTYPES, help="of computation and gathers")
-    parser.add_argument("--reduce-dtype", choices=DTYPES, help="of gradient reduction")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
     parser.add_argument(
         "--checkpointing",
         choices=CHECKPOINTING,
         action="append",
-        help="what may be chosen (again for more; default: all)",
+        help="a mode to choose from (repeat for several; default: all)",
     )
     _add_step(parser)
     parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
@@ -66,13 +69,14 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--input",
         required=True,
         metavar="FUNCTION",
-        help="returns the batch of one rank, named like MODEL: a tensor, a tuple of arguments or a "
-        "dict of keyword arguments; called on the meta device",
+        help="function, named like MODEL, that returns the batch of one rank: a tensor, a tuple of "
+        "arguments or a dict of keyword arguments; called on the meta device",
     )
     parser.add_argument(
         "--loss",
         metavar="FUNCTION",
-        help="of the model's output (default: its .loss, itself if one number, or its sum)",
+        help="function of the model's output (default: its .loss, the output itself if it is one "
+        "number, or its sum)",
     )
     parser.add_argument("--micro-batches", type=parse_number, default=1, metavar="N")
     parser.add_argument(
@@ -108,7 +112,7 @@ def _call(target: str) -> Any:
 
 
 def run_estimate(args: argparse.Namespace) -> int:
-    """Estimate a model that is made on the meta device."""
+    """Estimate a model created on the meta device."""
     from ..estimation import Estimate, estimate
 
     def make() -> Estimate:
@@ -129,7 +133,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Plan for a model that is made on the meta device."""
+    """Plan for a model created on the meta device."""
     from ..planner import Plan, plan
 
     def make() -> Plan:
@@ -158,12 +162,12 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
-    """Print what ``make`` makes, or why it cannot be made; the exit status."""
+    """Print what ``make`` returns, or why it fails; returns the exit status."""
     try:
         made = make()
     except (ModelError, ValueError, TypeError, ImportError) as error:
         return fail(error)
-    except RuntimeError as error:  # torch's, of the model
+    except RuntimeError as error:  # from torch, in the model
         return fail(f"{args.model} failed on this input: {error}")
     if args.json:
         print_json(made.to_dict())

@@ -1,6 +1,6 @@
-"""What a bucket holds and sends, in bytes: arithmetic on its layout.
+"""The bytes that a bucket holds and sends: arithmetic on its layout.
 
-Nothing here needs tensors or processes, so the numbers are known before a model is sharded, and
+This needs neither tensors nor processes, so the numbers are available before a model is sharded and
 for any number of ranks.
 """
 
@@ -19,16 +19,17 @@ from ..sharding.reduce_plan import ReducePlan
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """One bucket, as far as bytes go.
+    """The properties of one bucket that determine its bytes.
 
     Attributes:
-        names: of its parameters, in the order of ``layout.slots``.
+        names: names of its parameters, in the order of ``layout.slots``.
         trained: which of them get gradients.
-        num_shards, num_replicas: ranks that share each parameter; that hold the same shard.
-        aliased: computation uses the shards themselves, nothing is gathered.
-        kept: frozen, and left gathered from step to step.
-        exchanged: messages between pairs of ranks instead of collectives: gradients of low
-            precision travel as they are, and are added in float32.
+        num_shards, num_replicas: number of ranks that share each parameter; that hold the same
+            shard.
+        aliased: computation uses the shards themselves; nothing is gathered.
+        kept: frozen, and kept gathered from step to step.
+        exchanged: ranks exchange messages in pairs instead of using collectives; low-precision
+            gradients are sent uncast and added in float32.
     """
 
     names: tuple[str, ...]
@@ -50,18 +51,18 @@ class BucketFacts:
 
     @property
     def trained_numel(self) -> int:
-        """Of those that get gradients."""
+        """Elements of the parameters that get gradients."""
         slots = zip(self.layout.slots, self.trained, strict=True)
         return sum(prod(slot.shape) for slot, trained in slots if trained)
 
     @property
     def shard_bytes(self) -> int:
-        """Sharded storage of each rank; that of the sharded gradients is as large."""
+        """Bytes of each rank's sharded storage; that of the sharded gradients is as large."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of the sharded storages of all ranks together that hold no parameter."""
+        """Bytes of padding in the sharded storages of all ranks together."""
         held = sum(
             slot.local_numel(rank) for slot in self.layout.slots for rank in range(self.num_shards)
         )
@@ -70,7 +71,7 @@ class BucketFacts:
 
     @property
     def gathered_bytes(self) -> int:
-        """Gathered storage, with the packed parameters in both of their places."""
+        """Bytes of the gathered storage; packed parameters count in both of their places."""
         return 0 if self.aliased else self.layout.gathered_numel * self.gather_dtype.itemsize
 
     @property
@@ -130,12 +131,12 @@ def _sent_by_gather(layout: BucketLayout, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter that is to be sharded on dim 0.
+    """A parameter to be sharded on dim 0.
 
     Attributes:
-        shape: as this rank sees it.
-        replicated: every rank is to hold it whole.
-        param_dtype: what the mixed-precision policy says for it.
+        shape: its shape as this rank sees it.
+        replicated: whether every rank holds it whole.
+        param_dtype: the ``param_dtype`` that the mixed-precision policy gives it.
     """
 
     name: str
@@ -160,15 +161,15 @@ def buckets_of(
     exchanged: bool = False,
     offloaded: bool = False,
 ) -> list[BucketFacts]:
-    """The buckets that a unit of these parameters has, as `Unit` makes them.
+    """The buckets that `Unit` would make for these parameters.
 
     Args:
-        params: of one unit, in its order.
-        num_shards, num_replicas: of the mesh.
-        reduce_dtype: of the mixed-precision policy.
-        direct_min_bytes: as of `fully_shard`, a number.
+        params: the parameters of one unit, in order.
+        num_shards, num_replicas: sizes of the mesh.
+        reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
+        direct_min_bytes: as in `fully_shard`; not None.
         exchanged: see `BucketFacts`.
-        offloaded: shards live in host memory.
+        offloaded: whether shards are in host memory.
     """
     groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
     for param in params:

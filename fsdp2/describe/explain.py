@@ -42,10 +42,10 @@ def explain(
     """Report a model's units, the memory they hold, and what a step communicates.
 
     Args:
-        model: sharded by `fully_shard` or `shard_model`, before or after its first forward; or not
-            sharded, and then with ``mesh_shape``. May be on the meta device.
-        mesh_shape: what to shard over: a number of ranks, or (replicas, shards). No processes are
-            needed.
+        model: a model sharded by `fully_shard` or `shard_model`, before or after its first forward;
+            or an unsharded model, with ``mesh_shape``. May be on the meta device.
+        mesh_shape: the mesh to shard over: a number of ranks, or (replicas, shards). No processes
+            are needed.
         strategy, wrap, mp_policy, offload_policy, replicate_below: as in `shard_model`; only with
             ``mesh_shape``.
         reshard_after_forward, ignored_params, direct_min_bytes: as in `shard_model`; only with
@@ -68,11 +68,11 @@ def explain(
     units = units_in(model)
     if (mesh_shape is None) == (not units):
         raise ValueError(
-            "The model is sharded already: explain(model) tells how; mesh_shape is for models that "
-            "are not"
+            "The model is already sharded: call explain(model) without mesh_shape, which is for "
+            "unsharded models"
             if units
             else "The model is not sharded: call shard_model(model) or fully_shard(model) first, "
-            "or say for how many ranks with mesh_shape=..."
+            "or pass mesh_shape=... to explain an unsharded model"
         )
     if mesh_shape is None:
         return _explain_sharded(model, units)
@@ -107,7 +107,7 @@ def _checked_shape(shape: Any, hybrid: bool) -> tuple[int, int]:
 
 
 def _in_model_order(model: nn.Module, units: list[UnitDescription]) -> list[UnitDescription]:
-    """The root first, then as their first modules are found in the model."""
+    """The root first, then in the order of their first modules in the model."""
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(units, key=lambda unit: min(order[name] for name in unit.modules))
 
@@ -228,7 +228,7 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
 
 
 def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
-    """The purpose of each process group on accelerators; elsewhere sharing one costs nothing."""
+    """The purpose of each process group on accelerators; on the CPU, sharing one costs nothing."""
     purposes: dict[Any, dict[str, None]] = {}
     for unit in units if units[0].device.type != "cpu" else ():
         options, secondary_size = unit.config.comm_options, unit.config.reshard_after_forward
@@ -239,7 +239,7 @@ def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:
 
 
 def unit_name(unit: Unit, names: dict[nn.Module, str]) -> str:
-    """Of a unit of the model whose modules have these qualified names."""
+    """The name of a unit in a model whose modules have these qualified names."""
     return ", ".join(names.get(m, "?") or "(root)" for m in unit.modules)
 
 
@@ -282,7 +282,7 @@ def _show_placement(placement: Any) -> str:
 
 @dataclass
 class _Draft:
-    """A unit before it is known which of them is the last one of forward."""
+    """A unit before it is known which one runs last in forward."""
 
     name: str
     modules: tuple[str, ...]
@@ -350,12 +350,12 @@ class _Draft:
 def _finish(strategy: str | None, drafts: list[_Draft], order: Sequence[str]) -> Explanation:
     by_name = {draft.name: draft for draft in drafts}
     inner = [by_name[name] for name in order if name in by_name] or drafts
-    # The last unit of forward is the first of backward, and is not freed in between.
+    # The last unit of forward is the first of backward and is not freed in between.
     kept = inner[-1] if inner[-1].reshard is True and not inner[-1].is_root else None
     reports = []
     gradients_flow = False
     for draft in drafts:
-        # What runs before the first trained parameter has no backward.
+        # Units that run before the first trained parameter have no backward.
         gradients_flow |= any(any(b.trained) for b in draft.buckets)
         again = draft.reshard is not False and draft.unshard_in_backward and gradients_flow
         reports.append(draft.report(gathered_in_backward=again and draft is not kept))

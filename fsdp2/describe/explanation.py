@@ -1,4 +1,4 @@
-"""What `explain` answers: dataclasses with the numbers of each unit, and the table of them."""
+"""The result of `explain`: dataclasses with the numbers of each unit, and their table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ParameterReport:
     """One parameter.
 
     Attributes:
-        shape: of the whole parameter, as this rank sees it.
-        placements: of its DTensor, one per mesh dim.
-        direct: gathered straight into its place; False: packed with others and copied out. None:
-            not gathered at all.
+        shape: shape of the whole parameter, as this rank sees it.
+        placements: placements of its DTensor, one per mesh dim.
+        direct: True: gathered straight into place; False: packed with others and copied out; None:
+            not gathered.
     """
 
     name: str
@@ -32,23 +32,24 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit; bytes are of each rank, except where it says otherwise.
+    """One unit; bytes are per rank unless noted otherwise.
 
     Attributes:
         modules: its modules; ``("",)`` is the model itself.
         numel, trained_numel: elements of whole parameters.
-        stored_dtypes, compute_dtypes, reduce_dtypes: of parameters, of computation and gathers, of
-            gradient reduction.
-        num_shards, num_replicas: of its mesh.
-        sharded_bytes: of the parameters; the sharded gradients have as many, once there are any.
-        padding_bytes: in the sharded parameters of all ranks together.
-        gathered_bytes: of the unsharded parameters, between gather and free.
+        stored_dtypes, compute_dtypes, reduce_dtypes: dtypes of parameters, of computation and
+            gathers, and of gradient reduction.
+        num_shards, num_replicas: sizes of its mesh.
+        sharded_bytes: bytes of the sharded parameters; sharded gradients take as many, once they
+            exist.
+        padding_bytes: padding in the sharded parameters of all ranks together.
+        gathered_bytes: bytes of the unsharded parameters, between gather and free.
         reshard_after_forward: True, False, or the number of ranks to reshard to.
         reshard_after_backward: whether it is freed after backward.
-        offload: shards live in host memory.
-        forward_prefetch, backward_prefetch: units gathered ahead, set by hand; None: the one that
-            ran next in the last forward, or before it.
-        num_gathers: all-gathers in a step of one micro-batch, 0 where nothing is gathered.
+        offload: whether shards are in host memory.
+        forward_prefetch, backward_prefetch: units gathered ahead, if set manually; None: the unit
+            that ran after this one in the last forward, or before it.
+        num_gathers: all-gathers in a step of one micro-batch; 0 if nothing is gathered.
         sent_by_gathers, sent_by_reduction, sent_by_all_reduction: bytes that a rank sends in such a
             step: all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
     """
@@ -79,7 +80,7 @@ class UnitReport:
 
     @property
     def sent_bytes(self) -> int:
-        """All that a rank sends for this unit in a step of one micro-batch."""
+        """All bytes that a rank sends for this unit in a step of one micro-batch."""
         return self.sent_by_gathers + self.sent_by_reduction + self.sent_by_all_reduction
 
 
@@ -88,7 +89,7 @@ class Totals:
     """Sums over the units, named as in `UnitReport`.
 
     Attributes:
-        num_ranks: that share the model or hold replicas of it.
+        num_ranks: number of ranks that share the model or hold replicas of it.
     """
 
     num_ranks: int
@@ -105,14 +106,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; ``str()`` of it is a table.
+    """The result of `explain`; its ``str()`` is a table.
 
     Attributes:
-        strategy: the name, if the model was sharded by one.
-        units: the root first, then in the order of the model.
-        order: names of the units as the last forward ran them; empty before the first.
-        communicators: of a model sharded on an accelerator, what each process group of this rank
-            is for; one that is shared has several uses: "all-gather + reduce-scatter".
+        strategy: name of the strategy, if the model was sharded with one.
+        units: the root first, then in model order.
+        order: names of the units in the order of the last forward; empty before the first.
+        communicators: for a model sharded on an accelerator, the purpose of each process group of
+            this rank; a shared group has several: "all-gather + reduce-scatter".
     """
 
     strategy: str | None
@@ -122,11 +123,11 @@ class Explanation:
     communicators: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, strings and numbers."""
+        """The explanation as dicts, lists, strings and numbers."""
         return json.loads(json.dumps(asdict(self)))
 
     def to_json(self) -> str:
-        """All of it as one JSON object."""
+        """The explanation as one JSON object."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -135,8 +136,8 @@ class Explanation:
         return "\n".join([head, "", plain_table(header, rows, right), "", *notes])
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-        """The table: its header, its rows (units that are alike in one), and the numbers of the
-        columns to align to the right."""
+        """The table: its header, its rows (equal units share one), and the indices of the columns
+        to align right."""
         rows: list[tuple[str, ...]] = []
         for facts, alike in groupby(self.units, key=_row):
             names = [unit.name for unit in alike]
@@ -149,19 +150,18 @@ class Explanation:
         return _HEADER, rows, _RIGHT
 
     def notes(self) -> list[str]:
-        """Sentences: what it is, then what is not in the table."""
+        """Sentences: a summary, then facts that are not in the table."""
         t = self.totals
         what = f"strategy '{self.strategy}'" if self.strategy else "no named strategy"
         lines = [
             f"{plural(len(self.units), 'unit')}, {t.numel:,} parameters ({t.trained_numel:,} "
             f"trained) on {plural(t.num_ranks, 'rank')}, {what}",
-            "Bytes are of each rank (padding: of all together); gathers and reduces are what it "
-            "sends",
-            "in a step of one micro-batch. A row of several units has the numbers of each.",
+            "Bytes are per rank (padding: all ranks together); gathers and reduces: bytes sent in",
+            "a step of one micro-batch. A row of several units has the numbers of each of them.",
         ]
         if any(unit.num_replicas > 1 for unit in self.units) and t.sent_by_reduction:
             lines.append(
-                f"Of the reduces {show_bytes(t.sent_by_all_reduction)} are all-reduced over "
+                f"Of the reduces, {show_bytes(t.sent_by_all_reduction)} are all-reduced over "
                 "replicas."
             )
         dtypes = Counter(
@@ -171,13 +171,13 @@ class Explanation:
         )
         lines += [f"Dtypes, stored > computed > reduced: {' '.join(d)}" for d in dtypes]
         if any(unit.offload for unit in self.units):
-            lines.append("Shards, gradients and optimizer state live in host memory.")
+            lines.append("Shards, gradients and optimizer state are in host memory.")
         if self.communicators:
             number = plural(len(self.communicators), "communicator")
-            lines.append(f"{number} of each rank: {'; '.join(self.communicators)}")
+            lines.append(f"{number} per rank: {'; '.join(self.communicators)}")
         by_hand = [u.name for u in self.units if u.forward_prefetch or u.backward_prefetch]
         lines.append(
-            f"Prefetch: set by hand for {_joined(by_hand)}"
+            f"Prefetch: set manually for {_joined(by_hand)}"
             if by_hand
             else "Prefetch: next unit of the last forward; reverse order in backward"
         )
@@ -197,7 +197,7 @@ _RIGHT = "156789"
 
 
 def _row(unit: UnitReport) -> tuple[str, ...]:
-    """All columns but the name."""
+    """All columns except the name."""
     direct = sum(1 for p in unit.params if p.direct)
     gathered = sum(1 for p in unit.params if p.direct is not None)
     mesh = f"{unit.num_shards} shards" if unit.num_shards > 1 else ""

@@ -1,8 +1,8 @@
-"""Checks that ranks do the same, for when training hangs or replicas drift apart.
+"""Checks that ranks do the same things, to debug hangs and replicas that drift apart.
 
 All ranks of a mesh must build the same units, run them in the same order and reduce the same
-gradients; a rank that does not leaves the others waiting in a collective forever. The user calls
-these checks; part of them also runs automatically before the first forward (`first_forward`).
+gradients; if one does not, the others wait in a collective forever. The user calls these checks;
+some of them also run automatically before the first forward (`first_forward`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_ranks_agree(model: nn.Module, *, values: bool = True, timeout_s: float
         timeout_s: how long to wait for the slowest rank, in seconds.
 
     Raises:
-        RanksDisagreeError: (a RuntimeError) on every rank; says what differs between which ranks,
-            or which ranks did not call it.
+        RanksDisagreeError: (a RuntimeError) on every rank; says what differs and between which
+            ranks, or which ranks did not call it.
 
     Example:
         >>> check_ranks_agree(model)
@@ -72,7 +72,7 @@ def watch_ranks(model: nn.Module, *, timeout_s: float = 60.0) -> Iterator[None]:
         timeout_s: how long to wait for the slowest rank, in seconds.
 
     Raises:
-        RanksDisagreeError: (a RuntimeError) in forward or backward, on every rank that came.
+        RanksDisagreeError: (a RuntimeError) in forward or backward, on every rank that arrived.
 
     Example:
         >>> with watch_ranks(model):
@@ -101,7 +101,7 @@ def _watch(unit: Unit, name: str, exchange: StoreExchange) -> None:
     def gather(streams: Any) -> None:
         phase = "backward" if unit.runtime.in_backward else "forward"
         what = f"gather '{name}' in {phase}"
-        if any(bucket.cache_valid for bucket in unit.buckets):  # kept: each rank knows what it has
+        if any(bucket.cache_valid for bucket in unit.buckets):  # which ones may differ by rank
             rest = [
                 p.fqn.rsplit(".", 1)[-1]
                 for b in unit.buckets

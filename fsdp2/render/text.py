@@ -1,4 +1,4 @@
-"""What commands print: sizes for people, aligned tables, progress, errors of one line."""
+"""Output of commands: readable sizes, aligned tables, progress, one-line errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NEGATIVE, ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 
 
 def fail(error: Exception | str, code: int = ERROR) -> int:
-    """Say what is wrong; returns the exit code."""
+    """Print an error; returns the exit code."""
     print(f"fsdp2: error: {one_line(error)}", file=sys.stderr)
     return code
 
 
 def one_line(error: Exception | str) -> str:
-    """The message of an error, without the numbers of the operating system's."""
+    """The message of an error, without errno numbers."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -30,7 +30,7 @@ def one_line(error: Exception | str) -> str:
 
 
 def shown(text: str) -> str:
-    """Without characters that would control the terminal or cannot be encoded."""
+    """``text`` with control characters and characters that cannot be encoded escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return safe.encode(encoding, "backslashreplace").decode(encoding)
@@ -44,7 +44,7 @@ def bytes_of(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)?", text.strip().upper())
     if match is None:
-        raise ValueError(f"{text!r} is no size; write 5GB or 500MiB")
+        raise ValueError(f"{text!r} is not a size; write 5GB or 500MiB")
     unit = (1024 if match[3] else 1000) ** ("KMGT".index(match[2]) + 1 if match[2] else 0)
     size = int(float(match[1]) * unit)
     if size < 1:
@@ -53,7 +53,7 @@ def bytes_of(text: str) -> int:
 
 
 def show_bytes(num: float) -> str:
-    """In the largest unit that makes it at least 1, with three digits: ``1.50 GiB``."""
+    """Format bytes in the largest unit that gives at least 1, with three digits: ``1.50 GiB``."""
     if num < 1024:
         return f"{num:.0f} B"
     units = ["TiB", "GiB", "MiB", "KiB"]
@@ -77,7 +77,7 @@ def table(rows: Iterable[Sequence[str]], right: Collection[str] = "", indent: in
     """Columns of text, aligned.
 
     Args:
-        right: the numbers of the columns that are aligned to the right, as digits.
+        right: the indices of the columns to align right, as digits.
     """
     cells = [[shown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -99,7 +99,7 @@ def plain_table(
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
-    """Print a table: by rich where that is installed, on a terminal that is wide enough; else as
+    """Print a table: with rich if it is installed and the terminal is wide enough, otherwise as
     plain text."""
     plain = plain_table(header, rows, right)
     try:
@@ -124,12 +124,12 @@ def show_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str 
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object, on one line."""
+    """Print one JSON object on one line."""
     print(json.dumps(plain(value)))
 
 
 def plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become strings."""
+    """``value`` with infinities and NaNs as strings, since JSON has neither."""
     if isinstance(value, dict):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,8 @@ def plural(num: int, noun: str) -> str:
 
 @contextmanager
 def progress(args: argparse.Namespace, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Something to call with how many more bytes are done; shown on a terminal only."""
+    """Yield a function to call with the number of bytes just processed; shows a progress bar, on a
+    terminal only."""
     if not sys.stderr.isatty() or args.quiet or getattr(args, "json", False):
         yield lambda num: None
         return
@@ -166,8 +167,8 @@ def progress(args: argparse.Namespace, title: str, total: int) -> Iterator[Calla
 
 @contextmanager
 def status(args: argparse.Namespace) -> Iterator[Callable[[str, int, int], None]]:
-    """Something to call with (what is done now, how many are done, how many there are); shown on a
-    terminal only, on one line."""
+    """Yield a function to call with (current task, number done, total); shows one line, on a
+    terminal only."""
     if not sys.stderr.isatty() or args.quiet or args.json:
         yield lambda what, done, total: None
         return
@@ -183,7 +184,7 @@ def status(args: argparse.Namespace) -> Iterator[Callable[[str, int, int], None]
 
 
 class _Line:
-    """Progress as one line that is written over."""
+    """Progress on one line that is overwritten."""
 
     def __init__(self, title: str, total: int) -> None:
         self.title = title

@@ -1,7 +1,7 @@
-"""A step as a picture: streams over time, memory below, a stretch of the streams enlarged.
+"""A step as a picture: streams over time, memory below, and a part of the streams enlarged.
 
-`plan` draws a simulated step with it and `profile` a recorded one, so that the two can be laid
-beside each other.
+`plan` draws a simulated step and `profile` a recorded one in the same way, so that the two can be
+compared side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .text import show_bytes
 COMPUTE = "compute"
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 
-# Name of a stream, what it says beside the lane, and its colours (two, in turns).
+# For each stream, the label of its lane and two alternating colours.
 _LANES = {
     COMPUTE: ("{device} computes", ("#6d9bc8", "#a9c6e2")),
     "all-gather": ("all-gather:\nfetch parameters", ("#5fb386", "#a4d8bb")),
@@ -30,7 +30,7 @@ _PHASES = {
     OPTIMIZER: ("optimizer", ("#555555", "#555555")),
 }
 _WAITS = "#d62728"
-# From the bottom up; what is not listed comes last.
+# From the bottom up; categories not listed come last.
 _MEMORY = {
     "parameters": ("parameters (this rank's part)", "#9ecae1"),
     "optimizer state": ("optimizer state", "#6baed6"),
@@ -40,20 +40,20 @@ _MEMORY = {
     "secondary shards": ("parameters kept after forward", "#a1d99b"),
     "unreduced gradients": ("gradients not summed yet", "#fd8d3c"),
     "communication buffers": ("communication buffers", "#bcbddc"),
-    "all else": ("all else: activations,\noptimizer state, ...", "#eeeeee"),
+    "all else": ("other: activations,\noptimizer state, ...", "#eeeeee"),
 }
 _HEIGHT = 0.76  # of a lane
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that ran on a stream.
+    """Work on a stream.
 
     Attributes:
         lane: the stream.
         unit: the unit it belongs to; empty for none.
-        phase: of compute, one of those above.
-        row, num_rows: where more than one thing runs at once in a lane: its part of the lane.
+        phase: one of the phases above; determines the colour of compute.
+        row, num_rows: the row of the lane, if several bars in a lane overlap in time.
     """
 
     lane: str
@@ -70,15 +70,15 @@ class Picture:
     """What to draw; times in seconds from 0 to ``seconds``.
 
     Attributes:
-        title: a sentence over all.
-        device: what computes, in a word: "GPU".
-        bars: lane by lane in the order of time.
-        waits: when compute stands still (begin, end), and for what, if that is known.
-        times, samples: memory in bytes by purpose, from each moment on.
-        memory_title: what the memory is of.
-        stretch: what is enlarged, and ``stretch_title``: what it shows.
-        budget: limit in bytes, if one was given.
-        note: what else to know about the streams.
+        title: title of the picture.
+        device: "GPU" or "CPU".
+        bars: in the order of time within each lane.
+        waits: (begin, end, cause) when compute waits; the cause may be empty.
+        times, samples: memory in bytes by purpose, from each time on.
+        memory_title: title of the memory plot.
+        stretch: (begin, end) of the enlarged part; ``stretch_title``: its title.
+        budget: memory limit in bytes, if any.
+        note: a note about the streams.
     """
 
     title: str
@@ -96,7 +96,7 @@ class Picture:
 
 
 def save(picture: Picture, path: Path) -> None:
-    """Write the picture to ``path``; the kind of file is that of its suffix.
+    """Write the picture to ``path``; the suffix selects the format.
 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[train]``).
@@ -164,7 +164,7 @@ def _draw_streams(
         )  # fmt: skip
         width = (right - left) / (end - begin)
         wide = width > 0.05
-        # A narrow one beside a wide one of the same unit, from which a wait cut it off, needs none.
+        # A narrow bar next to a wide one of the same unit, split off by a wait, needs no name.
         known = named.get(bar.lane) == (bar.unit, bar.phase)
         if bar.unit and (wide or (small_names and width > 0.005 and not known)):
             named[bar.lane] = (bar.unit, bar.phase)
@@ -231,7 +231,7 @@ def _draw_memory(axis: Any, picture: Picture, scale: float) -> None:
     size, size_name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     known = list(_MEMORY)
     rest = sorted({name for parts in samples for name in parts} - set(known))
-    seen = 0.003 * most  # thinner than a line otherwise
+    seen = 0.003 * most  # below this, thinner than a line
     names = [n for n in (*known, *rest) if max(p.get(n, 0) for p in samples) > seen]
     values = [[parts.get(name, 0) / size for parts in samples] for name in names]
     labels = [_MEMORY.get(name, (name, ""))[0] for name in names]
@@ -250,14 +250,14 @@ def _draw_memory(axis: Any, picture: Picture, scale: float) -> None:
         top = max(most, picture.budget)
         height = picture.budget / size
         axis.axhline(height, color=_WAITS, linestyle="--", linewidth=1)
-        text = f" may be used: {height:.0f} {size_name}"
+        text = f" budget: {height:.0f} {size_name}"
         axis.text(0, height, text, color=_WAITS, va="bottom")
     axis.set_ylabel(size_name)
     axis.set_ylim(0, 1.18 * top / size)
     at = times[max(range(len(totals)), key=totals.__getitem__)]
     late = at > 0.85 * picture.seconds  # then there is no room on the right
     axis.annotate(
-        f"most: {show_bytes(most)}", (at * scale, most / size),
+        f"peak: {show_bytes(most)}", (at * scale, most / size),
         xytext=(-40 if late else 40, 4), textcoords="offset points", fontsize=9,
         ha="right" if late else "left",
         arrowprops={"arrowstyle": "-", "color": "0.3"},

@@ -111,7 +111,8 @@ def test_export_tells_what_became_infinite(
     save_file({"x": values}, tmp_path / "in.safetensors")
     out = tmp_path / "out.safetensors"
     assert command("export", tmp_path / "in.safetensors", out, "--dtype", "fp16") == 0
-    assert capsys.readouterr().err == "fsdp2: warning: 2 values of 'x' became infinite in fp16\n"
+    warning = "fsdp2: warning: 2 values of 'x' overflowed to infinity in fp16\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_export_refuses_what_exists(

@@ -278,7 +278,7 @@ def test_wrap_in_the_words_of_the_command_line() -> None:
     assert [isinstance(layer, FSDPModule) for layer in model] == [True, True]
     model = mlp()
     unchanged(model, lambda: shard_model(model, wrap="class:Block"), "no module of class Block")
-    unchanged(model, lambda: shard_model(model, wrap="size:much"), "'much' is no size")
+    unchanged(model, lambda: shard_model(model, wrap="size:much"), "'much' is not a size")
 
 
 # ---------------------------------------------------------------------- inference mode

@@ -293,5 +293,5 @@ def test_models_that_cannot_be_explained() -> None:
     with pytest.raises(ValueError, match=r"'hybrid' needs a mesh_shape of \(replicas, shards\)"):
         explain(model, 4, strategy="hybrid")
     shard_model(model, cached_mesh(1))
-    with pytest.raises(ValueError, match="The model is sharded already"):
+    with pytest.raises(ValueError, match="The model is already sharded"):
         explain(model, 4)

@@ -148,7 +148,7 @@ PLANTED: list[tuple[Any, dict[str, Any], str]] = [
     (take_and_forget, {}, r"'2', parameter '2\.weight', micro-batch 0: it was removed from the"),
     (forget_to_take, {}, r"'2', parameter '2\.weight', micro-batch 0: it is still on the unsh"),
     (forget_to_take, {}, r"'2', parameter '2\.bias', micro-batch 2: it is still on the unsh"),
-    (drop_instead_of_accumulating, {"mp_policy": BF16}, r"'2\.weight', micro-batch 0: it was tak"),
+    (drop_instead_of_accumulating, {"mp_policy": BF16}, r"'2\.weight', micro-batch 0: it was remo"),
     (reset_on_the_unsharded_parameter, {}, r"'2\.weight', micro-batch 0: it was removed from"),
     (never_complete, {}, r"micro-batch 2: its reduction was never completed"),
     (not_attached, {}, r"'2\.bias', micro-batch 2: it was reduced, but not attached"),
