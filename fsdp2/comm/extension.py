@@ -271,7 +271,7 @@ class ExtensionBucket(Bucket):
         whole, owned = made
         whole = self._without_padding(whole)
         # What is freed with the unit: our buffers and what the class says it owns. Never a storage
-        # of the shard, which a class may hand through (a scale that is the same on all ranks).
+        # of the shard, which a class may hand through.
         of_shard = {_key(t) for t in inner_tensors(local)}
         mine = {_key(t): t for given in (*self._outputs, *owned) for t in inner_tensors(given)}
         self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]

@@ -139,9 +139,9 @@ class _MeshAxes:
 
     def completed(self, own: dict[Any, Any], types: dict[Any, Any]) -> dict[Any, Any]:
         """The annotations of the unsharded tensor, with R on the axes that ``own`` leaves out."""
-        # The checker wants a type for each axis of the program's current mesh, and that need not
-        # name the same axes as the mesh given to `fully_shard`. The parameter's own axes will do
-        # where they cover the same ranks.
+        # Which axes there are in computation, the program's current mesh says: it need not name
+        # those of the mesh given to `fully_shard`. The parameter's own will do where they cover its
+        # ranks.
         compute = list(types)
         if _joined(compute) != _joined(self.of_dims):
             compute = [*(self._spmd.current_mesh() or own)]

@@ -585,5 +585,5 @@ def _slice_with_own_storage(flat: torch.Tensor, slot: Slot, rank: int) -> torch.
     # ``torch.save`` writes whole storages: of a plain view it would write the whole unit.
     shard = _shard_of(flat, slot, rank)
     if shard.numel() == 0:
-        return flat.new_empty(shard.shape)  # a view would lie at an offset; see `TensorSpec.wrap`
+        return flat.new_empty(shard.shape)
     return shard if flat.is_meta else with_own_storage(shard)

@@ -201,7 +201,6 @@ class ShardedParam:
 
     def note_grad_dtype(self, param: torch.Tensor) -> None:
         """Take over ``param.grad_dtype`` if a user set it. It cannot be unset any more."""
-        # Subclasses may refuse attributes that they do not know in their ``__torch_function__``.
         with torch._C.DisableTorchFunctionSubclass():
             if sets_grad_dtype(param):
                 self.grad_dtype_is_set = True
