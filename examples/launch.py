@@ -3,9 +3,9 @@
     python examples/launch.py [--nproc-per-node N] script.py [options of the script]
 
 does what `torchrun --standalone --nproc-per-node N script.py ...` does, with one process per GPU,
-or 2 where there are none, unless N is given. Two endings of the ranks are no failures here, and
-leave no report and no traceback: Ctrl-C, after which the ranks may finish what they must (exit
-status 130), and a mistake in the options, which rank 0 has named in one line (exit status 2).
+or two without GPUs, unless N is given. Two ways to end are not failures here and print neither a
+report nor a traceback: Ctrl-C, after which the ranks may still finish their step and save (exit
+status 130), and a mistake in the options, which rank 0 names in one line (exit status 2).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main() -> int:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
     given = parser.parse_args()
 
-    # Until torchrun handles it, Ctrl-C ends this process as it ends any program not written in
-    # Python. Importing torch takes seconds, so it comes after this.
+    # Until torchrun handles Ctrl-C, it ends this process without a traceback. torch is imported
+    # after this line, because the import takes seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
     from torch.distributed import run as torchrun
@@ -42,7 +42,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     command = ["--standalone", "--nproc-per-node", str(num_ranks), given.script, *given.options]
     print("+ torchrun", shlex.join(command), flush=True)
-    # What torchrun logs about a failure is in the error that it raises, too.
+    # torchrun logs a failure and also raises it: once is enough.
     logging.disable(logging.ERROR)
     try:
         torchrun.main(command)

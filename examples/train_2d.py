@@ -2,17 +2,17 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_2d.py
 
-Four ranks form a mesh of two dims. Along "tensor", the two ranks split every matrix product of
-a block between them and work on the same batch. Along "shard", `fully_shard` shards what is left
-on each rank, and the two ranks work on different batches:
+Four ranks form a mesh of two dims. Along "tensor", two ranks split every matrix product of a block
+between them and work on the same batch. Along "shard", `fully_shard` shards what each rank has
+left, and two ranks work on different batches:
 
                   tensor 0   tensor 1
         shard 0   rank 0     rank 1      batch 0
         shard 1   rank 2     rank 3      batch 1
 
-Every rank holds a quarter of each large matrix. Along "tensor" there is also sequence
-parallelism (between the matrices a rank has its part of the sequence) and loss parallelism (of the
-logits it has its part of the vocabulary), as in torchtitan.
+Every rank holds a quarter of each large matrix. As in torchtitan, "tensor" also means sequence
+parallelism (between the matrix products, a rank holds its part of the sequence) and loss
+parallelism (a rank holds the logits of its part of the vocabulary).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def main() -> None:
     if os.environ.get("WORLD_SIZE") != "4":
         fail("start it with torchrun --standalone --nproc-per-node 4")
 
-    # The mesh. Neighbouring ranks share matrix products, which communicate most.
+    # The mesh. Neighbouring ranks share matrix products, which need the most communication.
     device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=("shard", "tensor"))
 
-    # The model: small, so plainly made, the same on every rank. Tensor parallelism comes first,
-    # then `fully_shard` on parameters that are DTensors already.
+    # The model is small, so every rank creates it whole. Tensor parallelism comes first; then
+    # `fully_shard` shards parameters that are DTensors already.
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(dim=128, num_layers=2, num_heads=4, hidden=384))
     model.to(device_type)
@@ -66,7 +66,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         show_placements(model)
 
-    # Ranks of one row must see the same batch: it is the shard coordinate that picks it.
+    # Ranks of one row must see the same batch, so the shard coordinate selects it.
     text = read_text(None)
     shard_rank = mesh.get_local_rank("shard")
     batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)
@@ -84,7 +84,7 @@ def main() -> None:
             print(f"step {step}/{steps}: loss {losses[-1]:.3f}", flush=True)
 
     dist.destroy_process_group()
-    # All ranks have the same losses, so all come to the same end.
+    # All ranks have the same losses, so all of them exit alike.
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 
@@ -127,7 +127,7 @@ def split_model(model: LanguageModel, mesh: DeviceMesh) -> None:
 
 
 def show_placements(model: LanguageModel) -> None:
-    """Print how a few parameters lie on the mesh."""
+    """Print how a few parameters are placed on the mesh."""
     for name, parameter in model.named_parameters():
         if name.startswith("blocks.0.") or "." not in name.removesuffix(".weight"):
             assert isinstance(parameter, DTensor)

@@ -66,7 +66,7 @@ def main() -> None:
         set_earlier_run_aside(options.out)
     text, batches = open_text(options)
     model = build_model(options, device)
-    # The optimizer is made after sharding: its state is as sharded as the parameters it sees.
+    # After sharding: the optimizer's state is then sharded as the parameters are.
     optimizer = build_optimizer(model, options)
     run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
 
@@ -139,7 +139,7 @@ def build_model(options: argparse.Namespace, device: torch.device) -> LanguageMo
 
 
 def shard(model: LanguageModel, options: argparse.Namespace, device: torch.device) -> None:
-    """Shard every block, and with the root what is left: embedding, last norm and head.
+    """Shard every block, and with the root the rest: embedding, last norm and head.
 
     Each call makes one unit: its parameters are gathered together before its forward, freed
     after it, gathered again for backward, and its gradients are reduced together. While one
@@ -149,7 +149,7 @@ def shard(model: LanguageModel, options: argparse.Namespace, device: torch.devic
     if options.replicate == 1:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     else:
-        # HSDP: shards within a group of ranks, whole copies of that across the groups.
+        # HSDP: shard within a group of ranks, replicate across the groups.
         shape = (options.replicate, world_size // options.replicate)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy()
@@ -164,7 +164,7 @@ def shard(model: LanguageModel, options: argparse.Namespace, device: torch.devic
 
 @torch.no_grad()
 def init_weights(model: LanguageModel, config: ModelConfig, seed: int) -> None:
-    """Give every parameter the values that it has for every number of ranks.
+    """Initialize the parameters to values that do not depend on the number of ranks.
 
     Each parameter has a generator of its own, seeded with its name. Every rank draws the whole
     parameter, one at a time, and keeps its own rows: no communication, and the same model on 1
@@ -200,8 +200,8 @@ def train(run: Run) -> int:
     """The training loop; returns the last step, after which the run was saved."""
     options, model, optimizer = run.options, run.model, run.optimizer
     first_step = 0
-    # Every rank writes its shards into ordinary safetensors files, and reads its shards from
-    # them, also where another number of ranks has written them.
+    # Every rank writes its shards into ordinary safetensors files, and reads its shards from them,
+    # whatever number of ranks wrote them.
     checkpoints = Checkpointer(checkpoint_folder(options.out), keep=2)
     if options.resume:
         loaded = checkpoints.load("latest", model=model, optimizer=optimizer)
@@ -226,8 +226,8 @@ def train(run: Run) -> int:
         with profiled if step == profiled_step else nullcontext():
             loss, grad_norm = train_step(run)
 
-        # What each rank knows is made known to all: the mean loss, the largest memory, and
-        # whether to stop, which all ranks must do after the same step.
+        # All ranks learn the mean loss, the largest memory, and whether to stop, which all ranks
+        # must do after the same step.
         stop = stop_requested() or time.monotonic() > end_time
         ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop)
         loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
@@ -240,7 +240,7 @@ def train(run: Run) -> int:
         )
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
-            # Only the copying of the shards is waited for; a thread writes them.
+            # Returns once the shards are copied; a thread writes them.
             extra = run_state(run)
             checkpoints.save(step, model=model, optimizer=optimizer, extra=extra, blocking=False)
     checkpoints.close()
@@ -272,10 +272,10 @@ def learning_rate_at(step: int, options: argparse.Namespace) -> float:
 def forward_backward(run: Run) -> float:
     """Accumulate the gradients of one step; returns this rank's mean loss in nats per byte."""
     model, micro_batches = run.model, run.options.accumulate
-    assert isinstance(model, FSDPModule)  # which `fully_shard` has made it, besides its own class
+    assert isinstance(model, FSDPModule)  # `fully_shard` has added this class to the model's
     total = torch.zeros((), device=run.device)
     for i in range(micro_batches):
-        # Until the last micro-batch gradients add up on each rank and are not reduced.
+        # Until the last micro-batch, gradients add up on each rank and are not reduced.
         model.set_requires_gradient_sync(i == micro_batches - 1)
         loss = next_byte_loss(run, *run.batches.next()) / micro_batches
         loss.backward()
@@ -290,7 +290,7 @@ def next_byte_loss(run: Run, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def run_state(run: Run) -> dict[str, Any]:
-    """What a resumed run has to know besides its tensors."""
+    """What a resumed run needs besides its tensors."""
     return {
         "position": run.batches.position,
         "options": options_to_save(run.options),
@@ -321,7 +321,7 @@ def validation_bits(run: Run) -> float:
 
 @torch.no_grad()
 def sample_text(run: Run, prompt: bytes) -> str:
-    """Let the model write on after `prompt`.
+    """Let the model continue `prompt`.
 
     All ranks take part, with the same context and the same random numbers: each forward gathers
     parameters from all of them. For the whole sample they are gathered once and kept.

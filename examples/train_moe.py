@@ -2,11 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py
 
-Every rank has a batch of its own: to the attention, the router, the embedding and the head this
-is data parallelism over four ranks, and `fully_shard` shards them over all four. The experts see
-the same ranks as a mesh of two dims. Along "ep" every rank keeps half of the experts, and tokens
-travel to the rank that has theirs; along "efsdp" the two ranks that have the same experts share
-their parameters:
+Every rank has its own batch. For attention, router, embedding and head this is data parallelism
+over four ranks, and `fully_shard` shards them over all four. The experts see the same ranks as a
+mesh of two dims. Along "ep", each rank keeps half of the experts, and tokens travel to the rank
+with their experts. Along "efsdp", two ranks with the same experts share their parameters:
 
                         ep 0                  ep 1
         efsdp 0         rank 0                rank 1
@@ -45,14 +44,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(num_experts, hidden, dim) / math.sqrt(hidden))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        # This rank's experts, and the rows for each of them.
+        # This rank's experts, and the rows of each expert.
         up, down = local_experts(self.up), local_experts(self.down)
         parts = zip(rows.split(counts), up, down, strict=True)
         return torch.cat([F.silu(part @ u) @ d for part, u, d in parts])
 
 
 class MixtureOfExperts(nn.Module):
-    """Takes the place of a block's feed-forward layer: every token goes to its best experts."""
+    """Replaces a block's feed-forward layer: every token goes to its best experts."""
 
     def __init__(self, num_experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -66,8 +65,8 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         scores = self.router(tokens).softmax(-1)
         weights, ids = scores.topk(CHOICES)
-        # Without this part of the loss a few experts would get all tokens: it is least, 1, if
-        # all are chosen equally often (Switch Transformer, arXiv 2101.03961).
+        # Without this term of the loss, a few experts would get all tokens. It is smallest, 1, if
+        # all experts are chosen equally often (Switch Transformer, arXiv 2101.03961).
         share = F.one_hot(ids, self.num_experts).float().mean((0, 1))
         self.balance = self.num_experts * (share * scores.mean(0)).sum()
 
@@ -107,7 +106,7 @@ def main() -> None:
         shard_experts(mixture.experts, mesh=expert_mesh)
         fully_shard(block, mesh=data_mesh)
     fully_shard(model, mesh=data_mesh)
-    # The parameters are on two meshes: one implementation of the step for all needs one mesh.
+    # The parameters are on two meshes; a multi-tensor step (foreach) needs all of them on one.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     if dist.get_rank() == 0:
         show_placements(model)
@@ -131,13 +130,13 @@ def main() -> None:
             )
 
     dist.destroy_process_group()
-    # All ranks have the same losses, so all come to the same end.
+    # All ranks have the same losses, so all of them exit alike.
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
 def show_placements(model: LanguageModel) -> None:
-    """Print how the parameters of one block lie on the two meshes."""
+    """Print how the parameters of one block are placed on the two meshes."""
     for name, parameter in model.blocks[0].named_parameters():
         assert isinstance(parameter, DTensor)
         print(

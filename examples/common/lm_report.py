@@ -1,4 +1,4 @@
-"""What examples show: a progress bar, a loss log; and the figures at the end of train_lm.py."""
+"""A progress bar and a loss log for the examples, and the figures at the end of train_lm.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError:
 
 
 class Numbers:
-    """A few numbers of every rank, made known to all: losses, sizes, wishes to stop.
+    """Shares a few numbers of every rank with all: losses, sizes, requests to stop.
 
     They go over a gloo group of their own. On GPUs they stay out of the way of the gradients. On
     the CPU, ending this group ends its threads, where those of a group in a device mesh live on
@@ -71,10 +71,10 @@ class Progress:
         )
 
     def update(self, step: int, *, loss: float, memory_bytes: float) -> None:
-        """Show the state after `step`; `memory_bytes` is what the fullest rank holds."""
+        """Show the state after `step`; `memory_bytes`: the largest of any rank."""
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
-        # A running mean, so that the figure can be read.
+        # A running mean, because single step times vary too much to read.
         self._step_s = step_s if not self._step_s else 0.9 * self._step_s + 0.1 * step_s
         if not self.shown:
             return
@@ -100,7 +100,7 @@ class LossLog:
         self._file = None
         if dist.get_rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
-            # Steps after the checkpoint that this run goes on from are about to be done again.
+            # The steps after the checkpoint from which this run resumes will be repeated.
             kept = [row for row in read_losses(self.path) if row["step"] <= first_step]
             self._file = self.path.open("w", buffering=1)
             for row in kept:
@@ -117,7 +117,7 @@ class LossLog:
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """The rows of a loss log; none where there is no log."""
+    """The rows of a loss log; none if there is no log."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -138,7 +138,7 @@ def memory_in_use(device: torch.device) -> float:
 
 
 def sent_bytes(model: nn.Module, *, micro_batches: int) -> dict[str, int]:
-    """Bytes that one rank sends to others in one step, as `fsdp2.explain` has them.
+    """Bytes that one rank sends to others in one step, according to `fsdp2.explain`.
 
     `explain` counts for a step of one micro-batch, and knows the order of the units when a forward
     has run: the last one stays gathered for its backward. Parameters are gathered for every
@@ -242,7 +242,7 @@ def report(
     sizes = shard_sizes(model, optimizer, numbers)
     if dist.get_rank() != 0:
         return
-    # The n-gram models predict the same bytes as the model did.
+    # The n-gram models predict the same bytes as the model.
     starts = torch.tensor(validation_starts(text.held_out, options.length, options.eval_bytes))
     targets = (starts[:, None] + torch.arange(1, options.length + 1)).flatten()
     baselines = {
@@ -277,7 +277,7 @@ def report(
 
 
 def show_profile(profiled: Profile, folder: Path) -> None:
-    """What a step of this rank did: rank 0 prints the table, every rank writes its own files."""
+    """Show the recorded step: rank 0 prints the table, every rank writes its own files."""
     rank = dist.get_rank()
     if rank == 0:
         print(profiled.table(), flush=True)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What a resumed run may set anew. Everything else shapes the loss curve or the shards, and comes
+# Options that a resumed run may change. The others shape the loss curve or the shards, and come
 # from the checkpoint.
 FREE_ON_RESUME = {
     *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
@@ -20,7 +20,7 @@ FREE_ON_RESUME = {
 def fail(message: str) -> NoReturn:
     """End with exit status 2; rank 0 says why, in one line."""
     if os.environ.get("RANK", "0") != "0":
-        # torchrun ends the other ranks as soon as one has failed: rank 0 has to be the first.
+        # The launcher ends all ranks as soon as one fails, so rank 0, which prints, must be first.
         time.sleep(10)
         sys.exit(2)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
@@ -28,7 +28,7 @@ def fail(message: str) -> NoReturn:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, and helps on one rank."""
+    """A parser that reports errors in one line and prints its help on one rank."""
 
     def error(self, message: str) -> NoReturn:
         fail(message)
@@ -39,13 +39,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check the options; with --resume, take what is not given from the checkpoint."""
+    """Parse and check the options; with --resume, options not given come from the checkpoint."""
     parser = _parser()
     options = parser.parse_args(argv)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.resume:
         step, saved = saved_run(options.out)
-        # The same sequences in every step, if these processes can share them evenly.
+        # The same sequences per step as before, if they divide evenly among these processes.
         sequences = saved["options"]["batch"] * saved["world_size"]
         if sequences % world_size == 0:
             saved["options"]["batch"] = sequences // world_size
@@ -58,7 +58,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 def as_saved(
     parser: argparse.ArgumentParser, argv: list[str] | None, saved: dict[str, Any], free: set[str]
 ) -> argparse.Namespace:
-    """The options of a resumed run: those of the checkpoint, but for what is given and free."""
+    """The options of a resumed run: the checkpoint's, except those given that are in `free`."""
     parser.set_defaults(**saved)
     options = parser.parse_args(argv)
     for name, value in saved.items():
@@ -101,7 +101,7 @@ def checkpoint_path(out: str | Path, step: int) -> Path:
 
 
 def saved_run(out: str) -> tuple[int, dict[str, Any]]:
-    """The step of the latest checkpoint of a run, and what it says about the run."""
+    """The step of a run's latest checkpoint, and the `extra` saved with it."""
     from fsdp2.checkpoint import CheckpointError, CheckpointNotFound, peek  # imports torch
 
     try:
@@ -114,7 +114,7 @@ def saved_run(out: str) -> tuple[int, dict[str, Any]]:
 
 
 def _check(options: argparse.Namespace, world_size: int) -> None:
-    """What argparse cannot see: options that do not fit together, the processes or the disk."""
+    """Check what argparse cannot: options that do not fit each other, the processes, the disk."""
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):

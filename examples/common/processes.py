@@ -16,7 +16,7 @@ FILES_OF_A_RUN = ("losses.jsonl", "summary.json", "loss.png")
 
 
 def start_processes() -> torch.device:
-    """Join the process group that torchrun has prepared; returns this rank's device."""
+    """Join the process group; the launcher has set this rank's variables. Returns its device."""
     if "RANK" not in os.environ:
         name = Path(sys.argv[0]).name
         fail(f"start it with torchrun: torchrun --standalone --nproc-per-node 2 {name}")
@@ -26,19 +26,19 @@ def start_processes() -> torch.device:
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:
         fail(f"{os.environ['LOCAL_WORLD_SIZE']} processes need as many GPUs; there are {num_gpus}")
-    # Kernels that add in an order of their own would keep --resume from being exact.
+    # With kernels that add in a varying order, --resume would not be exact.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # gloo beside NCCL: with --offload the gradients whose norm is taken are on the CPU.
+    # gloo besides NCCL: with --offload, clipping reduces the norm of gradients on the CPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return device
 
 
 def set_earlier_run_aside(out: str) -> None:
-    """Before a run starts anew in `out`, move the run there to `out`-2, -3, ...: nothing is lost.
+    """Before a new run starts in `out`, move an earlier run to `out`-2, -3, ...: nothing is lost.
 
     Only what a run writes is moved: `out` may be a folder that has other files, too.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 HELD_OUT_EVERY = 20
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", ".git"}
-# Of the standard library also what is tables and not source.
+# In the standard library, also skip folders of tables, which are not source.
 TABLE_FOLDERS = {"encodings", "pydoc_data"}
 
 
@@ -65,7 +65,7 @@ def _read_folder(root: Path, pattern: str, skipped: set[str]) -> list[bytes]:
         if f.is_file() and skipped.isdisjoint(f.relative_to(root).parts)
     )
     contents = [f.read_bytes() for f in files]
-    # Binary files teach nothing, and a NUL byte gives them away.
+    # Skip binary files, which a NUL byte gives away: they teach nothing.
     return [c for c in contents if c and b"\0" not in c]
 
 
@@ -74,7 +74,7 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 class Batches:
-    """An endless stream of training windows, the same for every number of ranks.
+    """An endless stream of training windows that does not depend on the number of ranks.
 
     The text is cut into windows of `length + 1` bytes (the targets are the inputs moved by one),
     shuffled anew in every epoch. Each call takes the next `batch * num_ranks` windows and gives
@@ -124,7 +124,7 @@ def validation_starts(held_out: Tensor, length: int, max_bytes: int) -> list[int
 
 
 def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
-    """Bits per byte that an n-gram model gets on held-out bytes.
+    """Bits per byte of an n-gram model on held-out bytes.
 
     It counts on the training text and mixes the orders from uniform up to `order` by
     Witten-Bell interpolation, which has no number to tune: with `c` the count of a context and
@@ -143,7 +143,7 @@ def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
         totals, distinct = counts.sum(1), counts.count_nonzero(1)
         code = torch.zeros_like(targets)
         for back in range(n - 1, -1, -1):
-            # Before its first byte the text reads as NUL, for every model alike.
+            # The context before the first byte is NUL, for all models alike.
             at = targets - back
             byte = torch.where(at >= 0, held_out[at.clamp(min=0)].long(), 0)
             code = code * 256 + byte
@@ -155,7 +155,7 @@ def ngram_bits_per_byte(text: Text, order: int, targets: Tensor) -> float:
 
 
 def _ngram_codes(text: Tensor, n: int) -> Tensor:
-    """Every run of `n` bytes as one number, base 256."""
+    """Every sequence of `n` bytes as one number, base 256."""
     count = text.numel() - n + 1
     code = torch.zeros(count, dtype=torch.int32)
     for i in range(n):

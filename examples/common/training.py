@@ -41,7 +41,7 @@ from fsdp2.checkpoint import Checkpointer
 
 STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
 WARM_UP_STEPS = 20  # of the learning rate
-# What a resumed run may set anew. The strategy is among them: a checkpoint has whole tensors.
+# Options that a resumed run may change. The strategy is one: a checkpoint holds whole tensors.
 FREE = {"resume", "out", "steps", "stop_at", "strategy"}
 
 
@@ -79,7 +79,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
 
 
 class Run:
-    """A training run: which steps are left to do, and what is kept and shown of them.
+    """A training run: the steps that are left, their log, checkpoints and figures.
 
     Args:
         unit: what is counted per second.
@@ -116,7 +116,7 @@ class Run:
         if not options.resume:
             set_earlier_run_aside(options.out)
         # Every rank writes its shards into ordinary safetensors files, and reads its shards from
-        # them, also where other ranks, or another strategy, have written them.
+        # them, whatever number of ranks or strategy wrote them.
         self.checkpoints = Checkpointer(checkpoint_folder(options.out), keep=2)
         if options.resume:
             found = self.checkpoints.load("latest", model=model, optimizer=optimizer)
@@ -130,7 +130,7 @@ class Run:
             self._say(f"resumed      after step {self.first_step}")
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 1; each is logged, and the last saved, when it is over."""
+        """Yield the steps that are left, from 1; logs each afterwards, and saves the last."""
         options = self.options
         last = self.last_step
         log = LossLog(self.out, first_step=self.first_step)
@@ -147,7 +147,7 @@ class Run:
             began = time.perf_counter()
             yield step
             self._times.append(time.perf_counter() - began)
-            # All ranks learn the mean loss, and whether one was asked to stop: they must stop
+            # All ranks learn the mean loss, and whether any rank was asked to stop: they must stop
             # after the same step.
             ranks = self.numbers.of_all_ranks(
                 self._loss, memory_in_use(self.device), stop_requested()
@@ -165,7 +165,7 @@ class Run:
         self.checkpoints.close()
 
     def record(self, loss: Tensor) -> None:
-        """Note the loss, and what this rank holds now, before its gradients are dropped."""
+        """Record the loss, and the bytes that this rank holds while it still has gradients."""
         self._loss = loss.item()
         if not self._state:
             self._state = state_bytes(self.model, self.optimizer)
@@ -176,7 +176,7 @@ class Run:
         self.checkpoints.save(step, model=self.model, optimizer=self.optimizer, extra=extra)
 
     def report(self, **figures: Any) -> None:
-        """Print what the ranks held, sent and did per second, and write it to summary.json."""
+        """Print memory, traffic and speed of the ranks, and write them to summary.json."""
         keys = ("parameters", "gradients", "optimizer")
         rows = self.numbers.of_all_ranks(*(self._state.get(key, 0) for key in keys)).long()
         ranks = [dict(zip(keys, row, strict=True)) for row in rows.tolist()]

@@ -1,6 +1,6 @@
-"""Damaged, foreign and unfit checkpoints, and wrong calls: an error that says what, and no change.
+"""Damaged, foreign or unfit checkpoints, and wrong calls: an error says what; nothing changes.
 
-What must come back bit for bit, and what must never be called, is here too.
+Also here: values that must come back bit for bit, and code that must never run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves that not every rank calls: said by name, never committed, never taken for a checkpoint."""
+"""Saves that not every rank calls: errors name the ranks, and nothing is committed or loaded."""
 
 from __future__ import annotations
 

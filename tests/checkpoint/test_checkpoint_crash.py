@@ -1,4 +1,4 @@
-"""A rank may end before any system call of a save: nothing is there then, or all of it."""
+"""A rank may die before any system call of a save: it leaves no checkpoint or a complete one."""
 
 from __future__ import annotations
 

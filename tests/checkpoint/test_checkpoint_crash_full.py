@@ -1,4 +1,4 @@
-"""A disk that is full for one rank: it raises there, the others learn of it, nothing is left."""
+"""The disk is full for one rank: that rank raises, the others learn of it, nothing is left."""
 
 from __future__ import annotations
 

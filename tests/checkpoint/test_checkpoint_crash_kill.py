@@ -1,4 +1,4 @@
-"""Processes of a save are killed at random moments: what is there afterwards is whole."""
+"""Processes are killed at random moments of a save: any checkpoint found afterwards is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving what lies on a device: copied piece by piece, and the file has what the tensors have.
+"""Saving tensors on a device: copied piece by piece, and the file holds their values.
 
 There is no device here: CPU tensors are treated as if their memory could not be read in place.
 """

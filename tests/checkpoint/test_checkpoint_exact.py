@@ -1,4 +1,4 @@
-"""Bit for bit: what comes back, also after a stop; loads that do not fit; what is never called."""
+"""Loads are exact bit for bit, also after a stop; loads that do not fit; code that never runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes are read once where that is honest, compared while they are read, and nothing is lost."""
+"""Bytes are read once if an error can still change nothing, and verified while they are read."""
 
 from __future__ import annotations
 

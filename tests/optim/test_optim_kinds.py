@@ -1,4 +1,4 @@
-"""Optimizers of other people's habits: their bases, what they keep where, what they depend on."""
+"""Optimizers written in unusual ways: base classes, where they keep state, what they depend on."""
 
 from __future__ import annotations
 

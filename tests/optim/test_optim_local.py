@@ -1,4 +1,4 @@
-"""Optimizer steps on local tensors: the results of plain steps, and DTensors all around them."""
+"""Optimizer steps on local tensors: results of plain steps, with DTensors outside the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to an optimizer between steps, by `local_step` and `whole_step`.
+"""What happens to an optimizer between steps, with `local_step` and `whole_step`.
 
 Groups with their own options, schedulers, states that are saved and loaded, copies, gradient
 scalers: training goes on as on one process.

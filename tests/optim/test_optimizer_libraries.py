@@ -1,4 +1,4 @@
-"""Optimizers of all libraries: none is wrong by `local_step` or `whole_step` without a word.
+"""Optimizers of all libraries: with `local_step` or `whole_step`, none is silently wrong.
 
 What is compared with one process, and how, is in `benchmarks/optimizer_training.py`.
 """
