@@ -27,7 +27,7 @@ from ..describe.bucket_bytes import BucketFacts
 from ..describe.explain import facts_of, unit_name
 from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime
-from ..runtime.unit import Unit
+from ..runtime.unit import State, Unit
 from ..sharding.bucket import Bucket
 from . import events
 from .clocks import Mark, make_clock
@@ -275,7 +275,7 @@ class Recorder:
 
     def _start_unshard(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
         held = [b for b in unit.buckets if b.cache_valid]
-        secondary = unit.gathers_secondary
+        secondary = unit.state is State.SECONDARY
         # Marks on the gather stream, before and after.
         with streams.gathering():
             operation = self.operation(unit, ALL_GATHER, 0, (0, 0))

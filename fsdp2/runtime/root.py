@@ -26,7 +26,7 @@ from .forwards import Forward, Forwards, modules_being_called
 from .frozen_cache import choose_cached
 from .reduction import ReductionsInFlight
 from .torch_modes import NOT_TRACED, outside_torch_modes
-from .unit import AfterForward, State, Unit
+from .unit import GATHERED, RESHARDED, AfterForward, State, Unit
 from .unwritten import warn_of_unwritten
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
@@ -202,7 +202,7 @@ class Runtime:
 
     def _prefetch(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            if unit.state is State.SHARDED:
+            if unit.state in RESHARDED:
                 unit.start_unshard(self.streams)
 
     # -- backward ---------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Runtime:
         entered = self.forwards.enter(unit, forward)
         before = None if entered is None else entered.unit_before()
         if unit.backward_began:
-            if unit.state is not State.UNSHARDED and config.unshard_in_backward:
+            if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
             return
         unit.backward_began = True
@@ -239,8 +239,8 @@ class Runtime:
             self._carried_unit = None
             if unit.is_rewritten():
                 unit.reshard(self.streams)
-        # If some were released, all that backward reads is there still.
-        if not unit.freed_early and config.unshard_in_backward:
+        # If some were freed early, all that backward reads is there still.
+        if unit.state is not State.PARTLY_FREED and config.unshard_in_backward:
             unit.unshard(self.streams)
         if config.backward_prefetch:
             if entered is not None:
@@ -460,7 +460,7 @@ class Runtime:
     def unshard(self, unit: Unit) -> None:
         """Start a gather that a user asked for."""
         self.streams.before_root_forward(self.optimizer_event)
-        if unit.state is State.SHARDED:
+        if unit.state in RESHARDED:
             self._free_written(unit)
             unit.start_unshard(self.streams)
         unit.hooks.notice_accumulation()  # parameters may be used without a forward of the unit
@@ -484,9 +484,9 @@ class Runtime:
         if deferred:
             unit.unshard(self.streams)
             return
-        if unit.freed_early:
+        if unit.state is State.PARTLY_FREED:
             unit.reshard(self.streams)
-        if unit.state is State.SHARDED:
+        if unit.state in RESHARDED:
             unit.start_unshard(self.streams)
         unit.register_unsharded()
 

@@ -1,10 +1,10 @@
 """One communication unit: the parameters that are gathered and reduced together.
 
-States, one method per transition::
+Its states, of which `TRANSITIONS` is the whole table::
 
-    SHARDED --start_unshard--> GATHERING --wait_unshard--> UNSHARDED
-       ^                                                        |
-       +-------------------------- reshard ---------------------+
+    SHARDED, SECONDARY --start_unshard--> GATHERING --wait_unshard--> UNSHARDED, PARTLY_FREED
+            ^                                                                |
+            +---------------------------- reshard ---------------------------+
 
 What is *registered* in the modules is a second, independent question: a unit may keep its
 gathered storage while users see the sharded parameters (after forward, or in ``state_dict``).
@@ -47,8 +47,30 @@ class State(Enum):
     """Where the parameters of a unit are."""
 
     SHARDED = "sharded"
+    SECONDARY = "secondary"  # sharded, with larger shards kept for the next gather
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+    PARTLY_FREED = "partly freed"  # unsharded, but for parameters that were freed early
+
+    __hash__ = object.__hash__  # Enum's own is in Python; `TRANSITIONS` is asked in every hook
+
+
+RESHARDED = (State.SHARDED, State.SECONDARY)  # no gathered storage
+GATHERED = (State.UNSHARDED, State.PARTLY_FREED)  # gathered, and compute has waited for it
+
+TRANSITIONS = {
+    # (from, event): to
+    (State.SHARDED, "start_unshard"): State.GATHERING,
+    (State.SECONDARY, "start_unshard"): State.GATHERING,
+    (State.GATHERING, "wait_unshard"): State.UNSHARDED,
+    (State.UNSHARDED, "free_early"): State.PARTLY_FREED,
+    (State.PARTLY_FREED, "free_early"): State.PARTLY_FREED,
+    (State.UNSHARDED, "reshard"): State.SHARDED,
+    (State.PARTLY_FREED, "reshard"): State.SHARDED,
+    # Not from PARTLY_FREED: what was freed early cannot be copied into larger shards.
+    (State.UNSHARDED, "reshard_to_secondary"): State.SECONDARY,
+    (State.SECONDARY, "drop_secondary"): State.SHARDED,
+}
 
 
 class AfterForward(Enum):
@@ -101,8 +123,6 @@ class Unit:
         self.encloses = False
         # The state.
         self.state = State.SHARDED
-        self.gathers_secondary = False  # the data to gather next lies in the secondary shards
-        self.freed_early = False  # some parameters may have been freed early
         self._embeddings: tuple[list[Bucket], list[tuple[Bucket, int]]] = ([], [])  # of these
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
@@ -187,9 +207,23 @@ class Unit:
         """Bytes of the gathered storages."""
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
+    def _transition(self, event: str) -> None:
+        """Change the state: nothing else does.
+
+        Raises:
+            RuntimeError: if `TRANSITIONS` has no such event in this state.
+        """
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise RuntimeError(
+                f"Unit '{self.name}' is {self.state.value}, where {event} is not allowed. This is "
+                "a bug in fsdp2: please report it"
+            )
+        self.state = after
+
     def start_unshard(self, streams: Streams) -> None:
-        """SHARDED -> GATHERING: allocate and start the all-gathers of all buckets."""
-        assert self.state is State.SHARDED
+        """Allocate and start the all-gathers of all buckets."""
+        assert self.state in RESHARDED
         param_group, config = self.param_group, self.config
         if param_group.dirty or not param_group.materialized:
             self._plan_anew(streams)
@@ -216,7 +250,8 @@ class Unit:
                     # this stream goes to nothing that could overtake them.
                     self._free_packs()
                 self._gather_event = streams.gathered(self._gather_event)
-        self.state = State.GATHERING
+        # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
+        self._transition("start_unshard")
 
     def _plan_anew(self, streams: Streams) -> None:
         """Before the first gather, and after parameters were replaced."""
@@ -229,8 +264,7 @@ class Unit:
         """Start the all-gathers of the buckets of these indices: one call over the same ranks where
         the transport can."""
         param_group = self.param_group
-        plans: dict[Transport, list[Any]] = {}
-        tags: dict[Transport, list[int]] = {}
+        to_gather: dict[Transport, list[tuple[Any, int]]] = {}
         group = self.mesh.shard_group
         try:
             for index in gathering:
@@ -238,13 +272,14 @@ class Unit:
                 group = transports.mesh.shard_group
                 transport, plan = self._prepare(bucket, transports)
                 if transport is not None:
-                    plans.setdefault(transport, []).append(plan)
-                    tags.setdefault(transport, []).append(param_group.gather_tags[index])
-            for transport, given in plans.items():
+                    tagged = (plan, param_group.gather_tags[index])
+                    to_gather.setdefault(transport, []).append(tagged)
+            for transport, plans in to_gather.items():
                 group = transport.group
-                if transport.coalesces and len(given) > 1:
-                    given = [param_group.gather_batch(given)]
-                for plan, tag in zip(given, tags[transport], strict=False):
+                if transport.coalesces and len(plans) > 1:
+                    batch = param_group.gather_batch([plan for plan, _ in plans])
+                    plans = [(batch, plans[0][1])]
+                for plan, tag in plans:
                     finish = transport.all_gather(plan, tag)
                     if finish is not done:
                         self._gather_finish.append(finish)
@@ -259,19 +294,19 @@ class Unit:
 
     def _free_packs(self) -> None:
         """After the packed parameters were copied to their places."""
-        for bucket in self.buckets:
+        for bucket in self.param_group.buckets:
             bucket.free_pack()
 
     def _prepare(self, bucket: Bucket, transports: MeshTransports) -> tuple[Transport | None, Any]:
         """Before the gather of a bucket: memory, and what it reads. Returns who gathers what."""
         if bucket.cached:
             bucket.mark_cached()
-        if self.gathers_secondary and bucket.secondary is not None and bucket.secondary.saved:
-            bucket.allocate()
-            return transports.secondary_gather, bucket.secondary.plan
         if bucket.aliases_shards:
             return None, None
         bucket.allocate()
+        secondary = bucket.secondary
+        if secondary is not None and secondary.saved:
+            return transports.secondary_gather, secondary.plan
         if bucket.fills_own_slices:
             bucket.fill_own_slices()
         return transports.gather, bucket.plan
@@ -281,7 +316,7 @@ class Unit:
         return f"the all-gather of unit '{self.name}' in {phase}"
 
     def wait_unshard(self, streams: Streams) -> None:
-        """GATHERING -> UNSHARDED: compute may use the parameters."""
+        """Let compute use what `start_unshard` gathers."""
         assert self.state is State.GATHERING
         try:
             for finish in self._gather_finish:
@@ -293,18 +328,18 @@ class Unit:
             self._free_packs()
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)
-        if self.gathers_secondary:
-            self._drop_secondary()
-        self.state = State.UNSHARDED
+        # Not before: compute, on whose stream they were allocated, has to wait for their readers.
+        self._drop_secondary()
+        self._transition("wait_unshard")
         if self.param_group.incomplete:
             self.param_group.complete()
             self.runtime.choose_cached()
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
-        if self.freed_early:
+        if self.state is State.PARTLY_FREED:
             self.reshard(streams)
-        if self.state is State.SHARDED:
+        if self.state in RESHARDED:
             self.start_unshard(streams)
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
@@ -316,14 +351,15 @@ class Unit:
             self.registration.register("unsharded", for_forward=not self.runtime.in_backward)
 
     def reshard(self, streams: Streams, *, to_secondary: bool = False) -> None:
-        """UNSHARDED -> SHARDED: give the gathered storage back; sharded parameters registered.
+        """From any state to SHARDED, with the sharded parameters registered.
 
         Args:
-            to_secondary: keep larger shards for a cheaper gather in backward.
+            to_secondary: keep larger shards for a cheaper gather in backward: to SECONDARY.
         """
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
-        if self.state is State.UNSHARDED:
+        if self.state in GATHERED:
+            to_secondary = to_secondary and self.state is State.UNSHARDED
             going = self.param_group.buckets
             if self.config.keep_frozen is not None:
                 going = [bucket for bucket in going if not bucket.cache_valid]
@@ -335,11 +371,10 @@ class Unit:
                 with streams.gathering():
                     for bucket in going:
                         bucket.free()
-            self.state = State.SHARDED
-            self.gathers_secondary = to_secondary
-            self.freed_early = False
-        elif self.gathers_secondary and not to_secondary:
+            self._transition("reshard_to_secondary" if to_secondary else "reshard")
+        elif self.state is State.SECONDARY and not to_secondary:
             self._drop_secondary()
+            self._transition("drop_secondary")
         self.register_sharded()
 
     def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
@@ -351,7 +386,7 @@ class Unit:
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
         held = [b for b in (self.buckets if buckets is None else buckets) if b.cache_valid]
-        if self.state is State.SHARDED:
+        if self.state in RESHARDED:
             free_cached(held, streams)
         for bucket in held:
             bucket.cache_valid = False
@@ -375,6 +410,8 @@ class Unit:
 
     def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
         """In backward: give back parameters whose gradient is complete."""
+        if self.state not in GATHERED:
+            return  # gradients of uses outside of the modules, after backward has left these
         for bucket, grads in zip(self.param_group.buckets, taken, strict=True):
             for i in grads:
                 self._release(bucket, i, streams)
@@ -391,7 +428,7 @@ class Unit:
         streams.before_free()
         with streams.gathering():
             bucket.free_early(i)
-        self.freed_early = True
+        self._transition("free_early")
         self._register_proxy(bucket.params[i])
 
     def _register_proxy(self, param: ShardedParam) -> None:
@@ -402,7 +439,7 @@ class Unit:
     def _recall(self, param: ShardedParam) -> None:
         """Backward needs a released parameter after all, to recompute activations."""
         self._recalled.add(param)
-        if self.freed_early:
+        if self.state is State.PARTLY_FREED:
             self.runtime.wait_unshard(self)
 
     @property
@@ -419,17 +456,16 @@ class Unit:
     def register_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""
         kind = "sharded"
-        if self.gathers_secondary:
+        if self.state is State.SECONDARY:
             self.param_group.make_secondary()
             kind = "secondary"
         if self.registration.registered != kind:
             self.registration.register(kind)
 
     def _drop_secondary(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self.param_group.buckets:
             if bucket.secondary is not None:
                 bucket.secondary.free()
-        self.gathers_secondary = False
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""

@@ -48,7 +48,9 @@ class UnitGrads:
 
     def has_whole(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
-        return any(map(_has_grad, self._param_group.unsharded)) or bool(self.accumulated)
+        if self.accumulated:
+            return True
+        return any(p is not None and p.grad is not None for p in self._param_group.unsharded)
 
     def are_accumulated(self) -> bool:
         """Whether the run of autograd that is in progress accumulates any of them.
@@ -260,7 +262,3 @@ def _will_run(accumulator: Any) -> bool:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
         return False
-
-
-def _has_grad(param: torch.Tensor | None) -> bool:
-    return param is not None and param.grad is not None

@@ -274,6 +274,38 @@ def test_what_was_freed_early_is_a_parameter_still() -> None:
     loss.backward()
 
 
+class Table(nn.Module):
+    """A large parameter beside a unit, for its users to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.table = nn.Parameter(torch.ones(VOCABULARY, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@distributed(2)
+def test_a_gradient_that_comes_after_backward_has_left_the_root() -> None:
+    """Of a use before forward: autograd comes to it last, when the root is sharded again."""
+    case = Case("table", Table, lambda m: [m.get_submodule("block")], batch, loss)
+    model, plain = pair(case)
+    for step in range(2):
+        for network in (plain, model):
+            if isinstance(network, FSDPModule):
+                network.unshard()
+            earlier = network.get_parameter("table").sum(0)
+            torch.manual_seed(2 * step + dist.get_rank())
+            x = torch.rand(3, DIM, dtype=torch.float64, requires_grad=True)
+            (network(x) * earlier).mean().backward()
+        assert_sharded(model)
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
 @distributed(2)
 def test_training_goes_on_after_all_that() -> None:
     """Uses one model for evaluation, two backwards and training, in turns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import FSDPModule, UnshardHandle, fully_shard
+from fsdp2.runtime.unit import GATHERED, RESHARDED, TRANSITIONS, State, unit_of
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
 from reference import (
@@ -82,6 +84,30 @@ def test_the_registered_parameters_are_those_kept_on_two_ranks(dim: int) -> None
 test_the_registered_parameters_are_those_kept_on_two_ranks = ours_only("torch wants even shards")(
     test_the_registered_parameters_are_those_kept_on_two_ranks
 )
+
+
+@ours_only("what was kept for a backward that did not come is used after the write too")
+@pytest.mark.parametrize("backward", ["none", "of the first unit"])
+@distributed(4)
+def test_what_two_ranks_keep_for_backward_is_not_used_after_a_write(backward: str) -> None:
+    model, plain = pair(MLP, reshard_after_forward=2)
+    parameters = {network: list(network.parameters()) for network in (model, plain)}
+    (inputs,) = MLP.batch(9, dist.get_rank(), torch.float64)
+    for _ in range(2):
+        for network in (model, plain):
+            outputs: list[Tensor] = []
+            keep = lambda module, args, output: outputs.append(output)  # noqa: B023, E731
+            handle = network.get_submodule("0").register_forward_hook(keep)
+            network(inputs)
+            handle.remove()
+            if backward != "none":
+                outputs[0].mean().backward()
+                now = list(network.parameters())
+                assert all(a is b for a, b in zip(now, parameters[network], strict=True))
+            with torch.no_grad():
+                for parameter in parameters[network]:
+                    parameter.mul_(1.5)
+        assert_same(model(inputs), plain(inputs), "after the write")
 
 
 @distributed(4)
@@ -315,6 +341,52 @@ def test_parameters_written_in_any_way_after_an_evaluation(write: str) -> None:
                 for parameter in parameters[network]:
                     WRITES[write](parameter)
         assert_same(model(tokens), plain(tokens), "evaluation")
+
+
+@ours_only("looks at states inside")
+@distributed(4)
+def test_any_order_of_gathers_and_frees_by_hand() -> None:
+    """Random walks over the states: there is memory, and the parameters are right and registered,
+    where the state says so."""
+    model, plain = pair(MLP, reshard_after_forward=2)
+    (inputs,) = MLP.batch(9, dist.get_rank(), torch.float64)
+    model(inputs)
+    unit, weight = unit_of(model[0]), plain.get_parameter("0.weight")
+    (bucket,), streams = unit.buckets, unit.runtime.streams
+    generator = random.Random(0)  # the same on every rank
+    seen = set()
+    for _ in range(150):
+        allowed = sorted(event for state, event in TRANSITIONS if state is unit.state)
+        event = generator.choice([*allowed, "forward", "write"])
+        seen.add((unit.state, event))
+        if event == "start_unshard":
+            unit.start_unshard(streams)
+        elif event == "wait_unshard":
+            unit.wait_unshard(streams)
+        elif event == "reshard_to_secondary":
+            unit.reshard(streams, to_secondary=True)
+        elif event in ("reshard", "drop_secondary"):
+            unit.reshard(streams)
+        elif event == "free_early":
+            unit._transition("free_early")  # (nothing here is large enough)
+        elif event == "forward":
+            assert_same(model(inputs), plain(inputs), "forward")
+        else:
+            unit.runtime.reshard(unit)  # what is gathered by hand is not looked at again
+            with torch.no_grad():
+                weight.add_(1)
+                unit.params[0].sharded.add_(1)
+        gathered = unit.state is State.GATHERING or unit.state in GATHERED
+        assert bucket.allocated_bytes == (unit.gathered_bytes if gathered else 0)
+        if unit.state is not State.GATHERING:  # which may read them
+            assert bucket.secondary.saved == (unit.state is State.SECONDARY)
+        if unit.state in RESHARDED:
+            kind = "secondary" if unit.state is State.SECONDARY else "sharded"
+            assert unit.registration.registered == kind
+            assert_sharded(model[0])
+        elif unit.state in GATHERED:
+            assert_same(unit.params[0].unsharded, weight, "weight")
+    assert len(seen) > 12, seen
 
 
 @distributed(4)
