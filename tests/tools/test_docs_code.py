@@ -280,7 +280,8 @@ def test_the_readme_repeats_measured_values_and_invents_none() -> None:
     shown = rows(ROOT / "README.md")
     # In the table above, a row may rest on the one before it.
     full = {"AdamW step, `fsdp2.optim.local_step`, ms": "the same, fsdp2.optim.local_step, ms"}
-    measured = {full.get(name, name): row for name, row in shown.items() if len(row) == 4}
+    # (The last column repeats ratios of an earlier run, with torch 2.13.)
+    measured = {full.get(name, name): row[:4] for name, row in shown.items() if len(row) == 5}
     del measured["two gloo ranks of one thread"]
     assert len(measured) == 5
     for name, row in measured.items():
