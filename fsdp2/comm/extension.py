@@ -93,6 +93,13 @@ class ExtensionBucket(Bucket):
         self.unsharded = self.unsharded_direct = []
         self._check_methods()
 
+    def _versions(self) -> tuple[int, int]:
+        # A wrapper's own counter does not see writes to the tensors that it is made of. They are
+        # looked up each time: an optimizer or a load may replace them.
+        (param,) = self.params
+        rows = param.local._version + sum(t._version for t in inner_tensors(param.local))
+        return rows, param.sharded._version
+
     def _check_methods(self) -> None:
         """Check that the methods exist, and how they are to be called."""
         # Not when it is sharded: they may be patched onto the class up to the first gather.

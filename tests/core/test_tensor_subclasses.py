@@ -174,6 +174,24 @@ def test_subclasses_beside_plain_and_frozen_parameters_in_one_unit() -> None:
 
 
 @distributed(2)
+def test_writes_to_the_inner_tensors_of_a_cached_frozen_parameter_are_seen() -> None:
+    with two_tensor_methods():
+        plain = layers()
+        model = with_two_tensors(copy.deepcopy(plain), ("weight",))
+        for side in (model, plain):
+            side[0].weight.requires_grad_(False)  # type: ignore[index]
+        shard(model)
+        model.set_keep_frozen_gathered(None)  # type: ignore[operator]
+        for _ in range(2):
+            train_beside_plain(model, plain)
+            with torch.no_grad():
+                local = model[0].weight._local_tensor  # type: ignore[index]
+                for inner in (local.a, local.b):
+                    inner.mul_(-1)
+                plain[0].weight.mul_(-1)  # type: ignore[index]
+
+
+@distributed(2)
 def test_a_user_s_attributes_are_carried_and_those_of_the_class_are_not() -> None:
     with two_tensor_methods():
         model = with_two_tensors(layers(), ("weight",))
