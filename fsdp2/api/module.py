@@ -410,8 +410,8 @@ class FSDPModule(CommSettings):
         """Reset all gradients: of all sharded parameters, registered now or not, and those
         accumulated without gradient sync."""
         for unit in self._units(recurse=True):
-            if unit.accumulates:
-                unit.drop_accumulated()
+            if unit.gradients.earlier_are_left():
+                unit.gradients.drop()
             # What modules hold now may be unsharded: ``parameters()``, which the method of
             # `nn.Module` walks, would miss the gradients that the optimizer reads.
             for param in unit.params:

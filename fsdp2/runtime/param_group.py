@@ -256,7 +256,7 @@ class ParamGroup:
         """How to reduce the gradients of bucket ``index`` that are ``present``.
 
         Args:
-            sums: whether they may be in the dtype of the reduction already; see `make_reductions`.
+            sums: whether they may be in the dtype of the reduction already: sums of micro-batches.
         """
         key = (index, sums, tuple(present))
         plan = self._reduce_plans.get(key)
@@ -321,16 +321,13 @@ class ParamGroup:
                 made[mesh] = MeshTransports(mesh, self.device, self._config.comm_options)
         self.transports = [made[bucket.mesh] for bucket in self.buckets]
         if self._reserved_tags[0] < 0:
-            self._reserve_tags()
+            # Every bucket has two tags per tensor (gather, reduce) and two for its pack.
+            count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
+            first = take_tags(self._groups(), count * max(1, len(self.params)))
+            self._reserved_tags = (first, count)
         first, count = self._reserved_tags
         self.gather_tags = [first + count * i for i in range(len(self.buckets))]
         self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
-
-    def _reserve_tags(self) -> None:
-        """Every bucket has two tags per tensor (gather, reduce) and two for its pack."""
-        count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
-        first = take_tags(self._groups(), count * max(1, len(self.params)))
-        self._reserved_tags = (first, count)
 
     def give_back_tags(self) -> None:
         """As if there had been no gather yet; the next one takes tags anew."""

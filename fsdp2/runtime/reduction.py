@@ -150,7 +150,10 @@ class Reduction:
             self._wait(streams)
             if not streams.stream_ordered:
                 self._conclude()
-        if self.bucket.shard_device != self.bucket.device and self._has_hooks():
+        params = self.bucket.params
+        if self.bucket.shard_device != self.bucket.device and any(
+            params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present
+        ):
             streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
         attached = [] if self.waits else self._attach()
         self._release()
@@ -354,10 +357,6 @@ class Reduction:
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 local_of(grad).add_(value.to(local_of(grad).device))
-
-    def _has_hooks(self) -> bool:
-        params = self.bucket.params
-        return any(params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present)
 
     def _attach(self) -> list[nn.Parameter]:
         params = self.bucket.params

@@ -177,7 +177,11 @@ class Runtime:
             and self._this_forward[-1] is unit,
         )
         if after is AfterForward.KEEP:
-            if unit.encloses and differentiable and unit.keeps_only_for_backward:
+            config = unit.config
+            only_for_backward = (
+                config.reshard_after_forward is None and config.reshard_after_backward
+            )
+            if unit.encloses and differentiable and only_for_backward:
                 unit.free_embeddings_early(self.streams)
         elif after is AfterForward.CARRY:
             self._carried_unit = unit
@@ -315,12 +319,7 @@ class Runtime:
         taken = gradients.take(direct_only=direct_only, may_defer=self.ends_iteration)
         if unit.encloses and self.in_backward and self._frees(unit):
             unit.free_reduced_early(taken, self.streams)
-        reductions = gradients.make_reductions(
-            taken,
-            final=final,
-            sums=unit.holds_earlier_gradients,
-            fill_unused=config.reduce_unused,
-        )
+        reductions = gradients.make_reductions(taken, final=final)
         if reductions:
             self.reductions.launch(
                 reductions,
@@ -336,7 +335,7 @@ class Runtime:
         enters the last block. Without this it would be held until the embedding's is done too.
         """
         config = parent.config
-        if not (parent.backward_began and config.reduce_grads) or parent.holds_earlier_gradients:
+        if not (parent.backward_began and config.reduce_grads) or parent.gradients.holds_earlier:
             return
         if config.reduce_unused:
             return  # which gradients are complete by now differs from rank to rank
@@ -417,8 +416,8 @@ class Runtime:
                     self.reduce(unit, final=True)
                 unit.reduced = False
             unit.backward_began = False
-            unit.holds_earlier_gradients = leave or not config.reduce_grads
-            unit.holds_partial_sums = not config.all_reduce_grads
+            gradients.holds_earlier = leave or not config.reduce_grads
+            gradients.holds_partial_sums = not config.all_reduce_grads
 
     def _complete_iteration(self) -> None:
         """Wait for the reductions; ``.grad`` is what users may look at."""
@@ -528,10 +527,14 @@ class Runtime:
         """
         lost: list[str] = []
         if self.in_backward or discard:
-            lost = [unit.name for unit in self.units if not discard and unit.accumulates]
+            lost = [
+                unit.name
+                for unit in self.units
+                if not discard and unit.gradients.earlier_are_left()
+            ]
             self.reductions.discard(self.streams)
             for unit in self.units:
-                unit.drop_accumulated()
+                unit.gradients.drop()
         if discard:
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None

@@ -138,8 +138,6 @@ class Unit:
         self.has_graph = False  # the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
-        self.holds_earlier_gradients = False  # unsharded ones of a backward without sync
-        self.holds_partial_sums = False  # of a backward without the all-reduce over replicas
 
     def __deepcopy__(self, memo: dict) -> Any:
         """Of a module inside only; whole units are put into ``memo`` before, by `deepcopy`."""
@@ -162,12 +160,6 @@ class Unit:
     def awaits_backward(self) -> bool:
         """Whether there is a graph by which backward may still come to this unit."""
         return are_awaited(self.forwards)
-
-    @property
-    def keeps_only_for_backward(self) -> bool:
-        """Whether what forward leaves gathered is there for its backward only."""
-        config = self.config
-        return config.reshard_after_forward is None and config.reshard_after_backward
 
     def after_forward(
         self, *, differentiable: bool, runs_next: bool, ends_forward: bool
@@ -441,17 +433,6 @@ class Unit:
         self._recalled.add(param)
         if self.state is State.PARTLY_FREED:
             self.runtime.wait_unshard(self)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether backwards before the present one have left gradients that no ``.grad`` has."""
-        earlier = self.holds_earlier_gradients or self.holds_partial_sums
-        return earlier and self.gradients.are_left()
-
-    def drop_accumulated(self) -> None:
-        """Forget the gradients that no ``.grad`` of a sharded parameter has."""
-        self.gradients.drop()
-        self.holds_earlier_gradients = self.holds_partial_sums = False
 
     def register_sharded(self) -> None:
         """Register what users should see while the unit is not computing."""

@@ -29,6 +29,9 @@ class UnitGrads:
     Attributes:
         accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
         widened: whether autograd makes gradients in the dtype of the reduction by itself.
+        holds_earlier: whether the last backward left gradients unreduced, so that on some rank
+            there may be sums in the dtype of the reduction.
+        holds_partial_sums: whether it left out the all-reduce over replicas.
         deferred: what is still to be summed over tensor-parallel ranks.
     """
 
@@ -43,6 +46,8 @@ class UnitGrads:
         self._accumulators: list[Any] = []  # the nodes that accumulate them, of
         self._generation = -1  # the contents
         self.widened = False
+        self.holds_earlier = False
+        self.holds_partial_sums = False
 
     # -- is there anything? -----------------------------------------------------------------
 
@@ -77,6 +82,10 @@ class UnitGrads:
             return True
         return any(bucket.partial_present for bucket in self._param_group.buckets)
 
+    def earlier_are_left(self) -> bool:
+        """Whether backwards before the present one left any that no ``.grad`` has."""
+        return (self.holds_earlier or self.holds_partial_sums) and self.are_left()
+
     # -- taking and keeping -----------------------------------------------------------------
 
     def take(self, *, direct_only: bool = False, may_defer: bool = False) -> Taken:
@@ -86,7 +95,14 @@ class UnitGrads:
             direct_only: only of parameters that are not packed.
             may_defer: whether this is the last backward before somebody looks at ``.grad``.
         """
-        may_defer = may_defer and self._may_defer()
+        config = self._config
+        may_defer = (
+            may_defer
+            and config.all_reduce_grads
+            and config.all_reduce_hook is None
+            and not self.accumulated
+            and not self._offloads
+        )
         taken = []
         for bucket in self._param_group.buckets:
             grads: dict[int, torch.Tensor] = {}
@@ -110,16 +126,6 @@ class UnitGrads:
                 self._add_accumulated(bucket, grads)
             taken.append(grads)
         return taken
-
-    def _may_defer(self) -> bool:
-        """Whether nobody looks at sharded gradients before the end of the last backward."""
-        config = self._config
-        return (
-            config.all_reduce_grads
-            and config.all_reduce_hook is None
-            and not self.accumulated
-            and not self._offloads
-        )
 
     def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
         """What backwards without sync have left, in the dtype of the reduction."""
@@ -164,7 +170,8 @@ class UnitGrads:
                     self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
 
     def drop(self) -> None:
-        """Forget them, after a backward that failed."""
+        """Forget all that no ``.grad`` of a sharded parameter has."""
+        self.holds_earlier = self.holds_partial_sums = False
         self.accumulated.clear()
         self.deferred.forget()
         for param in self._param_group.params:
@@ -186,22 +193,17 @@ class UnitGrads:
 
     # -- reducing ---------------------------------------------------------------------------
 
-    def make_reductions(
-        self, taken: Taken, *, final: bool, sums: bool = False, fill_unused: bool = False
-    ) -> list[Reduction]:
+    def make_reductions(self, taken: Taken, *, final: bool) -> list[Reduction]:
         """One `Reduction` per bucket that has gradients.
 
         Args:
             final: the last one of this backward; sums that wait for an all-reduce are due, also
                 of parameters that have no gradient now.
-            sums: whether backwards without sync came before, so that some rank may have sums in
-                the dtype of the reduction.
-            fill_unused: reduce zeros for trained parameters without a gradient.
         """
         param_group, config = self._param_group, self._config
         reductions = []
         for index, (bucket, grads) in enumerate(zip(param_group.buckets, taken, strict=True)):
-            if fill_unused:
+            if config.reduce_unused:
                 self._fill_unused(bucket, grads)
             if grads and self._follows_autograd(bucket):
                 bucket.widen(grads.values())
@@ -217,7 +219,7 @@ class UnitGrads:
             reductions.append(
                 self.reduction_type(
                     bucket,
-                    param_group.reduce_plan(index, present, sums=sums),
+                    param_group.reduce_plan(index, present, sums=self.holds_earlier),
                     [grads.get(i) for i in range(len(bucket.params))],
                     param_group.transports[index],
                     config,
