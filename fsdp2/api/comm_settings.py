@@ -10,6 +10,7 @@ from torch import nn
 
 from ..comm.custom import AllGather, ReduceScatter
 from ..comm.transports import backend_name
+from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) 
             )
     # Waits for a gather in flight: it was started by transports that are about to be dropped.
     if unit.runtime is not None:
-        unit.runtime.reshard(unit)
+        runtime_of(unit).reshard(unit)
     unit.param_group.change_comm_options(**options)
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..common.classes import original_class
-from ..runtime.hooks import UnitHooks
+from ..runtime.hooks import UnitHooks, hooks_of
+from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, units_in
 from ..sharding.param import ORIGINS, ShardedParam
 from ..sharding.tensor_subclass import copy_of
@@ -119,7 +120,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     config = unit.config.for_copy()
     if config.shared_streams is None and unit.runtime is not None:
         # Shared streams: each can reuse at once what the other frees.
-        config.shared_streams = unit.runtime.streams
+        config.shared_streams = runtime_of(unit).streams
     new = Unit(unit.modules, unit.mesh, unit.device, config)
     new.name = unit.name
     memo[id(unit)] = new
@@ -161,11 +162,11 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
         # A submodule may be copied without all the modules that its parameters are tied to.
         copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
     new.param_group.register_sharded()
-    new.hooks = UnitHooks(new)
+    hooks = new.hooks = UnitHooks(new)
     for module in new.modules:
-        new.hooks.take_over(unit.hooks, module)
-    for module, name, method in unit.hooks.methods:
-        wrapped = new.hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
+        hooks.take_over(hooks_of(unit), module)
+    for module, name, method in hooks_of(unit).methods:
+        wrapped = hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
         setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
     for chosen, earlier in (
         (new.config.forward_prefetch, unit.config.forward_prefetch),

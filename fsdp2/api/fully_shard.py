@@ -215,8 +215,8 @@ def _make_unit(
     for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
         StateDictHooks(unit).install(owner)
     adapt_layers(tree)
-    unit.hooks = UnitHooks(unit)
-    unit.hooks.install()
+    hooks = unit.hooks = UnitHooks(unit)
+    hooks.install()
     for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)
         # Past ``__setattr__`` of the module, which some classes override.

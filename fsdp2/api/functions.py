@@ -8,6 +8,8 @@ from types import MethodType
 from torch import nn
 
 from ..comm.streams import streams_for
+from ..runtime.hooks import hooks_of
+from ..runtime.root import runtime_of
 from ..runtime.unit import unit_of
 from .module import FSDPModule, units_of_all
 
@@ -35,7 +37,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    wrapped = unit_of(module).hooks.wrap_method(module, method_name, method)
+    wrapped = hooks_of(unit_of(module)).wrap_method(module, method_name, method)
     setattr(module, method_name, MethodType(wrapped, module))
 
 
@@ -55,9 +57,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     if not units:
         return
     first = units[0]
-    streams = first.config.shared_streams or (first.runtime and first.runtime.streams)
+    streams = first.config.shared_streams or (first.runtime and runtime_of(first).streams)
     streams = streams or streams_for(first.device)
     for unit in units:
         unit.config.shared_streams = streams
         if unit.runtime is not None:
-            unit.runtime.streams = streams
+            runtime_of(unit).streams = streams

@@ -15,7 +15,7 @@ from ..runtime.building import build_runtime
 from ..runtime.finalization import GradientReductionHandle
 from ..runtime.frozen_cache import KeepFrozen
 from ..runtime.hooks import wrapper_prefix
-from ..runtime.root import Runtime
+from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of
 from ..runtime.unwritten import to_be_made, write_pattern
 from .comm_settings import CommSettings
@@ -74,7 +74,7 @@ class FSDPModule(CommSettings):
         """Free this module's gathered parameters and register the sharded ones."""
         unit = unit_of(self)
         if unit.runtime is not None:
-            unit.runtime.reshard(unit)
+            runtime_of(unit).reshard(unit)
 
     # -- settings ---------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class FSDPModule(CommSettings):
         if not requires_gradient_sync:
             for unit in units:
                 if unit.runtime is not None:
-                    unit.runtime.take_weight_gradients(unit)
+                    runtime_of(unit).take_weight_gradients(unit)
 
     def set_accumulate_sharded(self, accumulate_sharded: bool, *, recurse: bool = True) -> None:
         """Set whether backwards without gradient sync accumulate sharded gradients.
@@ -164,7 +164,7 @@ class FSDPModule(CommSettings):
             for call in restore:
                 call()
         # A root around this one that ran inside has made a runtime of its own, which counts anew.
-        if unit.runtime.num_backwards == num_backwards and unit.runtime is runtime:
+        if runtime.num_backwards == num_backwards and unit.runtime is runtime:
             warnings.warn(
                 "No backward ran inside no_sync(): gradients of a backward that runs after it are "
                 "reduced as always. Put loss.backward() inside",
@@ -211,12 +211,11 @@ class FSDPModule(CommSettings):
             >>> optimizer.step()
         """
         unit = unit_of(self)
-        runtime = unit.runtime
         # Before the first forward it is not known which module is the root. The runtime looks at
         # the settings of all units when it is made.
-        if runtime is not None:
+        if unit.runtime is not None:
             self._check_root("set_manual_backward_finalization")
-            runtime.choose_finalization(manual=enabled)
+            runtime_of(unit).choose_finalization(manual=enabled)
         unit.config.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -236,11 +235,11 @@ class FSDPModule(CommSettings):
             RuntimeError: without `set_manual_backward_finalization`, inside backward, if the
                 handle of an earlier call has not been waited for, or if this is not the root.
         """
-        runtime = unit_of(self).runtime
-        if runtime is None:
+        unit = unit_of(self)
+        if unit.runtime is None:
             return GradientReductionHandle() if async_op else None
         self._check_root("finalize_backward")
-        return runtime.finalize_backward(wait=not async_op)
+        return runtime_of(unit).finalize_backward(wait=not async_op)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the ``reshard_after_forward`` argument of `fully_shard`.
@@ -275,7 +274,7 @@ class FSDPModule(CommSettings):
         if not reshard_after_backward:
             for unit in reversed(units):  # in the order in which backward will want them
                 if unit.runtime is not None:
-                    unit.runtime.gather_for_backward(unit)
+                    runtime_of(unit).gather_for_backward(unit)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
@@ -321,7 +320,7 @@ class FSDPModule(CommSettings):
         for unit in units:
             unit.config.keep_frozen = budget
         # Blocks that have run by themselves have runtimes of their own.
-        for runtime in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
+        for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
             runtime.choose_cached()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
@@ -441,7 +440,7 @@ class FSDPModule(CommSettings):
         # ``fn`` must find the sharded parameters: what it did to gathered ones the next free would
         # take away.
         if unit.runtime is not None:
-            unit.runtime.reshard(unit)
+            runtime_of(unit).reshard(unit)
         # ``nn.Module._apply`` casts gradients with their parameters, and loses a ``grad_dtype``
         # that a user set: both are taken off and put back.
         unit.param_group.note_grad_dtypes()
@@ -482,7 +481,7 @@ class FSDPModule(CommSettings):
         unit = unit_of(self)
         if unit.runtime is None:
             build_runtime(self)
-        return unit, unit.runtime
+        return unit, runtime_of(unit)
 
 
 class UnshardHandle:
@@ -496,7 +495,7 @@ class UnshardHandle:
         # Once: a second call would gather again what has been freed in between.
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.runtime.wait_unshard(unit)
+            runtime_of(unit).wait_unshard(unit)
 
 
 def units_of_all(modules: Iterable[Any]) -> list[Unit]:

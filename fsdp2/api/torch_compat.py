@@ -20,6 +20,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from ..runtime.root import runtime_of
 from ..runtime.unit import Unit
 
 __all__ = ["PipelineState", "TorchFSDPModule", "is_replicated", "publish_state", "state_of"]
@@ -45,8 +46,9 @@ class PipelineState:
     @property
     def all_states(self) -> list[PipelineState]:
         """The states of all units of the tree."""
-        runtime = self._unit.runtime
-        return [self] if runtime is None else [_state_of_unit(unit) for unit in runtime.units]
+        if self._unit.runtime is None:
+            return [self]
+        return [_state_of_unit(unit) for unit in runtime_of(self._unit).units]
 
     @property
     def _fsdp_param_groups(self) -> list[PipelineState]:
@@ -60,12 +62,12 @@ class PipelineState:
     def post_backward(self) -> None:
         """Reduce what the micro-batches have accumulated."""
         if self._unit.runtime is not None:
-            self._unit.runtime.reduce(self._unit)
+            runtime_of(self._unit).reduce(self._unit)
 
     def _root_post_backward_final_callback(self) -> None:
         """Wait for all reductions and free all units."""
         if self._unit.runtime is not None:
-            self._unit.runtime.end_backward()
+            runtime_of(self._unit).end_backward()
 
 
 def publish_state(unit: Unit) -> None:

@@ -18,6 +18,7 @@ from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
 from ..comm.mesh_transports import groups_of
 from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, param_dtype_of
+from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, units_in
 from ..runtime.unit_config import direct_min_bytes_for
 from ..wrap import UnitDescription, units_of
@@ -221,8 +222,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 backward_prefetch=_unit_names(config.backward_prefetch, names) or None,
             )
         )
-    runtime = units[0].runtime
-    order = () if runtime is None else runtime.last_order(units[0])
+    root = units[0]
+    order = () if root.runtime is None else runtime_of(root).last_order(root)
     found = _finish(units[0].config.strategy, drafts, _unit_names(order, names))
     return replace(found, communicators=_communicators(units))
 

@@ -305,7 +305,8 @@ class _RecordingHooks(UnitHooks):
     """The hooks of a unit, which also report whether an input needs a gradient."""
 
     def _enter_backward(self, forward: Any) -> None:
-        self.unit.runtime.pre_backward(self.unit)
+        unit: Any = self.unit
+        unit.runtime.pre_backward(unit)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))

@@ -26,7 +26,7 @@ from ..comm.streams import Streams
 from ..describe.bucket_bytes import BucketFacts
 from ..describe.explain import facts_of, unit_name
 from ..runtime.reduction import Reduction
-from ..runtime.root import Runtime
+from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import State, Unit
 from ..sharding.bucket import Bucket
 from . import events
@@ -95,7 +95,7 @@ class Recorder:
             self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
             self._patches.wrap(unit.hooks, "_gather", partial(self._forward_begins, unit))
             if unit.runtime is not None:
-                self._watch(unit.runtime)
+                self._watch(runtime_of(unit))
                 self._held.measure(unit)
         self._sample(self._last)
 
@@ -162,7 +162,7 @@ class Recorder:
     ) -> None:
         mark = self.clock.mark()
         original(module)
-        runtime = unit.runtime
+        runtime = runtime_of(unit)
         self._watch(runtime)
         if not runtime.in_backward and self._begins_forward(unit):
             self._moments.append(("root", mark))
@@ -174,7 +174,7 @@ class Recorder:
 
     def _begins_forward(self, unit: Unit) -> bool:
         """Whether this is the forward of a root, or of the outermost unit that is profiled."""
-        root = unit.runtime.forward_root
+        root = runtime_of(unit).forward_root
         if root in self._names:
             return root is unit
         return not any(phase == FORWARD for _, phase in self._open)

@@ -14,7 +14,7 @@ from ..sharding.param import ORIGINS
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
 from .optimizer_checks import watch_originals
-from .root import Runtime
+from .root import Runtime, runtime_of
 from .unit import Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
 
@@ -31,7 +31,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     _check_finalization(root, units)
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
-    for old in {id(u.runtime): u.runtime for u in units if u.runtime is not None}.values():
+    for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
         old.reset()
     # The tree may run for the first time inside functional_call, whose tensors are in the modules
     # now. Adopted below, they would stay the parameters after it has returned.
@@ -79,7 +79,7 @@ def _check_finalization(root: Unit, units: list[Unit]) -> None:
     """
     for unit in units:
         if unit.runtime is not None:
-            unit.runtime.finalization.check_forward()
+            runtime_of(unit).finalization.check_forward()
         if unit is not root and unit.config.manual_finalization:
             raise RuntimeError(
                 "set_manual_backward_finalization must be called on the root FSDP module "

@@ -121,7 +121,7 @@ def last_order(units: Iterable[Unit], names: Names) -> dict[str, str]:
     """The order in which the last forward of each root ran the units."""
     found = {}
     for runtime in dict.fromkeys(unit.runtime for unit in units if unit.runtime is not None):
-        for root, order in runtime._orders.items():
+        for root, order in runtime.orders.items():
             key = f"order of units in the last forward of '{name_of(root, names)}'"
             found[key] = ", ".join(name_of(unit, names) for unit in order)
     return found

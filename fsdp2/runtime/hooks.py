@@ -22,6 +22,7 @@ from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from .building import build_runtime
 from .forwards import Forward
+from .root import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Unit
 
@@ -113,15 +114,13 @@ class UnitHooks:
 
     def _gather(self, module: nn.Module) -> None:
         unit = self.unit
-        runtime = unit.runtime
-        if runtime is None:
-            runtime = build_runtime(module)
+        runtime = build_runtime(module) if unit.runtime is None else runtime_of(unit)
         runtime.pre_forward(unit)
 
     def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self.unit
         # As torch's `fully_shard` does: the root takes a batch that is still on the host.
-        if unit is unit.runtime.root and unit.device.type != "cpu":
+        if unit.device.type != "cpu" and unit is runtime_of(unit).root:
             args, kwargs = map_tensors(self._to_device, (args, kwargs))
         if self._cast_input is not None:
             args, kwargs = map_tensors(self._cast_input, (args, kwargs))
@@ -131,7 +130,7 @@ class UnitHooks:
         if self._inside_method:
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         unit = self.unit
-        runtime = unit.runtime
+        runtime = runtime_of(unit)
         differentiable = False
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
@@ -202,13 +201,14 @@ class UnitHooks:
 
     def _enter_backward(self, forward: Forward) -> None:
         unit = self.unit
+        runtime = runtime_of(unit)
         if unit.backward_began:  # at another output
-            unit.runtime.pre_backward(unit, forward)
+            runtime.pre_backward(unit, forward)
             return
         self._num_accumulated = 0
         # The engine knows only now, while it runs, which of its nodes it is going to execute.
         accumulates = unit.gradients.are_accumulated()
-        unit.runtime.pre_backward(unit, forward, accumulates=accumulates)
+        runtime.pre_backward(unit, forward, accumulates=accumulates)
 
     def _watch_base(self, base: torch.Tensor, args: tuple, enter: Any) -> None:
         """Watch the node that made ``base``, of which an output is a view.
@@ -222,7 +222,7 @@ class UnitHooks:
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Backward left the unit through its inputs, whose gradients are ``grads``."""
-        outside_torch_modes(self.unit.runtime.post_backward, self.unit)
+        outside_torch_modes(runtime_of(self.unit).post_backward, self.unit)
         if torch.is_grad_enabled():
             # With create_graph=True. A second backward goes through the first one, and enters the
             # unit where that left it: by the gradients of its inputs. It reads the weights again.
@@ -281,14 +281,20 @@ class UnitHooks:
         unit = self.unit
         # A unit whose parameters were used without a forward (`unshard`) has no hook on an output:
         # this may be the first that the runtime hears of the backward.
-        unit.runtime.begin_backward()
+        runtime = runtime_of(unit)
+        runtime.begin_backward()
         # Ranks that use different parameters count different gradients. They reduce at the end of
         # backward, where all of them come.
         if not self._watching or unit.config.reduce_unused:
             return
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
-            unit.runtime.reduce(unit)
+            runtime.reduce(unit)
+
+
+def hooks_of(unit: Unit) -> UnitHooks:
+    """The hooks on the modules of ``unit``."""
+    return unit.hooks  # type: ignore[return-value]
 
 
 class _Border(torch.autograd.Function):
@@ -351,10 +357,11 @@ class _Entrance(torch.autograd.Function):
 def about_to_write(unit: Unit) -> None:
     """Reshard ``unit``, whose sharded parameters are about to be loaded."""
     if unit.runtime is not None:
-        unit.runtime.reshard(unit)  # what was gathered is about to be out of date
+        runtime = runtime_of(unit)
+        runtime.reshard(unit)  # what was gathered is about to be out of date
         # The load comes after the optimizer step that the event marks: with it, the next gather
         # would read the shards before they are written.
-        unit.runtime.optimizer_event = None
+        runtime.optimizer_event = None
     else:
         unit.param_group.adopt_replaced(keep_objects=False)
     unit.registration.register("sharded")

@@ -19,7 +19,7 @@ from ..comm.extension import MAX_TENSORS, ExtensionBucket
 from ..comm.mesh_transports import MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
-from ..sharding.bucket import Bucket
+from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.gather_plan import GatherBatch
 from ..sharding.initial_values import InitialValues, whole_of
 from ..sharding.mesh import DataParallelMesh
@@ -41,6 +41,7 @@ class ParamGroup:
     Attributes:
         params: all parameters.
         buckets: their storages: of those that share dtypes and a mesh.
+        secondary: the larger shards that buckets can keep after forward.
         transports: of each bucket; buckets on the same mesh share them.
         gather_tags, reduce_tags: for each bucket the first of its message tags.
         unsharded: of each parameter, what computes; None before the first gather.
@@ -66,6 +67,7 @@ class ParamGroup:
         self._registration = registration
         self.params: list[ShardedParam] = []
         self.buckets: list[Bucket] = []
+        self.secondary: list[SecondaryShards] = []
         self.transports: list[MeshTransports] = []
         self.gather_tags: list[int] = []
         self.reduce_tags: list[int] = []
@@ -291,6 +293,7 @@ class ParamGroup:
                     secondary_size=transports.make_secondary(secondary_size), split=split
                 )
                 bucket.keep_dtypes()
+        self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
         self.materialized = True
         self.incomplete = any(param.unsharded is None for param in self.params)
         self._follow_unsharded()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from ..comm.streams import streams_for
+from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost
 from .deferred_reductions import run_deferred
 from .finalization import Finalization, GradientReductionHandle
@@ -54,8 +54,9 @@ class Runtime:
         self.root = root
         self.units = list(units)
         shared = (unit.config.shared_streams for unit in units)
-        before = (unit.runtime.streams for unit in units if unit.runtime is not None)
-        self.streams = next(filter(None, (*shared, *before)), None) or streams_for(device)
+        before = (runtime_of(unit).streams for unit in units if unit.runtime is not None)
+        given = next(filter(None, (*shared, *before)), None)
+        self.streams: Streams = given or streams_for(device)
         num_units = UNITS_IN_FLIGHT if self.streams.stream_ordered else UNITS_IN_FLIGHT_ON_HOST
         blocks = [_largest_bytes(unit) for unit in self.units if not unit.encloses]
         self.reductions = ReductionsInFlight(num_units * max(blocks, default=_largest_bytes(root)))
@@ -63,10 +64,10 @@ class Runtime:
         self.is_last_backward = True
         self.finalization = Finalization(root.config.manual_finalization)
         self.first_forward: FirstForward | None = None
-        self.optimizer_event: Any = None
+        self.optimizer_event: Event = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
         self.forward_root: Unit | None = None
-        self._orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
+        self.orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
         self.forward_order: list[Unit] = []
         self._this_forward: list[Unit] = []
         self._predicted = False
@@ -128,7 +129,7 @@ class Runtime:
         self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
         self.optimizer_event = None
-        self.forward_order = self._orders.get(unit, [])
+        self.forward_order = self.orders.get(unit, [])
         self._predicted = bool(self.forward_order)
         self._this_forward = []
         for other in self.units:
@@ -201,7 +202,7 @@ class Runtime:
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
         assert self.forward_root is not None
-        self._orders[self.forward_root] = self._this_forward
+        self.orders[self.forward_root] = self._this_forward
         self.forward_root = None
 
     def _prefetch(self, units: Iterable[Unit]) -> None:
@@ -452,7 +453,7 @@ class Runtime:
 
     def last_order(self, root: Unit) -> list[Unit]:
         """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
-        return [unit for unit, _ in groupby(self._orders.get(root, ()))]
+        return [unit for unit, _ in groupby(self.orders.get(root, ()))]
 
     # -- by hand ----------------------------------------------------------------------------
 
@@ -555,6 +556,11 @@ class Runtime:
         self.forward_root = None
         if lost:
             raise accumulation_lost(lost)
+
+
+def runtime_of(unit: Unit) -> Runtime:
+    """The runtime of the tree that ``unit`` is in; there is one from the first forward on."""
+    return unit.runtime  # type: ignore[return-value]
 
 
 def _largest_bytes(unit: Unit) -> int:

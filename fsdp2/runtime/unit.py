@@ -20,13 +20,13 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..comm.mesh_transports import MeshTransports
-from ..comm.streams import Streams
+from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
 from ..sharding.bucket import Bucket
@@ -82,6 +82,25 @@ class AfterForward(Enum):
     CARRY = "carry"  # gathered, for the backward that begins with it; users see the shards
 
 
+class TreeRuntime(Protocol):
+    """What a unit asks of the runtime of its tree: of `root.Runtime`, which imports this file."""
+
+    in_backward: bool
+    orders: dict[Unit, list[Unit]]
+
+    def choose_cached(self) -> None: ...
+
+    def look_for_unwritten(self) -> None: ...
+
+    def wait_unshard(self, unit: Unit) -> None: ...
+
+
+class AccumulationHooks(Protocol):
+    """What the runtime asks of the hooks of a unit: of `hooks.UnitHooks`."""
+
+    def notice_accumulation(self) -> None: ...
+
+
 class Unit:
     """The parameters of one call of `fully_shard` and their state.
 
@@ -91,8 +110,9 @@ class Unit:
         config, param_group, gradients: see `unit_config`, `param_group`, `unit_grads`.
         registration: which parameters the modules hold.
         reshard_after_forward: what the choice in ``config`` means here, root or not.
-        runtime: of the tree that the unit is in; None before the first forward.
-        hooks: on ``modules``.
+        runtime: of the tree that the unit is in, for code above it `root.runtime_of`; None before
+            the first forward.
+        hooks: on ``modules``; for code above them, `hooks.hooks_of`.
         enclosing: units whose modules contain this one's; ``encloses``: whether others are inside
             of this one.
     """
@@ -117,8 +137,8 @@ class Unit:
         self.gradients = self.grads_type(self.param_group, config)
         self.reshard_after_forward: bool | int = True
         # Its place in the tree.
-        self.runtime: Any = None
-        self.hooks: Any = None
+        self.runtime: TreeRuntime = None  # type: ignore[assignment]
+        self.hooks: AccumulationHooks = None  # type: ignore[assignment]
         self.enclosing: tuple[Unit, ...] = ()
         self.encloses = False
         # The state.
@@ -126,7 +146,7 @@ class Unit:
         self._embeddings: tuple[list[Bucket], list[tuple[Bucket, int]]] = ([], [])  # of these
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
-        self._gather_event: Any = None
+        self._gather_event: Event = None
         self._waits_for_gather = False
         self._versions = (0, 0)  # of the shards, when the last gather began
         # What the runtime notes about it in a step.
@@ -321,7 +341,8 @@ class Unit:
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)
         # Not before: compute, on whose stream they were allocated, has to wait for their readers.
-        self._drop_secondary()
+        for secondary in self.param_group.secondary:
+            secondary.free()
         self._transition("wait_unshard")
         if self.param_group.incomplete:
             self.param_group.complete()
@@ -365,7 +386,8 @@ class Unit:
                         bucket.free()
             self._transition("reshard_to_secondary" if to_secondary else "reshard")
         elif self.state is State.SECONDARY and not to_secondary:
-            self._drop_secondary()
+            for secondary in self.param_group.secondary:
+                secondary.free()
             self._transition("drop_secondary")
         self.register_sharded()
 
@@ -442,11 +464,6 @@ class Unit:
             kind = "secondary"
         if self.registration.registered != kind:
             self.registration.register(kind)
-
-    def _drop_secondary(self) -> None:
-        for bucket in self.param_group.buckets:
-            if bucket.secondary is not None:
-                bucket.secondary.free()
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""

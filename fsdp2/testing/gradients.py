@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.reduction import Reduction
-from ..runtime.root import Runtime
+from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
 from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
@@ -206,7 +206,7 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
     if account is None or unit is None:
         return
     account.is_queued = False
-    runtime = unit.runtime
+    runtime = runtime_of(unit)
     if not unit.config.reduce_grads or runtime.finalization.manual:
         return
     if not runtime.in_backward:

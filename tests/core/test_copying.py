@@ -481,7 +481,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
         "_reserved_tags",
-        "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
+        "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
     }  # fmt: skip
     given = {"mesh", "device", "_config", "_registration"}
     mesh: Any = None
