@@ -225,6 +225,9 @@ class CountedBucket(Bucket):
     def can_free_early(self, i: int) -> bool:
         return i in self.own_pieces
 
+    def has_memory(self, i: int) -> bool:
+        return self._held[self._starts.index(self.layout.slots[i].full_offset)] is not None
+
     def free_early(self, i: int) -> None:
         """Free one parameter's storage; no references to it remain."""
         self._held[self._starts.index(self.layout.slots[i].full_offset)] = None

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..common.pytree import map_tensors
+from ..sharding.param import ShardedParam
 
 # Attributes that lead to the data; the others (shape, dtype, grad) do without.
 _POINTER = "__cuda_array_interface__"
@@ -29,20 +29,23 @@ def _needs_data(func: Any) -> bool:
 
 
 class FreedParameterProxy(torch.Tensor):
-    """Stands for ``unsharded``; calls ``recall`` before the first operation on it."""
+    """Stands for the unsharded parameter; calls ``recall`` before the first operation on it.
+
+    It does not refer to that tensor, whose references are counted.
+    """
 
     # isinstance(proxy, nn.Parameter) asks for it: a user's code may look for parameters between
     # forward and backward.
     _is_param = True
-    _unsharded: nn.Parameter
+    _param: ShardedParam
     _recall: Callable[[], None]
 
     @staticmethod
-    def make(unsharded: nn.Parameter, recall: Callable[[], None]) -> FreedParameterProxy:
-        """A stand-in with the metadata of ``unsharded`` and no memory."""
+    def make(param: ShardedParam, recall: Callable[[], None]) -> FreedParameterProxy:
+        """A stand-in for ``param.unsharded``, with its metadata and no memory."""
         with torch.enable_grad():
-            proxy = _Passing.apply(unsharded)
-        proxy._unsharded = unsharded
+            proxy = _Passing.apply(param.unsharded)
+        proxy._param = param
         proxy._recall = recall
         return proxy
 
@@ -50,18 +53,17 @@ class FreedParameterProxy(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Here and not in `__torch_dispatch__`, which runs below autograd: the graph must have the
         # unsharded parameter, whose gradient accumulates, and save it only when it has memory.
-        found: list[FreedParameterProxy] = []
+        needs_data = _needs_data(func)
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             if not isinstance(tensor, FreedParameterProxy):
                 return tensor
-            found.append(tensor)
-            return tensor._unsharded
+            if needs_data:
+                tensor._recall()
+            assert tensor._param.unsharded is not None
+            return tensor._param.unsharded
 
         args, kwargs = map_tensors(replace, (args, kwargs or {}))
-        if _needs_data(func):
-            for proxy in found:
-                proxy._recall()
         return func(*args, **kwargs)
 
     @classmethod

@@ -240,11 +240,8 @@ class Registration:
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
         given = [module._parameters.get(name) for module, name in param.owners]
-        changed = [
-            i
-            for i, value in enumerate(given)
-            if value is not shown and not isinstance(value, FreedParameterProxy)
-        ]
+        stand_in = FreedParameterProxy
+        changed = [i for i, v in enumerate(given) if v is not shown and type(v) is not stand_in]
         if not changed:
             return
         first = given[0]

@@ -143,6 +143,7 @@ class Unit:
         self.encloses = False
         # The state.
         self.state = State.SHARDED
+        self._freed: set[ShardedParam] = set()  # those that may have been freed early
         self._embeddings: tuple[list[Bucket], list[tuple[Bucket, int]]] = ([], [])  # of these
         self._recalled: set[ShardedParam] = set()  # were needed after all; not released again
         self._gather_finish: list[Finish] = []
@@ -384,6 +385,7 @@ class Unit:
                 with streams.gathering():
                     for bucket in going:
                         bucket.free()
+            self._freed.clear()
             self._transition("reshard_to_secondary" if to_secondary else "reshard")
         elif self.state is State.SECONDARY and not to_secondary:
             for secondary in self.param_group.secondary:
@@ -406,7 +408,11 @@ class Unit:
             bucket.cache_valid = False
 
     def free_embeddings_early(self, streams: Streams) -> None:
-        """After forward: give back embeddings, whose weights backward does not read."""
+        """Give back embeddings, whose weights backward does not read.
+
+        After forward; tied ones when backward enters a unit inside. The head has read the weight
+        by then, and its gradient waits for the embedding's.
+        """
         buckets, found = self._embeddings
         if buckets is not self.param_group.buckets:
             buckets = self.param_group.buckets
@@ -414,18 +420,20 @@ class Unit:
                 (bucket, i)
                 for bucket in buckets
                 for i in bucket.layout.direct
-                if type(bucket.params[i].owners[0][0]) is nn.Embedding
+                if any(type(module) is nn.Embedding for module, _ in bucket.params[i].owners)
             ]
             self._embeddings = (buckets, found)
         for bucket, i in found:
             param = bucket.params[i]
-            if not bucket.cached and len(param.owners) == 1 and param not in self._recalled:
+            tied = len(param.owners) > 1 and not self.backward_began
+            if not (tied or bucket.cached or param in self._recalled):
                 self._release(bucket, i, streams)
 
     def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
-        """In backward: give back parameters whose gradient is complete."""
+        """In backward: give back parameters whose gradient is complete, and tied embeddings."""
         if self.state not in GATHERED:
             return  # gradients of uses outside of the modules, after backward has left these
+        self.free_embeddings_early(streams)
         for bucket, grads in zip(self.param_group.buckets, taken, strict=True):
             for i in grads:
                 self._release(bucket, i, streams)
@@ -439,15 +447,19 @@ class Unit:
         """
         if not bucket.can_free_early(i):
             return
+        param = bucket.params[i]
+        if param in self._freed and not bucket.has_memory(i):
+            return
         streams.before_free()
         with streams.gathering():
             bucket.free_early(i)
         self._transition("free_early")
-        self._register_proxy(bucket.params[i])
+        if param not in self._freed:
+            self._freed.add(param)
+            self._register_proxy(param)
 
     def _register_proxy(self, param: ShardedParam) -> None:
-        assert param.unsharded is not None
-        stand_in = FreedParameterProxy.make(param.unsharded, partial(self._recall, param))
+        stand_in = FreedParameterProxy.make(param, partial(self._recall, param))
         self.registration.register_proxy(param, stand_in)
 
     def _recall(self, param: ShardedParam) -> None:

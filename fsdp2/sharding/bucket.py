@@ -435,17 +435,23 @@ class Bucket:
             self._references[i] = self._count_references(i)
 
     def _count_references(self, i: int) -> References:
-        assert self.gathered is not None
-        storage = self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
         param = self.params[i]
         registered = sum(
             module._parameters.get(name) is param.unsharded for module, name in param.owners
         )
-        return References.to(param.unsharded, storage, not_counting=registered)
+        return References.to(param.unsharded, self._own_piece(i), not_counting=registered)
 
     def can_free_early(self, i: int) -> bool:
         """Whether a parameter has memory of its own; the same on every rank."""
         return self.gathered is not None and not self.keeps_storage and i in self._references
+
+    def has_memory(self, i: int) -> bool:
+        """Of a parameter with memory of its own."""
+        return self._own_piece(i).size() > 0
+
+    def _own_piece(self, i: int) -> torch.UntypedStorage:
+        assert self.gathered is not None
+        return self.gathered.storages[self.gathered.piece(self.layout.slots[i].full_offset)]
 
     def free_early(self, i: int) -> None:
         """Free the memory of one parameter, which has its own, if nothing refers to it."""
@@ -454,9 +460,7 @@ class Bucket:
         now, before = self._count_references(i), self._references[i]
         if now.exceed(before, accumulates_gradient=self.params[i].sharded.requires_grad):
             return
-        assert self.gathered is not None
-        piece = self.gathered.piece(self.layout.slots[i].full_offset)
-        resize(self.gathered.storages[piece], 0)
+        resize(self._own_piece(i), 0)
 
     def wire_dtype(self, plan: ReducePlan) -> torch.dtype:
         """The dtype that direct gradients travel in, where a transport widens them on arrival."""

@@ -472,7 +472,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "modules", "param_group", "gradients", "registration", "reshard_after_forward",
         "runtime", "hooks", "encloses", "enclosing",
         # the state, and one iteration
-        "state", "_embeddings", "_recalled",
+        "state", "_embeddings", "_freed", "_recalled",
         "_gather_finish", "_gather_event", "_waits_for_gather", "_versions",
         "forwards", "next_in_backward", "running", "backward_began", "weight_grads_deferred",
         "recomputes_all", "has_graph", "reduced",

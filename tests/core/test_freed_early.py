@@ -66,18 +66,28 @@ LOGITS: dict[str, Logits] = {
 
 
 class Model(nn.Module):
-    """Maps tokens to hidden states, or to logits by ``logits``, recomputed in backward."""
+    """Maps tokens to hidden states, or to logits by ``logits``, recomputed in backward if there are
+    options for that, or by a tied head."""
 
-    def __init__(self, logits: Logits | None = None, **options: Any) -> None:
+    def __init__(self, logits: Logits | None = None, *, tied: bool = False, **options: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
         self.blocks = nn.Sequential(*(Block() for _ in range(2)))
         self.logits, self.options = logits, options
+        if tied:
+            self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.blocks(self.embedding(tokens))
+        if hasattr(self, "head"):
+            result = self.head(x)
+            assert isinstance(result, Tensor)
+            return result
         if self.logits is None:
             return x
+        if not self.options:
+            return self.logits(x, self.embedding.weight)
         result = checkpoint(lambda x: self.logits(x, self.embedding.weight), x, **self.options)
         assert isinstance(result, Tensor)
         return result
@@ -103,10 +113,12 @@ def models(*args: Any, **options: Any) -> tuple[Case, list[Any]]:
     return case, list(pair(case))
 
 
-def assert_freed(model: Any) -> None:
+def is_freed(model: Any) -> bool:
     weight = model.embedding.weight
-    assert type(weight) is FreedParameterProxy
-    assert weight._unsharded.untyped_storage().size() == 0
+    if type(weight) is not FreedParameterProxy:
+        return False
+    assert weight._param.unsharded is not None
+    return weight._param.unsharded.untyped_storage().size() == 0
 
 
 @pytest.mark.parametrize("how", list(LOGITS))
@@ -118,7 +130,7 @@ def test_a_loss_outside_of_the_forward_uses_the_weight(how: str) -> None:
         for network in (plain, model):
             hidden = network(tokens)
             if network is model and step == 0:  # later it is kept, since it was needed
-                assert_freed(model)
+                assert is_freed(model)
             logits = LOGITS[how](hidden, network.embedding.weight)
             F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         average_gradients(plain)
@@ -137,7 +149,7 @@ def test_recomputation_uses_the_weight(how: str, reentrant: bool) -> None:
         for network in (plain, model):
             value = case.loss(network, *data)
             if network is model and step == 0:
-                assert_freed(model)
+                assert is_freed(model)
             value.backward()
         average_gradients(plain)
         assert_same_gradients(model, plain)
@@ -169,7 +181,7 @@ def test_backward_is_asked_for_the_weight_alone() -> None:
     for network in (plain, model):
         value = network(tokens).square().mean()
         if network is model:
-            assert_freed(model)
+            assert is_freed(model)
         value.backward(inputs=[network.embedding.weight])
     average_gradients(plain)
     assert_same_gradients(model, plain)
@@ -186,10 +198,32 @@ def test_functional_call_between_forward_and_backward() -> None:
     for network, given in ((plain, teacher), (model, sharded_teacher)):
         value = network(tokens).square().mean()
         if network is model:
-            assert_freed(model)
+            assert is_freed(model)
         with torch.no_grad():
             outputs.append(functional_call(network, given, (tokens,)))
         value.backward()
     assert_same(outputs[1], outputs[0], "output of the teacher")
     average_gradients(plain)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("how", ["head", "linear", "function"])
+@distributed(2)
+def test_a_tied_weight_is_freed_when_backward_has_left_the_head(how: str) -> None:
+    """Its gradient is not complete until the embedding's backward, which does not read it."""
+    case, (model, plain) = models(tied=True) if how == "head" else models(LOGITS[how])
+    freed = []
+
+    def look(block: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: freed.append(is_freed(model)))
+
+    model.blocks[0].register_forward_hook(look)
+    for step in range(2):
+        data = case.batch(step, dist.get_rank(), torch.float64)
+        for network in (plain, model):
+            case.loss(network, *data).backward()
+        average_gradients(plain)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    assert freed == [True, True]
