@@ -113,6 +113,7 @@ class ParamGroup:
         self.dirty = False
         for param in self.params:
             param.dtype = param.local.dtype
+        # Before the new buckets attach other local tensors in their place.
         locals_ = {id(p): p.local for p in self.params}
         self.make_buckets()
         for bucket in self.buckets:

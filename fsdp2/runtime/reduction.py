@@ -433,13 +433,15 @@ class ReductionsInFlight:
         self._make_room(new.nbytes, max_units, streams)
         if any(reduction.collides() for reduction in reductions):
             self.complete(streams)
+        # Before the launches: if one of them raises, those before it are discarded with the rest.
+        # Reductions of one unit are of different buckets, and do not collide with each other.
         self._launched.append(new)
         for reduction in reductions:
             try:
                 reduction.launch(streams)
             except RuntimeError as error:
                 new.reraise(error, reduction)
-            new.reductions.append(reduction)  # if the next one raises, this one is discarded
+            new.reductions.append(reduction)
         if not streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
                 self._advance(islice(self._launched, len(self._launched) - 1))

@@ -339,6 +339,7 @@ class Unit:
         if self._gather_finish:
             self._gather_finish.clear()
             self._free_packs()
+        # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._waits_for_gather:
             streams.use_gathered(self._gather_event)
         # Not before: compute, on whose stream they were allocated, has to wait for their readers.
@@ -352,6 +353,7 @@ class Unit:
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""
         if self.state is State.PARTLY_FREED:
+            # All is gathered anew, on every rank: which parameters still have memory may differ.
             self.reshard(streams)
         if self.state in RESHARDED:
             self.start_unshard(streams)
@@ -373,6 +375,8 @@ class Unit:
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
         if self.state in GATHERED:
+            # What was freed early is not there to be copied. All ranks count it as freed, whether
+            # it was or not, so they agree on the next gather.
             to_secondary = to_secondary and self.state is State.UNSHARDED
             going = self.param_group.buckets
             if self.config.keep_frozen is not None:
@@ -402,6 +406,7 @@ class Unit:
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
         """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
         held = [b for b in (self.buckets if buckets is None else buckets) if b.cache_valid]
+        # While the unit is gathered, compute may be using them: `reshard` frees them then.
         if self.state in RESHARDED:
             free_cached(held, streams)
         for bucket in held:

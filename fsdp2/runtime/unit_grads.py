@@ -109,6 +109,8 @@ class UnitGrads:
             for i, unsharded in bucket.unsharded_direct if direct_only else bucket.unsharded:
                 grad = unsharded.grad
                 if grad is not None:
+                    # Now, and not after the reduction: the next use in this backward starts anew,
+                    # and what is added up there is not reduced twice.
                     unsharded.grad = None
                     if grad.requires_grad:  # of backward(create_graph=True)
                         grad = grad.detach()
