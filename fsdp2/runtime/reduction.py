@@ -430,7 +430,8 @@ class ReductionsInFlight:
         #    and start the all-reduce. That is done for all but the newest, which has just begun:
         #    to finish that too would leave nothing to overlap with compute.
         new = _Launched(unit_name, sum(reduction.nbytes for reduction in reductions))
-        self._make_room(new.nbytes, max_units, streams)
+        if self._launched:
+            self._make_room(new.nbytes, max_units, streams)
         if any(reduction.collides() for reduction in reductions):
             self.complete(streams)
         # Before the launches: if one of them raises, those before it are discarded with the rest.
