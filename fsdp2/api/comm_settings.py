@@ -1,9 +1,13 @@
-"""How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what."""
+"""How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what.
+
+They are functions here, which the class takes over, and no base class of it: other libraries find
+a sharded module's own class as ``type(module).__mro__[2]``, behind `FSDPModule`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,145 +17,141 @@ from ..comm.transports import backend_name
 from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
 
-if TYPE_CHECKING:
-    # Every instance of `FSDPModule` is an nn.Module, by its original class: type checkers may
-    # know. At run time this is a mixin without fields, which goes in front of any class of modules.
-    _Base = nn.Module
-else:
-    _Base = object
+
+def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
+    """Gather with ``comm``, into memory that it allocates. Not recursive.
+
+    Parameters are then copied out of one flat buffer. Applies from the next gather on.
+
+    Args:
+        comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
+
+    Raises:
+        ValueError: if parameters of this module are on different meshes.
+
+    Example:
+        >>> class Counted:
+        ...     calls = 0
+        ...     def allocate(self, size, *, dtype, device):
+        ...         return torch.empty(size, dtype=dtype, device=device)
+        ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        ...         self.calls += 1
+        ...         return dist.all_gather_into_tensor(
+        ...             output_tensor, input_tensor, group=group, async_op=async_op)
+        >>> model.layers[0].set_custom_all_gather(Counted())
+    """
+    _change(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
 
 
-class CommSettings(_Base):
-    """The part of `FSDPModule` that chooses collectives, their memory and their groups."""
+def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
+    """Reduce-scatter with ``comm``, in memory that it allocates. Not recursive.
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, into memory that it allocates. Not recursive.
+    Args:
+        comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
 
-        Parameters are then copied out of one flat buffer. Applies from the next gather on.
+    Raises:
+        ValueError: if parameters of this module are on different meshes.
+    """
+    _change(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
 
-        Args:
-            comm: an object with the two methods of `fsdp2.custom.AllGather`; needs no base class.
 
-        Raises:
-            ValueError: if parameters of this module are on different meshes.
+def set_all_reduce_hook(
+    self: nn.Module, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+) -> None:
+    """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
 
-        Example:
-            >>> class Counted:
-            ...     calls = 0
-            ...     def allocate(self, size, *, dtype, device):
-            ...         return torch.empty(size, dtype=dtype, device=device)
-            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-            ...         self.calls += 1
-            ...         return dist.all_gather_into_tensor(
-            ...             output_tensor, input_tensor, group=group, async_op=async_op)
-            >>> model.layers[0].set_custom_all_gather(Counted())
-        """
-        _change(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
+    Args:
+        hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
+            after the reduce-scatter (and the all-reduce over replicas, if any), and may
+            change them in place, for example all-reduce them over other ranks. It is called
+            once per part; large units of several dtypes have several parts.
+        stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter with ``comm``, in memory that it allocates. Not recursive.
+    Raises:
+        ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
+    """
+    unit = unit_of(self)
+    _check_one_mesh(unit, "set_all_reduce_hook")
+    if stream is not None and unit.mesh.replicate_group is not None:
+        raise ValueError("stream cannot be set when using native HSDP")
+    config = unit.config
+    config.all_reduce_hook, config.all_reduce_stream = hook, stream
 
-        Args:
-            comm: an object with the two methods of `fsdp2.custom.ReduceScatter`.
 
-        Raises:
-            ValueError: if parameters of this module are on different meshes.
-        """
-        _change(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
+    """Set whether to reduce with SUM only and divide afterwards. Not recursive.
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
-        """Call ``hook`` on reduced gradients before they are assigned to ``.grad``. Not recursive.
+    Some implementations (NCCL's zero-copy transfers) support only SUM.
+    """
+    _change(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
 
-        Args:
-            hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
-                after the reduce-scatter (and the all-reduce over replicas, if any), and may
-                change them in place, for example all-reduce them over other ranks. It is called
-                once per part; large units of several dtypes have several parts.
-            stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
 
-        Raises:
-            ValueError: for a ``stream`` with a 2-D mesh, or parameters on different meshes.
-        """
-        unit = unit_of(self)
-        _check_one_mesh(unit, "set_all_reduce_hook")
-        if stream is not None and unit.mesh.replicate_group is not None:
-            raise ValueError("stream cannot be set when using native HSDP")
-        config = unit.config
-        config.all_reduce_hook, config.all_reduce_stream = hook, stream
+def set_separate_reduce_scatter_group(
+    self: nn.Module, enable: bool = True, *, recurse: bool = True
+) -> None:
+    """Set whether reduce-scatters have their own process group, and so their own communicator.
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether to reduce with SUM only and divide afterwards. Not recursive.
+    By default they have one on NCCL and similar backends, created when the module is sharded:
+    otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
+    group must be created.
 
-        Some implementations (NCCL's zero-copy transfers) support only SUM.
-        """
-        _change(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
+    Args:
+        enable: True creates one on any backend; False shares the all-gathers' group.
+        recurse: whether to set it for sharded submodules too.
+    """
+    method = "set_separate_reduce_scatter_group"
+    for unit in _units(self, recurse):
+        _change(unit, method, separate_reduce_group=enable)
 
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Set whether reduce-scatters have their own process group, and so their own communicator.
 
-        By default they have one on NCCL and similar backends, created when the module is sharded:
-        otherwise they would queue behind all-gathers. Collective over the ranks of the mesh if a
-        group must be created.
+def set_reduce_scatter_max_input_buffers(
+    self: nn.Module, max_input_buffers: int, *, recurse: bool = True
+) -> None:
+    """Limit how many units' gradients may be in flight before compute waits for the oldest.
 
-        Args:
-            enable: True creates one on any backend; False shares the all-gathers' group.
-            recurse: whether to set it for sharded submodules too.
-        """
-        method = "set_separate_reduce_scatter_group"
-        for unit in self._units(recurse):
-            _change(unit, method, separate_reduce_group=enable)
+    The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
 
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Limit how many units' gradients may be in flight before compute waits for the oldest.
+    Raises:
+        TypeError: if it is not an int.
+        ValueError: if it is less than 1.
+    """
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+    if max_input_buffers < 1:
+        raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+    for unit in _units(self, recurse):
+        unit.config.max_input_buffers = max_input_buffers
 
-        The default limit is in bytes: the size of two of the largest blocks (one on the CPU).
 
-        Raises:
-            TypeError: if it is not an int.
-            ValueError: if it is less than 1.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for unit in self._units(recurse):
-            unit.config.max_input_buffers = max_input_buffers
+def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: bool) -> None:
+    """Set whether collectives use flat buffers that the process group allocates (NCCL).
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether collectives use flat buffers that the process group allocates (NCCL).
+    Lets NCCL reduce in the network where supported, at the cost of copies into and out of
+    flat buffers. Not recursive.
 
-        Lets NCCL reduce in the network where supported, at the cost of copies into and out of
-        flat buffers. Not recursive.
+    Raises:
+        RuntimeError: without CUDA and NCCL, or with a custom collective.
+    """
+    method = "set_allocate_memory_from_process_group_for_comm"
+    _change_memory(unit_of(self), method, "group", enable)
 
-        Raises:
-            RuntimeError: without CUDA and NCCL, or with a custom collective.
-        """
-        method = "set_allocate_memory_from_process_group_for_comm"
-        _change_memory(unit_of(self), method, "group", enable)
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather on symmetric memory, with flat buffers. Not recursive.
+def set_symm_mem_for_comm(self: nn.Module, backend: str = "NCCL") -> None:
+    """Gather on symmetric memory, with flat buffers. Not recursive.
 
-        Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
+    Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
 
-        Raises:
-            RuntimeError: without CUDA and NCCL, or with a custom collective.
-            ValueError: for a ``backend`` other than "NCCL".
-        """
-        if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
-        _change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
+    Raises:
+        RuntimeError: without CUDA and NCCL, or with a custom collective.
+        ValueError: for a ``backend`` other than "NCCL".
+    """
+    if backend != "NCCL":
+        raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
+    _change_memory(unit_of(self), "set_symm_mem_for_comm", "symmetric", True)
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        return units_in(self) if recurse else [unit_of(self)]
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    return units_in(module) if recurse else [unit_of(module)]
 
 
 def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,14 +16,21 @@ from ..runtime.finalization import GradientReductionHandle
 from ..runtime.frozen_cache import KeepFrozen
 from ..runtime.hooks import wrapper_prefix
 from ..runtime.root import Runtime, runtime_of
-from ..runtime.unit import Unit, own_modules, unit_of
+from ..runtime.unit import Unit, own_modules, unit_of, units_in
 from ..runtime.unwritten import to_be_made, write_pattern
-from .comm_settings import CommSettings
+from . import comm_settings
 from .deepcopy import ToBeCopied
 from .torch_compat import PipelineState, state_of
 
+if TYPE_CHECKING:
+    # Every instance is an nn.Module, by its original class: type checkers may know. At run time
+    # this is a mixin without fields, which goes in front of any class of modules.
+    _Base = nn.Module
+else:
+    _Base = object
 
-class FSDPModule(CommSettings):
+
+class FSDPModule(_Base):
     """A sharded module: `fully_shard` makes its class a subclass of this and the original class.
 
     Outside of forward and backward its parameters are DTensors, sharded over the mesh.
@@ -432,6 +439,19 @@ class FSDPModule(CommSettings):
                 raise
             raise RuntimeError(f"{error}\n{advice[0]}") from None
 
+    # -- how it communicates ----------------------------------------------------------------
+
+    set_custom_all_gather = comm_settings.set_custom_all_gather
+    set_custom_reduce_scatter = comm_settings.set_custom_reduce_scatter
+    set_all_reduce_hook = comm_settings.set_all_reduce_hook
+    set_force_sum_reduction_for_comms = comm_settings.set_force_sum_reduction_for_comms
+    set_separate_reduce_scatter_group = comm_settings.set_separate_reduce_scatter_group
+    set_reduce_scatter_max_input_buffers = comm_settings.set_reduce_scatter_max_input_buffers
+    set_allocate_memory_from_process_group_for_comm = (
+        comm_settings.set_allocate_memory_from_process_group_for_comm
+    )
+    set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
+
     # -- inside -----------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -476,6 +496,9 @@ class FSDPModule(CommSettings):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing; torch's method selects the stream that allocates, which is fixed here."""
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_in(self) if recurse else [unit_of(self)]
 
     def _unit_and_runtime(self) -> tuple[Unit, Runtime]:
         unit = unit_of(self)

@@ -80,6 +80,11 @@ def check(way: str, backend: str, *, tolerance: float | None = None, **options: 
                 torch.testing.assert_close(*losses, rtol=tolerance, atol=0)
                 for mine, theirs in zip(*grads, strict=True):
                     torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * scale)
+    if way == "model" and options.get("recomputed") == "outside":
+        # torch.compile gives up a caller whose checkpoint has a graph break inside, and hooks of a
+        # unit are one: nothing is compiled (as with torch's FSDP2). Compile the blocks instead.
+        assert not counters["stats"]
+        return
     # The blocks are alike, so that one graph serves all of them. It is whole: hooks are outside.
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
