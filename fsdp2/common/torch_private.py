@@ -91,6 +91,10 @@ MEMORY = (
         "torch.UntypedStorage._cdata",
         "torch.Tensor._use_count",
     ),
+    *_names(
+        "neighbours in memory as one tensor, to step them together",
+        "torch._C._construct_storage_from_data_pointer",
+    ),
     *_names("whether `.data` of a DTensor was set, in vain", "torch._C._storage_address"),
     *_names(
         "shards cannot be shared with other processes: an error instead of old values",

@@ -7,6 +7,7 @@ Built only on DTensors, so it works with `fsdp2.fully_shard`, torch's, and any o
 from ..common import torch_private as torch_private  # isort: split
 
 from .exchange import Layout
+from .flat import flat_step
 from .local import local_step
 from .muon import Muon, orthogonalize
 from .norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -19,6 +20,7 @@ __all__ = [
     "WholeTask",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "flat_step",
     "get_total_norm",
     "local_step",
     "orthogonalize",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..dtensor.parts import laid_out_like, local_part, placed_like
 from .probe import Trial, why_not_elementwise
-from .stepping import KEPT, check_optimizer, original_name, raw_step, replace_step
+from .stepping import KEPT, Runner, check_optimizer, original_name, raw_step, replace_step
 from .values import is_container, map_tensors
 
 # State of one number for a whole parameter; it stays plain, as with DTensors in torch.
@@ -65,22 +65,40 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
         >>> optimizer = fsdp2.optim.local_step(torch.optim.AdamW(model.parameters(), fused=True))
         >>> optimizer.step()
     """
+    return step_with(optimizer, "Local", _run, [] if elementwise else [elementwise_trial()])
+
+
+def step_with(optimizer: T, prefix: str, runner: Runner, trials: Sequence[Trial]) -> T:
+    """Replace the step by ``runner``, after the trials; an optimizer that has it is returned.
+
+    Raises:
+        TypeError, ValueError: as `local_step`.
+    """
     kind = type(optimizer)
-    if getattr(kind, "_runner", None) is _run:
+    if getattr(kind, "_runner", None) is runner:
         return optimizer
-    check_optimizer(optimizer, "local_step")
+    check_optimizer(optimizer, f"{prefix.lower()}_step")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
             "A differentiable optimizer cannot step on local tensors: its graph would not lead to "
-            "the DTensors. Leave out differentiable=True or local_step"
+            f"the DTensors. Leave out differentiable=True or {prefix.lower()}_step"
         )
-    trial = None
-    if not elementwise:
-        trial = Trial("elementwise", _ADVICE, why_not_elementwise)
+    for trial in trials:
         trial.check(optimizer, raw_step(kind), False, in_step=False)
-    replace_step(optimizer, "Local", _run)
-    vars(optimizer)[KEPT] = {"trial": trial}
+    replace_step(optimizer, prefix, runner)
+    vars(optimizer)[KEPT] = {"trials": trials}
     return optimizer
+
+
+def elementwise_trial() -> Trial:
+    """Whether an optimizer treats every element on its own."""
+    return Trial("elementwise", _ADVICE, why_not_elementwise)
+
+
+def check_trials(optimizer: Optimizer, raw: Callable[..., Any], closure: bool) -> None:
+    """Repeat the trials in a step, if the options have changed."""
+    for trial in vars(optimizer).get(KEPT, {}).get("trials", ()):
+        trial.check(optimizer, raw, closure)
 
 
 _ADVICE = (
@@ -97,13 +115,23 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the step inside a `LocalView`, and the closure outside of it."""
-    trial = vars(optimizer).get(KEPT, {}).get("trial")
-    if trial is not None:
-        trial.check(optimizer, raw, closure is not None)
+    """Run the step inside a `LocalView`."""
+    check_trials(optimizer, raw, closure is not None)
     view = vars(optimizer).get("_local_view")
     if view is None:
         view = vars(optimizer)["_local_view"] = LocalView(optimizer)
+    return run_inside(view, optimizer, raw, closure, *args, **kwargs)
+
+
+def run_inside(
+    view: LocalView,
+    optimizer: Any,
+    raw: Callable[..., Any],
+    closure: Callable[[], Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run the step while ``view`` shows plain tensors, and the closure while it does not."""
     if closure is not None:
         with_dtensors = closure
 
@@ -199,12 +227,17 @@ class Stand:
         if value.ndim == 0 and (self.source.ndim > 0 or key in SCALARS):
             return value
         if value.shape != self.source.shape:
-            raise RuntimeError(
-                f"{who} keeps '{key}' of shape {tuple(value.shape)} for a parameter of local shape "
-                f"{tuple(self.source.shape)}: it is not elementwise, so it cannot step on local "
-                "tensors; fsdp2.optim.whole_step runs it on whole parameters"
-            )
+            raise not_elementwise(who, key, value, self.source)
         return laid_out_like(value, self.param)
+
+
+def not_elementwise(who: str, key: Any, value: Tensor, param: Tensor) -> RuntimeError:
+    """The error for state that does not have the shape of the parameter that it was made for."""
+    return RuntimeError(
+        f"{who} keeps '{key}' of shape {tuple(value.shape)} for a parameter of local shape "
+        f"{tuple(param.shape)}: it is not elementwise, so it cannot step on local "
+        "tensors; fsdp2.optim.whole_step runs it on whole parameters"
+    )
 
 
 class LocalView:
@@ -215,6 +248,7 @@ class LocalView:
         self._stands: dict[int, Stand] = {}  # by the parameter's id
         self._plain: set[int] = set()  # ids of what they show
         self._state: defaultdict[Any, Any] = defaultdict(dict)  # what the optimizer sees
+        self._shown: list[Stand] = []
         self._outside: tuple[Any, list[list[Tensor]]] | None = None
 
     def enter(self) -> None:
@@ -224,7 +258,7 @@ class LocalView:
         assert self._outside is None
         state = optimizer.state
         groups = [group["params"] for group in optimizer.param_groups]
-        shown = [[self._show(param, state) for param in params] for params in groups]
+        shown = [self._show_group(i, params, state) for i, params in enumerate(groups)]
         for key, value in state.items():
             if not isinstance(key, DTensor):
                 self._state[key] = value
@@ -232,6 +266,12 @@ class LocalView:
             group["params"] = params
         optimizer.state = self._state
         self._outside = (state, groups)
+
+    def _show_group(
+        self, index: int, params: list[Tensor], state: dict[Tensor, Any]
+    ) -> list[Tensor]:
+        """What the optimizer sees in place of a group's parameters."""
+        return [self._show(param, state) for param in params]
 
     def _show(self, param: Tensor, state: dict[Tensor, Any]) -> Tensor:
         if not isinstance(param, DTensor):
@@ -243,6 +283,7 @@ class LocalView:
                 self._plain.remove(id(stand.plain))
             stand = self._stands[id(param)] = Stand(param)
             self._plain.add(id(stand.plain))
+        self._shown.append(stand)
         plain = stand.plain
         outer = state.get(param)
         if not stand.is_current(outer):
@@ -266,14 +307,15 @@ class LocalView:
             group["params"] = params
         who = original_name(optimizer)
         inner = self._state
-        for params in groups:
-            for param in params:
-                stand = self._stands.get(id(param))
-                if stand is None:
-                    continue
-                stand.plain.grad = None  # code that reuses its memory counts references
-                seen = inner.get(stand.plain)
-                if seen:
-                    stand.write(seen, state, who)
+        shown, self._shown = self._shown, []
+        for stand in shown:
+            stand.plain.grad = None  # code that reuses its memory counts references
+            seen = inner.get(stand.plain)
+            if seen:
+                stand.write(seen, state, who)
+        self._take_over(state, who)
         for key in [key for key in inner if id(key) not in self._plain]:
             state[key] = inner.pop(key)
+
+    def _take_over(self, state: dict[Tensor, Any], who: str) -> None:
+        """Take over the state of what `_show_group` shows besides stand-ins."""

@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -99,6 +99,20 @@ def why_not_elementwise(optimizer: Optimizer, raw: RawStep, closure: bool) -> st
         return _compare_shards(optimizer, raw, [_in(p, dtype) for p in probes], closure)
 
     return _in_double(compare, probes, lambda: _draws(optimizer, raw, probes, closure))
+
+
+def why_not_flat(optimizer: Optimizer, raw: RawStep, closure: bool) -> str | None:
+    """Why stepping parameters laid out as one vector differs from stepping them; None if not.
+
+    Raises:
+        CannotTry: if a step raised.
+    """
+    probes = probes_of(optimizer)
+
+    def compare(dtype: torch.dtype | None) -> str | None:
+        return _compare_flat(optimizer, raw, [_in(p, dtype) for p in probes], closure)
+
+    return _in_double(compare, probes, lambda: None)
 
 
 def why_not_separable(
@@ -236,6 +250,48 @@ def _compare_separate(
                 if not same(original, value):
                     return f"stores its history in its attribute '{name}', not in its state"
     return None
+
+
+def _compare_flat(
+    optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
+) -> str | None:
+    """Compare the probes of each group with one vector that has all their elements."""
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for i, probe in enumerate(probes):
+        together.setdefault((probe.group, probe.dtype, probe.device), []).append(i)
+    # What there is of state may differ from parameter to parameter: all begin with that of one.
+    alike = list(probes)
+    for members in together.values():
+        real = max((probes[i].real for i in members), key=lambda p: p.ndim)
+        for i in members:
+            alike[i] = replace(probes[i], real=real)
+    wholes = [_parameter(p.value()) for p in probes]
+    flats = [_parameter(_laid_out([wholes[i] for i in m])) for m in together.values()]
+    firsts = [alike[members[0]] for members in together.values()]
+    runs = [_run(optimizer, alike, wholes), _run(optimizer, firsts, flats)]
+    for step in range(_num_steps(optimizer)):
+        before = [p.detach().clone() for p in wholes]
+        for p, probe in zip(wholes, probes, strict=True):
+            p.grad = probe.grad(step)
+        for flat, members in zip(flats, together.values(), strict=True):
+            flat.grad = _laid_out([probes[i].grad(step) for i in members])
+        _step(optimizer, raw, runs[0], closure)
+        try:
+            _step(optimizer, raw, runs[1], closure)
+        except CannotTry as error:
+            return f"cannot step on parameters that are laid out as one vector ({error})"
+        for flat, members in zip(flats, together.values(), strict=True):
+            expected = _laid_out([wholes[i].detach() for i in members])
+            old = _laid_out([before[i] for i in members])
+            if not _close(flat, expected, old):
+                return "steps a parameter differently when it has another number of dims"
+        if not _same_options(runs[0], runs[1]):
+            return "writes group values that depend on how many parameters there are"
+    return None
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 def _num_steps(optimizer: Optimizer) -> int:

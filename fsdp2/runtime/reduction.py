@@ -37,8 +37,9 @@ from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, done
 from ..common.failures import reraise
 from ..dtensor.from_local import local_of
+from ..dtensor.memory import with_own_storage
 from ..sharding.bucket import Bucket, GradientStore
-from ..sharding.param import ShardedParam, with_own_storage
+from ..sharding.param import ShardedParam
 from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.reduce_plan import ReducePlan
 from .unit_config import UnitConfig

@@ -17,11 +17,12 @@ import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
+from ..dtensor.memory import storage_part, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
-from .param import ShardedParam, own_rows, storage_part, with_own_storage
+from .param import ShardedParam, own_rows
 from .reduce_plan import ReducePlan
 from .references import References
 

@@ -390,42 +390,6 @@ def is_extension(tensor: torch.Tensor, name: str) -> bool:
     return bool(defined)
 
 
-def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor at offset 0 of a storage that has nothing else.
-
-    For local tensors of DTensors: torch.compile, `copy.deepcopy` and pickle need offset 0; see
-    `TensorSpec.wrap`.
-
-    Args:
-        tensor: contiguous, of a storage whose size does not change, as the slice would keep the
-            old address.
-    """
-    return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
-
-
-def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
-    start = tensor.storage_offset() * tensor.itemsize
-    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
-    for name in _SHARING:
-        setattr(storage, name, _refuse_to_share)
-    return storage
-
-
-# What `torch.multiprocessing` and ``share_memory_`` call on a storage. On the CPU they move it to
-# shared memory: the unit would silently go on with the old memory. On CUDA they look for an
-# allocation that begins where the storage does.
-_SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
-
-
-def _refuse_to_share(*_: object, **__: object) -> None:
-    raise RuntimeError(
-        "This tensor is a part of the memory of its unit (a shard of a parameter, or its "
-        "gradient), so it cannot be shared with other processes by itself. Share a copy: "
-        "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
-    )
-
-
 def own_rows(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """The part of a whole parameter that ``rank`` holds, as a view."""
     if slot.dim is None:

@@ -1,0 +1,57 @@
+"""Memory that several tensors share: a part as a storage of its own, neighbours as one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor at offset 0 of a storage that has nothing else.
+
+    For local tensors of DTensors: torch.compile, `copy.deepcopy` and pickle need offset 0; see
+    `TensorSpec.wrap`.
+
+    Args:
+        tensor: contiguous, of a storage whose size does not change, as the slice would keep the
+            old address.
+    """
+    return tensor.new_empty(0).set_(storage_part(tensor), 0, tensor.shape, tensor.stride())
+
+
+def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
+    start = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    for name in _SHARING:
+        setattr(storage, name, _refuse_to_share)
+    return storage
+
+
+# What `torch.multiprocessing` and ``share_memory_`` call on a storage. On the CPU they move it to
+# shared memory: the unit would silently go on with the old memory. On CUDA they look for an
+# allocation that begins where the storage does.
+_SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+
+
+def _refuse_to_share(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "This tensor is a part of the memory of its unit (a shard of a parameter, or its "
+        "gradient), so it cannot be shared with other processes by itself. Share a copy: "
+        "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
+    )
+
+
+def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """A flat tensor over memory that others own.
+
+    It keeps nothing alive: use it only while tensors that own the memory exist.
+
+    Args:
+        address: of the first element, in bytes.
+        numel: number of elements.
+        like: has the dtype and the device.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(
+        address, like.device, numel * like.itemsize
+    )
+    return like.new_empty(0).set_(storage, 0, (numel,), (1,))

@@ -1,0 +1,438 @@
+"""Optimizer steps on flat tensors: bit for bit those on each parameter; DTensors outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import lr_scheduler
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2.optim import Muon, flat_step, local_step
+from harness import cached_mesh, distributed, shared_folder
+
+Make = Callable[..., torch.optim.Optimizer]
+ADAM = {"lr": 0.01, "weight_decay": 0.1}
+OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "adam amsgrad": (torch.optim.Adam, {**ADAM, "amsgrad": True, "maximize": True}),
+    "adamw": (torch.optim.AdamW, ADAM),
+    "adamw foreach": (torch.optim.AdamW, {**ADAM, "foreach": True}),
+    "adamw fused": (torch.optim.AdamW, {**ADAM, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adagrad fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {}),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """Replaces its state in every step, and counts in a number."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["num_steps"] = state.get("num_steps", 0) + 1
+                if "m" not in state:
+                    state["m"] = torch.zeros_like(p)
+                update = state["m"].lerp(p.grad, 0.1).sign_()
+                state["m"] = state["m"].lerp(p.grad, 0.01)
+                state["last"] = p.grad  # the gradient itself
+                p.sub_(update, alpha=group["lr"])
+
+
+class DecaysMatrices(torch.optim.Optimizer):
+    """Elementwise, but not the same for vectors and matrices."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + (0.1 * p if p.ndim > 1 else 0), alpha=group["lr"])
+
+
+class Lamb(DecaysMatrices):
+    """Scales by norms."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=group["lr"])
+
+
+class Net(nn.Module):
+    """Blocks with even and uneven rows, a 0-dim parameter, one that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 6)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.seldom = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, *, seldom: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.scale * x + (self.seldom if seldom else 0)
+
+
+def make_net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    for block in net.blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def backward(model: nn.Module, step: int, **kwargs: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    loss = model(torch.randn(4, 6, generator=generator), **kwargs).square().mean()
+    loss.backward()
+    return loss
+
+
+def step_both(
+    nets: tuple[nn.Module, ...],
+    optimizers: Iterable[torch.optim.Optimizer],
+    step: int,
+    **kwargs: Any,
+) -> None:
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        backward(net, step, **kwargs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def num_shown(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors the last step saw in runs."""
+    return sum(len(plan.runs) for plan in vars(optimizer)["_local_view"]._plans.values())
+
+
+def assert_same(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Parameters and state are equal bit for bit, and DTensors.
+
+    A fused kernel of torch for the CPU rounds the last elements of a tensor, which do not fill a
+    vector, in other places than the rest: it may differ in the last bit.
+    """
+    equal: Callable[..., bool] = torch.equal
+    if ours.defaults.get("fused"):
+        equal = partial(torch.allclose, rtol=1e-4, atol=1e-6)
+    for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for p, q in zip(mine["params"], other["params"], strict=True):
+            assert equal(p.to_local(), q.to_local())
+            state, wanted = ours.state.get(p) or {}, theirs.state.get(q) or {}
+            assert list(state) == list(wanted)
+            for key, value in wanted.items():
+                found = state[key]
+                assert type(found) is type(value), key
+                if isinstance(value, DTensor):
+                    assert found.placements == value.placements
+                    assert found.shape == value.shape
+                    assert found.to_local().dtype == value.to_local().dtype
+                    assert equal(found.to_local(), value.to_local()), key
+                elif isinstance(value, Tensor):
+                    assert found.shape == value.shape
+                    assert torch.equal(found, value), key
+                else:
+                    assert found == value
+
+
+def both(make: Make, options: dict[str, Any], **kwargs: Any) -> tuple[Any, Any]:
+    """Two equal models, and a flat and a local optimizer over them."""
+    nets = make_net(**kwargs), make_net(**kwargs)
+    ours, theirs = (make(net.parameters(), **options) for net in nets)
+    return nets, (flat_step(ours), local_step(theirs))
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "lion"])
+@distributed(2, 3)
+def test_bit_for_bit_the_step_on_each_parameter(name: str) -> None:
+    nets, optimizers = both(*OPTIMIZERS.get(name, (Lion, {"lr": 0.01})))
+    for step in range(5):
+        step_both(nets, optimizers, step)
+        if step in (0, 1, 4):
+            assert_same(*optimizers)
+    num_params = len(list(nets[0].parameters()))
+    assert 0 < num_shown(optimizers[0]) <= num_params // 2
+
+
+@distributed(2)
+def test_a_unit_whose_shards_have_no_padding_is_one_tensor() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
+    optimizer = flat_step(torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert num_shown(optimizer) == 1
+
+
+@distributed(2, 3)
+def test_missing_gradients() -> None:
+    for kwargs in ({}, {"set_to_none": False}):
+        nets, optimizers = both(torch.optim.AdamW, ADAM)
+        for step in range(6):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                backward(net, step, seldom=step not in (0, 3))
+                optimizer.step()
+                optimizer.zero_grad(**kwargs)
+            assert_same(*optimizers)
+
+
+@distributed(2)
+def test_groups_schedulers_and_frozen_parameters() -> None:
+    nets = make_net(), make_net()
+    optimizers = []
+    for net in nets:
+        net.blocks[1][0].weight.requires_grad_(False)
+        params = list(net.parameters())
+        groups = [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0, "lr": 0.03},
+        ]
+        optimizers.append(torch.optim.AdamW(groups, lr=0.01))
+    flat_step(optimizers[0])
+    local_step(optimizers[1])
+    schedulers = [lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    for step in range(4):
+        step_both(nets, optimizers, step)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same(*optimizers)
+
+
+@distributed(2)
+def test_closures() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    for step in range(4):
+        losses = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+
+            def closure(net: Any = net, optimizer: Any = optimizer, step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+                return backward(net, step)
+
+            losses.append(optimizer.step(closure))
+        assert torch.equal(*losses)
+        assert_same(*optimizers)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(2)
+def test_gradient_scalers_skip_and_step(fused: bool) -> None:
+    nets, optimizers = both(torch.optim.AdamW, {**ADAM, "fused": fused})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in nets]
+    for step in range(4):
+        for net, optimizer, scaler in zip(nets, optimizers, scalers, strict=True):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            scaler.scale(net(x).sum()).backward()
+            if step == 1:
+                for p in net.parameters():
+                    p.grad.to_local().fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert_same(*optimizers)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
+
+
+@distributed(2)
+def test_state_goes_to_and_from_optimizers_without_flat_tensors() -> None:
+    nets, optimizers = both(torch.optim.NAdam, {"lr": 0.01})
+    for step in range(3):
+        step_both(nets, optimizers, step)
+    for wrap in (flat_step, local_step, lambda optimizer: optimizer):
+        again = tuple(wrap(torch.optim.NAdam(net.parameters(), lr=0.01)) for net in nets)
+        for new, old in zip(again, reversed(optimizers), strict=True):
+            new.load_state_dict(copy.deepcopy(old.state_dict()))
+        for step in range(3, 5):
+            for net in nets:
+                backward(net, step)
+            for optimizer in (*again,):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(*again)
+        for optimizer in optimizers:  # of which the state is as before: bring it up to date
+            optimizer.load_state_dict(copy.deepcopy(again[0].state_dict()))
+
+
+@distributed(2)
+def test_state_that_users_write_counts() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    for step in range(5):
+        step_both(nets, optimizers, step)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            first = optimizer.state[net.blocks[0][0].weight]
+            if step == 1:
+                first["exp_avg"].mul_(0.5)
+            elif step == 2:
+                first["step"].fill_(7.0)
+            elif step == 3:
+                first["exp_avg_sq"] = first["exp_avg_sq"] * 2
+    assert_same(*optimizers)
+    state = optimizers[0].state
+    assert state[nets[0].blocks[0][0].weight]["step"].item() == 9.0
+    assert state[nets[0].blocks[0][0].bias]["step"].item() == 5.0
+
+
+@distributed(2, 3)
+def test_checkpoints() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    for step in range(3):
+        step_both(nets, optimizers, step)
+    again, others = both(torch.optim.AdamW, ADAM)
+    with shared_folder() as folder:
+        checkpointer = fsdp2.checkpoint.Checkpointer(folder)
+        checkpointer.save(1, model=nets[0], optimizer=optimizers[0])
+        for net, optimizer in zip(again, others, strict=True):
+            checkpointer.load(1, model=net, optimizer=optimizer)
+    for step in range(3, 5):
+        step_both(again, others, step)
+        step_both(nets, optimizers, step)
+    assert_same(*others)
+    assert_same(others[0], optimizers[1])
+
+
+@distributed(2)
+def test_gradients_of_a_users_own_and_kept_gradients() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    kept = []
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            backward(net, step)
+            if step == 1:
+                net.blocks[0][0].weight.grad = net.blocks[0][0].weight.grad * 2
+            if step == 2:
+                kept.append((net.blocks[0][2].weight.grad, net.blocks[0][2].weight.grad.clone()))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(*optimizers)
+    for grad, value in kept:
+        assert torch.equal(grad.to_local(), value.to_local())
+
+
+@distributed(2)
+def test_no_memory_of_gradients_is_held_between_steps() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    addresses = set()
+    for step in range(4):
+        backward(nets[0], step)
+        addresses.add(id(nets[0].seldom.grad))
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert len(addresses) == 1, "the store of gradients was left to us, and made anew"
+
+
+@distributed(2)
+def test_steps_count_as_writes_to_the_shards() -> None:
+    nets, optimizers = both(torch.optim.SGD, {"lr": 0.1})
+    for step in range(3):
+        before = [p.to_local()._version for p in nets[0].parameters()]
+        step_both(nets, optimizers, step)
+        after = [p.to_local()._version for p in nets[0].parameters()]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+@distributed(2, 4)
+def test_meshes_and_offloading() -> None:
+    cases: list[dict[str, Any]] = [{"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
+    if dist.get_world_size() == 4:
+        cases.append({"mesh": cached_mesh(2, 2, names=("replicate", "shard"))})
+    for options in cases:
+        nets, optimizers = both(torch.optim.AdamW, ADAM, **options)
+        for step in range(4):
+            step_both(nets, optimizers, step)
+        assert_same(*optimizers)
+        assert num_shown(optimizers[0]) > 0
+
+
+@distributed(4)
+def test_tensor_parallel_parameters() -> None:
+    mesh = cached_mesh(2, 2, names=("dp", "tp"))
+    optimizers, nets = [], []
+    for wrap in (flat_step, local_step):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        fully_shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
+        nets.append(model)
+        optimizers.append(wrap(torch.optim.AdamW(model.parameters(), **ADAM)))
+    for step in range(4):
+        for model, optimizer in zip(nets, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(*optimizers)
+
+
+@distributed(2)
+def test_plain_parameters_step_beside() -> None:
+    nets = make_net(), make_net()
+    plain = [nn.Parameter(torch.ones(3)) for _ in nets]
+    optimizers = [
+        wrap(torch.optim.AdamW([p, *net.parameters()], **ADAM))
+        for wrap, p, net in zip((flat_step, local_step), plain, nets, strict=True)
+    ]
+    for step in range(3):
+        for p in plain:
+            p.grad = torch.full_like(p, 0.5 + step)
+        step_both(nets, optimizers, step)
+    assert torch.equal(*plain)
+    for net, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(net.to_local(), other.to_local())
+
+
+@distributed(2)
+def test_what_is_not_elementwise_is_refused_with_what_serves_it() -> None:
+    params = list(make_net().parameters())
+    matrices = [p for p in params if p.ndim == 2]
+    for optimizer, serves in (
+        (Lamb(params, lr=0.1), "whole_step"),
+        (torch.optim.Adafactor(params), "whole_step"),
+        (torch.optim.Muon(matrices, lr=0.1), "whole_step"),
+        (DecaysMatrices(params, lr=0.1), "local_step"),
+    ):
+        kind = type(optimizer)
+        with pytest.raises(TypeError, match=rf"fsdp2\.optim\.{serves}"):
+            flat_step(optimizer)
+        assert type(optimizer) is kind
+    with pytest.raises(TypeError, match=r"requires a closure.*flat_step"):
+        flat_step(torch.optim.LBFGS(params))
+    assert local_step(DecaysMatrices(params, lr=0.1)) is not None
+    with pytest.raises(TypeError):
+        flat_step(Muon(matrices, lr=0.1))
