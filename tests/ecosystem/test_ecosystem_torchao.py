@@ -126,7 +126,9 @@ def test_training_is_that_of_one_process(kind: str, reshard: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        assert (model(batch(0)) - 1).square().mean().item() < 0.98 * first  # it learns at all
+        ends = torch.stack([torch.tensor(first), (model(batch(0)) - 1).square().mean().float()])
+    dist.all_reduce(ends)  # a rank's own batch may not get better by what all of them learn
+    assert ends[1] < 0.98 * ends[0]  # it learns at all
 
 
 @pytest.mark.long
