@@ -164,12 +164,14 @@ def run_hooks(settings: Settings) -> Answer:
     ]
     if OURS in results:
         # Ours on local tensors, beside the same steps of the others over whatever they have.
-        local = {**optimizer, OURS: round_medians(results[OURS]["local_rounds_s"])}
-        title = "the same, fsdp2.optim.local_step"
-        figures.append(timed_figure(title, "ms", local, 1e3))
-        figures[-1]["to_plain"] = statistics.median(
-            ours / plain for ours, plain in zip(local[OURS], local["plain"], strict=True)
-        )
+        for kind in ("local", "flat"):
+            own = {**optimizer, OURS: round_medians(results[OURS][f"{kind}_rounds_s"])}
+            figures.append(timed_figure(f"the same, fsdp2.optim.{kind}_step", "ms", own, 1e3))
+            for other in ("plain", "FSDP1"):
+                if other in own:
+                    figures[-1][f"to_{other}"] = statistics.median(
+                        ours / its for ours, its in zip(own[OURS], own[other], strict=True)
+                    )
     return {"fp32": results}, figures
 
 

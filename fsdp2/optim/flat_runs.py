@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from operator import is_, sub
+from operator import attrgetter, is_, sub
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Piece:
         return (self.address, self.grad) == ends and self.signature == other.signature
 
 
+_spec_of, _local_of = attrgetter("_spec"), attrgetter("_local_tensor")
 # What torch keeps in the ``__dict__`` of a DTensor.
 _OWN = {"_local_tensor", "_spec"}
 
@@ -312,27 +313,29 @@ class Plan:
             return False
         if [grad is None for grad in grads] != self.missing:
             return False
-        sources = [param._local_tensor for param in self._params]
-        if not _all_same(sources, self.sources):
+        if not all(map(is_, map(_local_of, self._params), self.sources)):
             return False
         return self._state_is_current(state) and self._find_gradients(grads)
 
     def _state_is_current(self, state: State) -> bool:
-        dicts = list(map(state.get, self._params))
         return (
-            _all_same(dicts, self._dicts)
-            and _all_same(_values(dicts), self._values)
+            all(map(is_, map(state.get, self._params), self._dicts))
+            and _all_same(_values(self._dicts), self._values)
             and all(numbers.is_current() for numbers in self._numbers)
         )
 
     def _find_gradients(self, grads: Sequence[Any]) -> bool:
         """Show the gradients to the runs, if they lie side by side as before."""
-        if not _all_same([getattr(grads[i], "_spec", None) for i in self._order], self._specs):
+        # All loops are in C: this is most of what a step costs beyond the optimizer's own work.
+        try:
+            if not all(map(is_, map(_spec_of, map(grads.__getitem__, self._order)), self._specs)):
+                return False
+        except AttributeError:  # a user's own, not a DTensor
             return False
-        parts = [grads[i]._local_tensor for i in self._solid]
-        if not all(type(part) is Tensor and part.is_contiguous() for part in parts):
+        parts = list(map(_local_of, map(grads.__getitem__, self._solid)))
+        if set(map(type, parts)) - {Tensor} or not all(map(Tensor.is_contiguous, parts)):
             return False
-        begins = list(map(sub, [part.data_ptr() for part in parts], self._offsets))
+        begins = list(map(sub, map(Tensor.data_ptr, parts), self._offsets))
         for run, (start, stop) in zip(self.runs, self._spans, strict=True):
             if start == stop:
                 run.show_gradient(0)
@@ -456,7 +459,7 @@ def _numbers(runs: Sequence[Run], state: State) -> list[Numbers]:
 
 
 def _values(dicts: Iterable[dict[Any, Any] | None]) -> list[Any]:
-    return list(chain.from_iterable(each.values() for each in dicts if each))
+    return list(chain.from_iterable(map(dict.values, filter(None, dicts))))
 
 
 def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
