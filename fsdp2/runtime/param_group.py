@@ -1,7 +1,7 @@
 """What a unit is made of: parameters, the buckets that store them, and their transports.
 
-Planned when parameters are taken over, and anew whenever somebody replaced them. Nothing here
-knows whether the unit is gathered: that is `unit`.
+All of it is planned when the unit takes its parameters over, and again whenever a user replaces
+one. Nothing here knows whether the unit is gathered: `unit` does.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ _version = attrgetter("_version")
 
 
 class ParamGroup:
-    """Parameters and storages of one unit.
+    """The parameters of one unit and their storages.
 
     Attributes:
-        params: all parameters.
-        buckets: their storages: of those that share dtypes and a mesh.
+        params: all parameters of the unit.
+        buckets: their storages, one for all parameters that share dtypes and a mesh.
         secondary: the larger shards that buckets can keep after forward.
-        transports: of each bucket; buckets on the same mesh share them.
-        gather_tags, reduce_tags: for each bucket the first of its message tags.
-        unsharded: of each parameter, what computes; None before the first gather.
-        is_trained: of each parameter, whether it is.
-        dirty: somebody replaced sharded parameters: plan anew before the next use.
-        materialized: whether all is there that a gather needs.
-        incomplete: whether the next gather makes unsharded parameters, of tensor subclasses.
-        generation: grows whenever the unsharded parameters or what is trained change.
+        transports: one per bucket; buckets on the same mesh share theirs.
+        gather_tags, reduce_tags: the first message tag of each bucket.
+        unsharded: the parameters that compute, in the order of ``params``; None before the first
+            gather.
+        is_trained: whether each of ``params`` requires a gradient.
+        dirty: sharded parameters were replaced: plan again before the next use.
+        materialized: whether everything that a gather needs has been made.
+        incomplete: whether the next gather makes unsharded parameters (of tensor subclasses).
+        generation: a counter that grows when unsharded parameters are made, frozen or thawed.
     """
 
     bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory
@@ -98,6 +99,7 @@ class ParamGroup:
             if cast_frozen and not param.sharded.requires_grad and not param.extension:
                 param.dtype = param.compute_dtype
         self.make_buckets()
+        # Before the cut: afterwards no rank has whole parameters to compare with those of others.
         initial = InitialValues(params)
         for bucket in self.buckets:
             bucket.shard_from([whole_of(p) for p in bucket.params], whole=True)
@@ -105,9 +107,9 @@ class ParamGroup:
         self.register_sharded()
 
     def reshard_storage(self) -> None:
-        """Plan anew from the sharded parameters as they are now.
+        """Plan again from the sharded parameters as they are now.
 
-        For when somebody replaced their local tensors: a move to another device or dtype, or
+        Needed after their local tensors were replaced: by a move to another device, a cast, or
         ``load_state_dict(assign=True)``. The Parameter objects stay.
         """
         self.dirty = False
@@ -126,13 +128,13 @@ class ParamGroup:
         self.reshard_storage()
 
     def adopt_replaced(self, *, keep_objects: bool = True) -> None:
-        """Take the parameters that somebody put into the modules in place of the sharded ones.
+        """Adopt the parameters that a user put into the modules in place of the sharded ones.
 
         Args:
-            keep_objects: after ``load_state_dict(assign=True)``: where shape, dtype and device are
-                as before, copy the data and put the old Parameter object back, which an
-                optimizer may hold. Without, before the first use, when what a user assigned is
-                what optimizers were given.
+            keep_objects: where shape, dtype and device are unchanged, copy the data and put the old
+                Parameter object back, since an optimizer may hold it: for
+                ``load_state_dict(assign=True)``. False before the first use, when optimizers were
+                given the objects that the user assigned.
         """
         for bucket in self.buckets:
             rank = bucket.rank
@@ -142,7 +144,9 @@ class ParamGroup:
                 if new is param.sharded:
                     continue
                 if not isinstance(new, nn.Parameter):
-                    self._registration.check()  # (raises)
+                    # Removed, or made a plain tensor (by a parametrization, say): raises, unless
+                    # `functional_call` lends it for one forward.
+                    self._registration.check()
                     continue
                 before = param.sharded
                 param.replace_sharded(new, slot, rank, keep_object=keep_objects)
@@ -154,9 +158,12 @@ class ParamGroup:
         config, policy = self._config, self._config.mp_policy
         groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
         for param in self.params:
+            # The class decides what is gathered in its place, and how many tensors that is.
             alone = param if param.extension else None
             # Frozen ones apart: no gradients of theirs are stored or reduced, and they may be kept.
             trained = param.sharded.requires_grad
+            # By gradient dtype: a reduction sums in one dtype (gloo corrupts mixed ones). So the
+            # first parameter of a bucket tells what was set on all of them.
             grad = (param.grad_dtype_is_set, param.grad_dtype)
             key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
             groups.setdefault(key, []).append(param)
@@ -179,7 +186,7 @@ class ParamGroup:
         self._forget_plans()
 
     def _reduce_dtype_of(self, param: ShardedParam) -> torch.dtype:
-        """What the policy says, or what loses nothing of all gradients of the unit."""
+        """The policy's dtype; else one that holds every gradient of the unit without loss."""
         chosen_dtype = self._config.mp_policy.reduce_dtype
         if chosen_dtype is not None:
             return sum_dtype(param.dtype, chosen_dtype)
@@ -196,7 +203,7 @@ class ParamGroup:
         return _own_grad_dtype(param)
 
     def note_grad_dtypes(self) -> None:
-        """Users set ``grad_dtype`` of sharded parameters until the first use."""
+        """Take over a ``grad_dtype`` that users set on sharded parameters before the first use."""
         before = [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
         for param in self.params:
             param.note_grad_dtype(param.sharded)
@@ -204,7 +211,7 @@ class ParamGroup:
             self.dirty = True
 
     def detach_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
-        """Take off the gradients whose dtype a user set: a cast of parameters is none of theirs."""
+        """Detach gradients whose dtype a user set: a cast of the parameters must not cast them."""
         found = []
         for param in self.params:
             grad = param.sharded.grad
@@ -214,30 +221,38 @@ class ParamGroup:
         return found
 
     def attach_gradients(self, found: list[tuple[ShardedParam, torch.Tensor]]) -> None:
-        """After a cast or move, by which the parameters lost what users set: put both back."""
+        """After a cast or move, which loses them: restore each ``grad_dtype``, and ``found``."""
         for param in self.params:
             param.set_grad_dtype(param.sharded)
         for param, grad in found:
             param.sharded.grad = grad.to(device=param.local.device)
 
     def keep_storage(self, keep: bool) -> None:
-        """Whether the buckets leave memory behind the gathered storages when they are freed."""
+        """Set whether gathered storages keep their memory when they are freed."""
         for bucket in self.buckets:
             bucket.keeps_storage = keep
 
     def change_comm_options(self, **options: Any) -> None:
-        """Communicate in another way from the next gather on; fields of `CommOptions`."""
+        """Communicate in another way from the next gather on.
+
+        Args:
+            options: fields of `CommOptions`.
+        """
         config = self._config
         config.comm_options = replace(config.comm_options, **options)
+        # The next `materialize` keeps transports that are there, with the options they were made
+        # with. The plans depend on transports: on what these must copy in, and cast.
         self.transports.clear()
         self._forget_plans()
+        # Now, while all ranks are in this call: making a group is collective, and in the middle of
+        # a forward it would take the buffers of its communicator at peak memory.
         self.make_groups(bucket.mesh for bucket in self.buckets)
 
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make the process groups that gathers and reductions over ``meshes`` will use.
 
         Raises:
-            ValueError: a group of ``meshes`` cannot communicate what is on the device.
+            ValueError: if a group of ``meshes`` cannot communicate tensors of the device.
         """
         config = self._config
         make_groups(meshes, self.device, config.comm_options, config.reshard_after_forward)
@@ -248,7 +263,9 @@ class ParamGroup:
         self._gather_batches.clear()
 
     def gather_batch(self, plans: Sequence[Any]) -> GatherBatch:
-        """The gathers of several buckets over the same ranks, as one that is made once."""
+        """The gathers of several buckets over the same ranks, as one batch that is made once."""
+        # Which plans come together varies: a cached bucket sits a gather out, and secondary shards
+        # have a plan of their own.
         key = tuple(plans)
         batch = self._gather_batches.get(key)
         if batch is None:
@@ -259,7 +276,7 @@ class ParamGroup:
         """How to reduce the gradients of bucket ``index`` that are ``present``.
 
         Args:
-            sums: whether they may be in the dtype of the reduction already: sums of micro-batches.
+            sums: whether they may be sums of micro-batches, already in the dtype of the reduction.
         """
         key = (index, sums, tuple(present))
         plan = self._reduce_plans.get(key)
@@ -277,7 +294,8 @@ class ParamGroup:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
         Args:
-            secondary_size: an int: the ranks that larger shards are kept over after forward.
+            secondary_size: number of ranks over which larger shards are kept after forward; a bool:
+                none are kept.
             split: give large parameters memory of their own.
 
         Raises:
@@ -287,6 +305,8 @@ class ParamGroup:
         if self.dirty or mixes_frozen(self.buckets):
             self.reshard_storage()
         self._check_materialized()
+        # The first forward may be an evaluation in inference mode: parameters that are made there
+        # could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             self._make_transports()
             for bucket, transports in zip(self.buckets, self.transports, strict=True):
@@ -300,7 +320,7 @@ class ParamGroup:
         self._follow_unsharded()
 
     def complete(self) -> None:
-        """After the first gather, which tensor subclasses make unsharded parameters of."""
+        """After the first gather, which made the unsharded parameters of tensor subclasses."""
         self.incomplete = False
         self._follow_unsharded()
 
@@ -325,7 +345,9 @@ class ParamGroup:
                 made[mesh] = MeshTransports(mesh, self.device, self._config.comm_options)
         self.transports = [made[bucket.mesh] for bucket in self.buckets]
         if self._reserved_tags[0] < 0:
-            # Every bucket has two tags per tensor (gather, reduce) and two for its pack.
+            # Every bucket has two tags per tensor (gather, reduce) and two for its pack. As many
+            # buckets as parameters are provided for: a replan makes more of them after a freeze,
+            # and new tags would have to be taken by all ranks together.
             count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
             first = take_tags(self._groups(), count * max(1, len(self.params)))
             self._reserved_tags = (first, count)
@@ -334,7 +356,7 @@ class ParamGroup:
         self.reduce_tags = [tag + count // 2 for tag in self.gather_tags]
 
     def give_back_tags(self) -> None:
-        """As if there had been no gather yet; the next one takes tags anew."""
+        """Return the message tags, as if there had been no gather; the next takes new ones."""
         if self._reserved_tags[0] >= 0:
             give_back_tags(self._groups(), self._reserved_tags[0])
         self._reserved_tags = (-1, 0)
@@ -347,23 +369,26 @@ class ParamGroup:
     # -- the parameters in the modules ------------------------------------------------------
 
     def plan_registration(self) -> None:
-        """Note the parameters as they are now, here and in what registers them."""
+        """Make the lists over the present parameters, here and in the registration."""
         self._registration.plan(self.params)
         self._sharded = [p.sharded for p in self.params]
         self.unsharded = [p.unsharded for p in self.params]
         locals_ = [p.local for p in self.params if p.is_sharded]
+        # A wrapper subclass can be written through its inner tensors: its own counter stays then.
         inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
         self._versioned = [*locals_, *inner]
         self.is_trained = tuple(map(_requires_grad, self._sharded))
 
     def register_sharded(self) -> None:
-        """After parameters were made anew or got other owners: these see the sharded ones."""
+        """Register sharded parameters that were made again or have other owners now."""
         self.plan_registration()
         self._registration.register("sharded")
 
     def make_secondary(self) -> None:
-        """Make the parameters to show while larger shards are kept after forward."""
+        """Make the parameters that users see while larger shards are kept after forward."""
         saved = [b.secondary is not None and b.secondary.saved for b in self.buckets]
+        # This runs after every forward. A DTensor per parameter, and the lists that register them,
+        # are made again only if the kept shards are those of other buckets now.
         if self._secondary_for == (self.generation, saved):
             return
         self._secondary_for = (self.generation, saved)
@@ -377,15 +402,16 @@ class ParamGroup:
         self.plan_registration()
 
     def follow_freezing(self) -> bool:
-        """Users freeze and thaw the sharded parameters: let the unsharded ones be the same.
+        """Freeze and thaw unsharded parameters as users did with the sharded ones.
 
         Returns:
-            Whether there was anything to do.
+            Whether anything had changed.
         """
         now = tuple(map(_requires_grad, self._sharded))
         if now == self.is_trained:
             return False
         self.is_trained = now
+        # Hooks and autograd nodes were noted for what was trained before: they are looked up again.
         self.generation += 1
         for param in self.params:
             if param.unsharded is not None:  # else it will be made like the sharded one
@@ -393,20 +419,21 @@ class ParamGroup:
         return True
 
     def versions(self) -> tuple[int, int]:
-        """Grow with writes into the sharded parameters, except through ``.data``: those to this
-        rank's rows; those of operators on the DTensors, which all ranks call."""
+        """Counters of writes to the sharded parameters: to this rank's rows, and by operators on
+        the DTensors, which all ranks call. Writes through ``.data`` do not count."""
+        # Counters only grow, so their sum changes if any of them does: one comparison per unit.
         return sum(map(_version, self._versioned)), sum(map(_version, self._sharded))
 
 
 def _own_grad_dtype(param: ShardedParam) -> torch.dtype:
-    """The dtype of its gradient before ranks are summed over: as set, or of the sharded one."""
+    """The dtype of its gradient before the sum over ranks: as set, or that of the parameter."""
     if not param.grad_dtype_is_set:
         return param.dtype
     return param.compute_dtype if param.grad_dtype is None else param.grad_dtype
 
 
 def _policy_for(param: ShardedParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """``policy`` as it is for ``param``: what an extension is told."""
+    """``policy`` with the dtype chosen for ``param``: what an extension is told."""
     if param.param_dtype == policy.param_dtype:
         return policy
     return replace(policy, param_dtype=param.param_dtype)

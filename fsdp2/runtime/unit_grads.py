@@ -1,8 +1,8 @@
 """The gradients of a unit that no reduction has taken yet.
 
-Autograd leaves them on the unsharded parameters. What the backward of a micro-batch without
-gradient sync leaves waits there for the last one, or, where gradients are reduced in another
-dtype, in ``accumulated``, in that dtype.
+Autograd leaves them on the unsharded parameters. Those of a micro-batch without gradient sync wait
+there for the last one; if gradients are reduced in another dtype, they wait in ``accumulated``, in
+that dtype.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class UnitGrads:
     """Unreduced gradients of one unit.
 
     Attributes:
-        accumulated: sums that wait, in the dtype of the reduction, by ``id`` of the parameter.
-        widened: whether autograd makes gradients in the dtype of the reduction by itself.
-        holds_earlier: whether the last backward left gradients unreduced, so that on some rank
-            there may be sums in the dtype of the reduction.
-        holds_partial_sums: whether it left out the all-reduce over replicas.
-        deferred: what is still to be summed over tensor-parallel ranks.
+        accumulated: sums of micro-batches in the dtype of the reduction, by ``id`` of the
+            parameter.
+        widened: whether autograd itself makes gradients in the dtype of the reduction.
+        holds_earlier: whether the last backward left gradients unreduced, so that some rank may
+            hold sums in the dtype of the reduction.
+        holds_partial_sums: whether the last backward left out the all-reduce over replicas.
+        deferred: gradients that are still to be summed over tensor-parallel ranks.
     """
 
     reduction_type: type[Reduction] = Reduction  # `fsdp2.estimation` has one that sums nothing
@@ -41,6 +42,7 @@ class UnitGrads:
         self._param_group = param_group
         self._config = config
         self._offloads = config.offload
+        # By parameter, not by slot: buckets may be planned again between two micro-batches.
         self.accumulated: dict[int, torch.Tensor] = {}
         self.deferred = DeferredReductions()
         self._accumulators: list[Any] = []  # the nodes that accumulate them, of
@@ -58,12 +60,14 @@ class UnitGrads:
         return any(p is not None and p.grad is not None for p in self._param_group.unsharded)
 
     def are_accumulated(self) -> bool:
-        """Whether the run of autograd that is in progress accumulates any of them.
+        """Whether the run of autograd in progress accumulates gradients of this unit.
 
-        ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, go
-        through the unit and do not. To be called inside of such a run.
+        ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, pass
+        through the unit without accumulating. To be called inside such a run.
         """
         param_group = self._param_group
+        # Once per generation, as finding a node takes a view of the parameter. The list keeps the
+        # nodes: a parameter refers to its node weakly, and the next graph would get another one.
         if self._generation != param_group.generation:
             self._generation = param_group.generation
             self._accumulators = [
@@ -77,13 +81,13 @@ class UnitGrads:
         return any(map(_will_run, self._accumulators)) or not self._accumulators
 
     def are_left(self) -> bool:
-        """Whether anything is left to reduce; sums that wait for an all-reduce count."""
+        """Whether anything is left to reduce, including sums that wait for an all-reduce."""
         if self.has_whole():
             return True
         return any(bucket.partial_present for bucket in self._param_group.buckets)
 
     def earlier_are_left(self) -> bool:
-        """Whether backwards before the present one left any that no ``.grad`` has."""
+        """Whether earlier backwards left gradients that are in no ``.grad`` yet."""
         return (self.holds_earlier or self.holds_partial_sums) and self.are_left()
 
     # -- taking and keeping -----------------------------------------------------------------
@@ -93,9 +97,13 @@ class UnitGrads:
 
         Args:
             direct_only: only of parameters that are not packed.
-            may_defer: whether this is the last backward before somebody looks at ``.grad``.
+            may_defer: whether this is the last backward before users look at ``.grad``.
         """
         config = self._config
+        # A gradient whose sum over tensor-parallel ranks is deferred is incomplete until backward
+        # ends. No hook may see it, no all-reduce may be due later than that, and nothing complete
+        # may be in it: that would be summed over the ranks again. And the sum needs it on the
+        # device.
         may_defer = (
             may_defer
             and config.all_reduce_grads
@@ -130,17 +138,20 @@ class UnitGrads:
         return taken
 
     def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
-        """What backwards without sync have left, in the dtype of the reduction."""
+        """Add what backwards without sync have left, in the dtype of the reduction."""
         for i, param in enumerate(bucket.params):
             earlier = self.accumulated.pop(id(param), None)
             if earlier is not None:
                 grads[i] = earlier.add_(grads[i]) if i in grads else earlier
 
     def let_autograd_widen(self, *, wanted: bool) -> None:
-        """Whether what backward is about to make becomes a sum over several backwards.
+        """Let autograd make gradients in the dtype of the reduction, or stop doing so.
 
-        The first term of such a sum is widened anyway; if autograd does it, the several uses of a
-        tied parameter are added up in the dtype of the reduction, too.
+        The first term of a sum over several backwards is widened anyway. If autograd does it, the
+        uses of a tied parameter are added up in that dtype, too.
+
+        Args:
+            wanted: whether the backward that begins adds to such a sum.
         """
         self.widened = wanted
         for bucket in self._param_group.buckets:
@@ -156,7 +167,7 @@ class UnitGrads:
                 unsharded.grad_dtype = dtype  # None: autograd's; a sum takes terms of any dtype
 
     def accumulate(self) -> None:
-        """Without sync: keep gradients unsharded, in the dtype of the reduction."""
+        """After a backward without sync: add unsharded gradients up in the reduction's dtype."""
         for bucket in self._param_group.buckets:
             if bucket.reduce_dtype == bucket.gather_dtype:
                 continue  # autograd accumulates in .grad, in the right dtype
@@ -164,6 +175,8 @@ class UnitGrads:
                 grad = param.unsharded.grad  # type: ignore[union-attr]
                 if grad is None:
                     continue
+                # Off the parameter: the next backward would add to it in the dtype of computation,
+                # and count it twice.
                 param.unsharded.grad = None  # type: ignore[union-attr]
                 grad = param.local_gradient(grad.detach())  # (of backward(create_graph=True))
                 if id(param) in self.accumulated:
@@ -172,7 +185,7 @@ class UnitGrads:
                     self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
 
     def drop(self) -> None:
-        """Forget all that no ``.grad`` of a sharded parameter has."""
+        """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False
         self.accumulated.clear()
         self.deferred.forget()
@@ -184,10 +197,10 @@ class UnitGrads:
             bucket.partial_present.clear()
 
     def refuse_graph(self) -> None:
-        """After ``backward(create_graph=True)``: going backward from ``.grad`` is an error.
+        """After ``backward(create_graph=True)``: make a backward through ``.grad`` an error.
 
-        The reduction is not differentiated; without this, a penalty on gradients would have no
-        effect beside a loss that has one.
+        The reduction is not differentiated. Without the error, a penalty on gradients would
+        silently have no effect on a loss that it is added to.
         """
         for param in self._param_group.params:
             if isinstance(param.sharded.grad, DTensor):
@@ -199,8 +212,8 @@ class UnitGrads:
         """One `Reduction` per bucket that has gradients.
 
         Args:
-            final: the last one of this backward; sums that wait for an all-reduce are due, also
-                of parameters that have no gradient now.
+            final: the last reductions of this backward: sums that wait for an all-reduce are due,
+                including those of parameters that have no gradient now.
         """
         param_group, config = self._param_group, self._config
         reductions = []
@@ -208,11 +221,13 @@ class UnitGrads:
             if config.reduce_unused:
                 self._fill_unused(bucket, grads)
             if grads and self._follows_autograd(bucket):
+                # Before the reduction is made: it takes its dtypes, and ``.grad``, from the bucket.
                 bucket.widen(grads.values())
             present: Collection[int] = grads.keys()
             if final and config.all_reduce_grads and bucket.partial_present:
                 if not grads:
                     present = bucket.partial_present  # nothing new: only the all-reduce is due
+                # In one reduction with the new ones, zeros standing for what this backward lacks.
                 for i in bucket.partial_present - set(present):
                     shape = bucket.params[i].full_shape
                     grads[i] = torch.zeros(shape, dtype=bucket.reduce_dtype, device=bucket.device)
@@ -238,7 +253,7 @@ class UnitGrads:
         return param.grad_dtype_is_set and param.grad_dtype is None and param.sharded.requires_grad
 
     def _fill_unused(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
-        """Zeros for parameters that this rank did not use: others may have, and wait for us."""
+        """Add zeros for parameters that only other ranks have used: those wait for this rank."""
         if self._follows_autograd(bucket):
             raise ValueError(
                 "Reducing unused parameters with grad_dtype=None requires an explicit "
@@ -253,7 +268,7 @@ class UnitGrads:
 
 
 def _accumulator(param: torch.Tensor) -> Any:
-    """The node that accumulates the gradient; None for some tensor subclasses."""
+    """The autograd node that accumulates the gradient; None for some tensor subclasses."""
     try:
         return get_gradient_edge(param).node
     except NotImplementedError:  # it takes a view, and not every class has that operator
@@ -261,7 +276,7 @@ def _accumulator(param: torch.Tensor) -> Any:
 
 
 def _will_run(accumulator: Any) -> bool:
-    """Whether this run of autograd comes to a node that accumulates a gradient."""
+    """Whether this run of autograd is going to execute the node ``accumulator``."""
     try:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # it is asked for by ``autograd.grad``, and not accumulated
