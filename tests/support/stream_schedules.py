@@ -247,6 +247,7 @@ def sharded(plan: Plan, control: dict) -> Any:
     return model
 
 
+_SHAPES = [(1,), (2,), (4,), (2, 1), (2, 2)]
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
@@ -255,10 +256,12 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     if not dist.is_initialized():
         _meshes.clear()  # of a group that is no more
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    if shape not in _meshes:
-        num = torch.Size(shape).numel()
-        names = ("replicate", "shard")[-len(shape) :]
-        _meshes[shape] = DeviceMesh("cpu", torch.arange(num).view(shape), mesh_dim_names=names)
+        # All at once: DTensor's caches outlive the world and may answer with the mesh of an earlier
+        # one, which is equal. Groups have numbers for names; made in one order, they are the same.
+        for each in _SHAPES:
+            ranks = torch.arange(torch.Size(each).numel()).view(each)
+            names = ("replicate", "shard")[-len(each) :]
+            _meshes[each] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
     return _meshes[shape]
 
 
@@ -477,7 +480,7 @@ def plan_of(seed: int) -> Plan:
 
     layers = tuple(_layer(draw, 2) for _ in range(draw.randint(1, 4)))
     tokens = chance(0.4)
-    mesh = draw.choice([(2,), (2,), (4,), (2, 2), (2, 2), (1,), (2, 1)])
+    mesh = draw.choice([(2,), (2,), (4,), (2, 2), (2, 2), (1,), (2, 1)])  # of `_SHAPES`
     reshards: list[bool | int | None] = [None, None, True, False]
     if mesh[-1] == 4:
         reshards += [2, 2, 2]
