@@ -1,6 +1,6 @@
-"""The way of a unit's gradients: from the tensors autograd made to ``.grad`` of the shards.
+"""A unit's gradients on their way from the tensors autograd made to ``.grad`` of the shards.
 
-A `Reduction` is one bucket's gradients on their way. Its states, one function per transition::
+A `Reduction` takes the gradients of one bucket there. Its states, one function per transition::
 
     launch()   -> reduce-scatter started     gradients, sum buffer and output are held
     advance()  -> (HSDP) all-reduce started  the reduce-scatter is done, its inputs are freed
@@ -12,12 +12,12 @@ they run at different times.
 
 - *Stream-ordered*: `launch` enqueues all of them, since streams keep their order without the host.
   `complete` makes compute wait for one event. Until then gradients, sums and partial sums are held
-  here: `record_stream` is not used, so memory that is dropped earlier is given to the next
-  allocation of its stream while another stream still reads it (see `comm.streams`).
-- *Host-ordered*: each message is waited for on the host, so a step that follows one can only run
-  when somebody calls. `advance` is that call between reduce-scatter and all-reduce. The runtime
-  makes it for older reductions when it launches a newer one, so that all-reduces overlap with
-  backward. Hooks and write-back wait for `complete`, when no more messages are under way.
+  here: `record_stream` is not used, so memory that is dropped earlier goes to the next allocation
+  of its stream while another stream still reads it (see `comm.streams`).
+- *Host-ordered*: each message is waited for on the host, so the step after it runs only when the
+  host calls it. `advance` is that call between reduce-scatter and all-reduce. The runtime makes it
+  for older reductions when it launches a newer one, so that all-reduces overlap with backward.
+  Hooks and write-back wait for `complete`, when no message of this reduction is under way.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class Reduction:
     """The gradients of one bucket on their way to the shards.
 
     Args:
-        grads: per parameter the local gradient or None; contiguous, one dtype. All None: nothing
-            new, only what earlier reductions over shards have left in ``bucket.partial``.
-        transports: over the ranks that share the parameters (none with one shard) and over those
-            that hold the same shard, if any. With neither, there is nothing to communicate.
-        config: of the unit, as it is now: users may change it before `complete`. Without
+        grads: for each parameter the local gradient, contiguous, or None. All None: nothing new,
+            only what earlier reductions over shards have left in ``bucket.partial``.
+        transports: those over the ranks that share the parameters (none with one shard) and over
+            the ranks that hold the same shard, if any. With neither, nothing is communicated.
+        config: the unit's settings, read now: users may change them before `complete`. Without
             ``all_reduce_grads``, the result is added to ``bucket.partial`` and waits there for a
             later reduction. The ``all_reduce_hook`` is called with each contiguous part of the
             result, 1-D, before it is written to the sharded gradients.
+        tag: the first of the message tags that this reduction uses.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Reduction:
         self._advanced = False
 
     def collides(self) -> bool:
-        """Whether an earlier reduction that writes the same places is not complete yet."""
+        """Whether an earlier reduction that writes the same slices is not complete yet."""
         return bool(self.bucket.in_flight & self.covered)
 
     # -- transitions ------------------------------------------------------------------------
@@ -103,6 +104,8 @@ class Reduction:
     def launch(self, streams: Streams) -> None:
         """Start the reduce-scatter; on stream-ordered devices everything that follows too."""
         if self.is_local:
+            # Adopted by `complete`, not here: a backward that fails first drops them like any other
+            # gradients, and ``.grad`` is attached in the order of launches.
             self.bucket.in_flight |= self.covered
             self._event = streams.reduced()
             return
@@ -123,13 +126,15 @@ class Reduction:
             return
         self._advanced = True
         self._run_finish()
-        self.grads = ()  # were read by messages until now
+        # Messages have read them until now. The all-reduce does not: they are not held for it.
+        self.grads = ()
         self._reduce_over_replicas()
 
     def _advance_on_stream(self, streams: Streams) -> None:
         """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
-        # Without an all-reduce now, what follows stays on the stream of the reduce-scatter, or goes
-        # on on the user's; with one, its own stream lets the next reduce-scatter start meanwhile.
+        # Without an all-reduce now, what follows stays on the stream of the reduce-scatter, or
+        # continues on the user's; with one, its own stream lets the next reduce-scatter start
+        # meanwhile.
         if self.replicate is None or self.waits:
             context = streams.reducing(then_on=self.hook_stream)
         else:
@@ -140,7 +145,7 @@ class Reduction:
             self._event = streams.reduced()  # last: `.grad` is not there before the write-back
 
     def complete(self, streams: Streams) -> list[nn.Parameter]:
-        """Attach ``.grad``; afterwards compute may use it and nothing else is held.
+        """Attach ``.grad``. Afterwards compute may use it, and nothing else is held.
 
         Returns:
             The sharded parameters that had no gradient and have one now.
@@ -163,14 +168,14 @@ class Reduction:
     def discard(self, streams: Streams) -> None:
         """Like `complete`, for a backward that failed: wait, but attach nothing.
 
-        Without the wait, peers' messages would be written into memory that is free, and the next
-        use of the group would find theirs in place of its own.
+        Without the wait, peers' messages would be written into freed memory, and the next use of
+        the group would receive them in place of its own.
         """
         self._wait(streams)
         self._release()
 
     def _wait(self, streams: Streams) -> None:
-        """Compute may use the result."""
+        """Let compute use the result."""
         if streams.stream_ordered:
             streams.use_reduced(self._event)
         elif not self.is_local:
@@ -184,6 +189,8 @@ class Reduction:
         self.bucket.in_flight -= self.covered
 
     def _conclude(self) -> None:
+        # Hooks after the scaling, to see what ``.grad`` gets; before the write-back, since in a sum
+        # with an earlier ``.grad`` they could not tell the new gradient apart.
         if not self.waits:
             self._scale()
             if self.hook is not None:
@@ -197,6 +204,8 @@ class Reduction:
 
     def _choose_output(self) -> None:
         """Write straight into the gradient storage where no gradient is attached yet."""
+        # A collective overwrites whole spans. So one attached gradient is enough to send all of
+        # them through a temporary output, from which each is copied or added.
         detached = None
         if self.bucket.has_gradients():
             params = self.bucket.params
@@ -212,12 +221,15 @@ class Reduction:
             and (detached is None or len(detached) == len(self.covered))
         )
         self.dtype = dtype
+        # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
+        # than the launch of their collective.
         self.dtensors = self.store.dtensors
         self.flat = self.store.flat
 
     def _start(self) -> None:
         """Allocate the output, and start to fill it."""
         if self.only_partial:
+            # Zeros, to which `_take_partial` adds: scaling, hooks and write-back are as for others.
             self._allocate_output()
             torch._foreach_zero_(self._ranges())
         elif self.scatter is None:
@@ -229,7 +241,7 @@ class Reduction:
             )
 
     def _reduce_over_replicas(self) -> None:
-        """Start the all-reduce of what was reduced over shards, or leave that for a later one."""
+        """Start the all-reduce of what was reduced over shards, or leave it to a later backward."""
         if self.waits:
             self._add_to_partial()
         elif self.replicate is not None:
@@ -241,11 +253,15 @@ class Reduction:
             self.outs = self.store.outputs(self.plan)
             return
         numel = self.bucket.layout.shard_numel
+        # Memory of the reduce-scatter stream, which may reuse it as soon as it is dropped:
+        # `_release` comes after `use_reduced`, where that stream waits for the all-reduce, too.
         self.flat = torch.empty(numel, dtype=self.dtype, device=self.bucket.device)
         self.outs = self.plan.outputs(self.flat)
 
     def _copy_to_output(self) -> None:
-        """One shard: the gradients are the sharded gradients; only gathered into one storage."""
+        """One shard: the gradients are the sharded gradients; only copied into one storage."""
+        # Neighbours in one storage are one call of the all-reduce. What autograd made may be many
+        # tensors, and may start at any byte, where NCCL is slow.
         self._allocate_output()
         slots = self.bucket.layout.slots
         outs, grads = [], []
@@ -268,6 +284,8 @@ class Reduction:
                 grad.div_(self.factor)
             if self.hook is not None:
                 self.hook(grad.view(-1))
+            # Blocking, as it runs on compute's stream: neither the event of `launch` nor the wait
+            # of the host at the end of backward covers that.
             grad = grad.to(self.bucket.shard_device, self.bucket.grad_dtype)
             if TensorHooks.registered and param.sharded._backward_hooks:
                 seen = param.sharded_spec.wrap(grad)
@@ -290,7 +308,7 @@ class Reduction:
         return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
 
     def _add_to_partial(self) -> None:
-        """Reduced over shards only: add to what waits for a later all-reduce."""
+        """Add what was reduced over shards only to the sums that wait for a later all-reduce."""
         bucket = self.bucket
         if bucket.partial is None:
             bucket.partial = torch.zeros(
@@ -301,7 +319,7 @@ class Reduction:
         bucket.partial_present.update(self.plan.present)
 
     def _take_partial(self) -> None:
-        """Add what earlier reductions over shards only have left."""
+        """Add the sums that earlier reductions left, which were over shards only."""
         bucket = self.bucket
         if bucket.partial is None:
             return
@@ -316,13 +334,13 @@ class Reduction:
             self._held, bucket.partial = bucket.partial, None
 
     def _scale(self) -> None:
-        """From the mean over all ranks, which transports give, to sum / factor."""
+        """Turn the mean over all ranks, which transports give, into sum / factor."""
         if self.factor is not None and self.factor != self.num_ranks:
             for part in self._ranges():
                 part.mul_(self.num_ranks / self.factor)
 
     def _call_tensor_hooks(self) -> None:
-        """Users see, and may change, what is about to be added to ``.grad``."""
+        """Call users' hooks, which may change what is about to be added to ``.grad``."""
         bucket = self.bucket
         for i in self.plan.present:
             param, slot = bucket.params[i], bucket.layout.slots[i]
@@ -339,7 +357,7 @@ class Reduction:
                 result.copy_(made)
 
     def _write_back(self) -> None:
-        """From the temporary output into the gradient storage, or added to ``.grad``."""
+        """Copy the temporary output into the gradient storage, or add it to ``.grad``."""
         if self.in_place:
             self._fresh = self.covered
             return
@@ -355,8 +373,11 @@ class Reduction:
             grad = params[i].sharded.grad
             if grad is None:
                 fresh.add(i)
+                # Offloaded: the host waits once for all copies, in `Runtime._join`, or in
+                # `complete` where a hook is to read this one.
                 store.locals[i].copy_(value, non_blocking=True)
             else:
+                # An offloaded ``.grad`` is added to by the host, now: this copy has to block.
                 local_of(grad).add_(value.to(local_of(grad).device))
 
     def _attach(self) -> list[nn.Parameter]:
@@ -379,7 +400,7 @@ class Reduction:
 
 @dataclass
 class _Launched:
-    """The reductions of one unit that were launched together."""
+    """The reductions of one unit that are launched together."""
 
     unit_name: str
     nbytes: int
@@ -397,8 +418,8 @@ class ReductionsInFlight:
     """The reductions of a tree that were launched and are not complete, by unit, oldest first.
 
     Attributes:
-        max_bytes: of gradients in flight before compute waits for the oldest.
-        attached: the sharded parameters whose ``.grad`` the present backward made.
+        max_bytes: bytes of gradients that may be in flight before compute waits for the oldest.
+        attached: the sharded parameters that had no ``.grad`` until this iteration.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -420,7 +441,7 @@ class ReductionsInFlight:
         """Launch the reductions of one unit, after making room for them.
 
         Args:
-            max_units: units that may be in flight; None: ``max_bytes`` limits them.
+            max_units: how many units may be in flight; None: ``max_bytes`` limits them.
         """
         # [Note: the order of launches]
         # 1. Room is made before the launch, which allocates: the other way round the limit on
@@ -479,7 +500,7 @@ class ReductionsInFlight:
                     launched.reraise(error, reduction)
 
     def complete(self, streams: Streams) -> None:
-        """Complete all."""
+        """Complete all reductions."""
         while self._launched:
             self._complete_oldest(streams)
 
@@ -492,7 +513,7 @@ class ReductionsInFlight:
                 launched.reraise(error, reduction)
 
     def discard(self, streams: Streams) -> None:
-        """Drop what a failed backward has made; gradients that were there before stay."""
+        """Drop what a failed backward has made; earlier gradients stay."""
         for launched in self._launched:
             for reduction in launched.reductions:
                 reduction.discard(streams)
@@ -509,7 +530,7 @@ def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:
 
 
 class _NoGraph(torch.autograd.Function):
-    """Identity, whose backward is an error."""
+    """Identity whose backward is an error."""
 
     @staticmethod
     def forward(
@@ -532,7 +553,7 @@ class _NoGraph(torch.autograd.Function):
 def reduced_without_graph(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
     """``grad``, a sharded gradient, as a tensor that may not be differentiated.
 
-    It requires a gradient, as all that ``backward(create_graph=True)`` leaves.
+    It requires a gradient, like everything that ``backward(create_graph=True)`` leaves.
     """
     with torch.enable_grad():
         anchor = torch.empty(0, device="cpu", requires_grad=True)

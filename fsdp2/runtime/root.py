@@ -2,8 +2,8 @@
 
 A `Runtime` belongs to a root, the outermost sharded module. The hooks call it at four points of
 every unit (before and after forward and backward) and autograd calls it at the end of backward.
-It keeps the order in which units ran: the order of the last forward tells what to gather next in
-this one, and the reverse of this forward what to gather next in backward.
+It records the order in which units ran: the order of the last forward predicts what to gather next
+in this one, and the reverse of this forward what to gather next in backward.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Runtime:
     Attributes:
         units: all units, in the order of the module tree; ``root`` is the outermost.
         streams: the streams and the order between them.
-        reductions: those that were launched and are not complete.
+        reductions: reductions that were launched and are not complete.
         creates_graph: whether the last backward was called with ``create_graph=True``: a second one
-            is to go through it, and reads the weights again.
+            may go through it, and reads the weights again.
         is_last_backward: whether the end of the next backward waits for the reductions.
         finalization: whether the caller ends the iteration instead.
-        first_forward: what ranks are to compare before it; None: nothing (any more).
-        forwards: those that backward may still come to.
+        first_forward: what ranks compare before the first forward; None: nothing (any more).
+        forwards: forwards that backward may still reach.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -83,7 +83,7 @@ class Runtime:
     # -- forward ----------------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` and start the gather of the unit expected next."""
+        """Gather ``unit``, and start the gather of the unit that is expected next."""
         if self.in_backward and not _autograd_is_running():
             # A backward raised. Autograd calls nothing at the end of one that does, so the first
             # moment at which that can be seen is now.
@@ -128,6 +128,7 @@ class Runtime:
         self.forwards.begin(unit)
         self._leads_to_backward = torch.is_grad_enabled()
         self.streams.before_root_forward(self.optimizer_event)
+        # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
         self.forward_order = self.orders.get(unit, [])
         self._predicted = bool(self.forward_order)
@@ -144,7 +145,7 @@ class Runtime:
                 bucket.release_gradients()
 
     def _free_written(self, unit: Unit) -> None:
-        """Free what is gathered and was written since: it is gathered again."""
+        """Free what was gathered before its shards were written: it has to be gathered again."""
         if unit.state is not State.SHARDED and unit.is_stale():
             unit.reshard(self.streams)
         if unit.config.keep_frozen is not None:
@@ -156,10 +157,11 @@ class Runtime:
     def post_forward(
         self, unit: Unit, *, differentiable: bool, forward: Forward | None = None
     ) -> None:
-        """Free ``unit``, as far as its policy says, and note when it ended.
+        """Free ``unit``, as far as its policy says, and note that this forward has ended.
 
         Args:
-            forward: what the hooks on its outputs hold.
+            differentiable: whether backward may reach this forward.
+            forward: the object that the hooks on its outputs hold.
         """
         if self.in_backward:
             return
@@ -218,10 +220,10 @@ class Runtime:
         """Gather ``unit`` and start the gather of the one that ran before it in forward.
 
         Args:
-            forward: the one that backward has come to.
+            forward: the forward that backward has reached.
             accumulates: whether this run of autograd accumulates gradients of the unit's
-                parameters. If not (``autograd.grad``), someone may compute them in another run
-                and assign them: pipelines with zero bubbles do. No hook is called there.
+                parameters. If not (``autograd.grad``), another run may compute them, and the user
+                assign them: zero-bubble pipelines do. No hook is called there.
         """
         if self.in_backward and self._end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
@@ -260,7 +262,7 @@ class Runtime:
                 self._reduce_early(parent)
 
     def begin_backward(self) -> None:
-        """Something of this tree is in a run of autograd; its end ends this backward."""
+        """A run of autograd has reached this tree: the end of that run ends this backward."""
         if self.in_backward:
             return
         if self.forward_root is not None:
@@ -282,8 +284,8 @@ class Runtime:
     def _notice_failed_forward(self) -> None:
         """A forward has begun and not ended: it called this backward, or it has raised.
 
-        After one that raised the units it left running are to be freed like all others. What is
-        on the stack tells the two apart; it is looked at in this rare case only.
+        Units that were running in one that raised are to be freed like all others. The stack tells
+        the two apart; it is looked at in this rare case only.
         """
         running = modules_being_called()
         for unit in self.units:
@@ -293,7 +295,7 @@ class Runtime:
             self.forward_root = None
 
     def post_backward(self, unit: Unit) -> None:
-        """The gradients of a call of ``unit`` are done: reduce them and free the unit."""
+        """The gradients of one forward of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
         runs_next = unit.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
@@ -303,7 +305,7 @@ class Runtime:
             unit.reshard(self.streams)
 
     def _frees(self, unit: Unit) -> bool:
-        """Whether backward frees ``unit``: not if another one is to go through it."""
+        """Whether backward frees ``unit``: not if a second backward is to go through it."""
         return unit.config.reshard_after_backward and not self.creates_graph
 
     def reduce(self, unit: Unit, *, direct_only: bool = False, final: bool = False) -> None:
@@ -330,10 +332,10 @@ class Runtime:
             )
 
     def _reduce_early(self, parent: Unit) -> None:
-        """Reduce large gradients of an enclosing unit that are complete already.
+        """Reduce large gradients of an enclosing unit that are already complete.
 
         The head of a language model belongs to the root, and its gradient is done when backward
-        enters the last block. Without this it would be held until the embedding's is done too.
+        enters the last block. Otherwise it would be held until the embedding's is done, too.
         """
         config = parent.config
         if not (parent.backward_began and config.reduce_grads) or parent.gradients.holds_earlier:
@@ -371,7 +373,7 @@ class Runtime:
         """End an iteration whose backwards are all over: reduce what they left, free all units.
 
         Args:
-            wait: for the reductions; otherwise the handle that is returned does.
+            wait: whether to wait for the reductions, instead of returning a handle that does.
 
         Raises:
             RuntimeError: if the caller may not end it now; see `Finalization`.
@@ -396,10 +398,10 @@ class Runtime:
         self._join()
 
     def _reduce_left(self) -> None:
-        """Reduce what no hook has reduced; or accumulate it, where gradients are not in sync.
+        """Reduce what no hook has reduced, or accumulate it if this backward does not sync.
 
-        With manual finalization, that is left to the finalization: how many backwards are to come
-        is not known, and ranks must agree on the number of reductions.
+        With manual finalization it is left to the finalization: how many backwards are to come is
+        not known, and ranks must agree on the number of reductions.
         """
         if self.ends_iteration:
             # What waits for an all-reduce is known only when sums over shards are there.
@@ -421,7 +423,7 @@ class Runtime:
             gradients.holds_partial_sums = not config.all_reduce_grads
 
     def _complete_iteration(self) -> None:
-        """Wait for the reductions; ``.grad`` is what users may look at."""
+        """Wait for the reductions. Afterwards users may look at ``.grad``."""
         self.reductions.complete(self.streams)
         deferred = [unit.gradients.deferred for unit in self.units]
         if any(of_unit.groups for of_unit in deferred):
@@ -452,13 +454,13 @@ class Runtime:
         self.streams.join_capture()
 
     def last_order(self, root: Unit) -> list[Unit]:
-        """The units as the last forward of ``root`` ran them, one that ran twice in a row once."""
+        """The units in the order of the last forward of ``root``; repeats in a row count once."""
         return [unit for unit, _ in groupby(self.orders.get(root, ()))]
 
     # -- by hand ----------------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Start a gather that a user asked for."""
+        """Start a gather that the user called for."""
         self.streams.before_root_forward(self.optimizer_event)
         if unit.state in RESHARDED:
             self._free_written(unit)
@@ -473,8 +475,8 @@ class Runtime:
     def gather_for_backward(self, unit: Unit) -> None:
         """Register the unsharded parameters between forward and backward, and start the gather.
 
-        Backward waits for it, except where gradients of weights are computed apart: nothing is
-        called there, so it is waited for at once.
+        Backward waits for it. But where weight gradients are computed separately no hook is called,
+        so there this call waits.
         """
         if self.ends_iteration or self.in_backward:
             return
@@ -491,26 +493,26 @@ class Runtime:
         unit.register_unsharded()
 
     def choose_finalization(self, *, manual: bool) -> None:
-        """Whether the caller ends iterations."""
+        """Set whether the caller ends iterations."""
         self.finalization.choose(manual, in_backward=_autograd_is_running())
 
     def wait_unshard(self, unit: Unit) -> None:
         outside_torch_modes(unit.unshard, self.streams)
 
     def look_for_unwritten(self) -> None:
-        """Before the first gather after ``to_empty``: warn of what nothing wrote since."""
+        """Before the first gather after ``to_empty``: warn of tensors that nothing has written."""
         marks = [mark for unit in self.units for mark in unit.param_group.unwritten]
         for unit in self.units:
             unit.param_group.unwritten = []
         warn_of_unwritten(self.root.modules[0], marks)
 
     def reshard(self, unit: Unit) -> None:
-        """Free ``unit``, with what it keeps gathered."""
+        """Free ``unit``, including its cached buckets."""
         unit.reshard(self.streams)
         unit.drop_cache(self.streams)
 
     def choose_cached(self) -> None:
-        """Decide anew which frozen parameters stay gathered."""
+        """Choose again which frozen parameters stay gathered."""
         for unit, buckets in choose_cached(self.units).items():
             unit.keep(buckets, self.streams)
 
@@ -520,7 +522,7 @@ class Runtime:
         """Finish what is in flight, free every unit and forget the failed iteration.
 
         Args:
-            discard: drop gradients that micro-batches before the failed one have left, too.
+            discard: also drop the gradients of micro-batches before the failed one.
 
         Raises:
             RuntimeError: after all that, if gradients of such micro-batches are lost, since a
@@ -539,6 +541,7 @@ class Runtime:
         if discard:
             for param in (param for unit in self.units for param in unit.params):
                 param.sharded.grad = None
+        # After a failed forward: what is in flight is of earlier backwards, which were good.
         self.reductions.complete(self.streams)
         for unit in self.units:
             unit.reshard(self.streams)
@@ -554,17 +557,18 @@ class Runtime:
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None
+        # Last: a caller that goes on without these gradients finds a tree that works.
         if lost:
             raise accumulation_lost(lost)
 
 
 def runtime_of(unit: Unit) -> Runtime:
-    """The runtime of the tree that ``unit`` is in; there is one from the first forward on."""
+    """The runtime of the tree that ``unit`` is in; it exists from the first forward on."""
     return unit.runtime  # type: ignore[return-value]
 
 
 def _largest_bytes(unit: Unit) -> int:
-    """Of what a unit gathers and of what it reduces: replicated units gather nothing."""
+    """The larger of what a unit gathers and what it reduces: replicated units gather nothing."""
     reduced = sum(
         slot.full_numel * bucket.gather_dtype.itemsize
         for bucket in unit.buckets

@@ -9,8 +9,8 @@ Its states, of which `TRANSITIONS` is the whole table::
 What is *registered* in the modules is a second, independent question: a unit may keep its
 gathered storage while users see the sharded parameters (after forward, or in ``state_dict``).
 
-What a unit consists of is in `param_group`, what backward leaves in it in `unit_grads`, what users
-chose for it in `unit_config`.
+`param_group` has what a unit consists of, `unit_grads` what backward leaves in it, `unit_config`
+its settings.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ TRANSITIONS = {
 
 
 class AfterForward(Enum):
-    """What becomes of what a unit has gathered when its forward ends."""
+    """What happens to gathered parameters when a forward of their unit ends."""
 
     KEEP = "keep"  # gathered and registered
     FREE = "free"
@@ -83,7 +83,7 @@ class AfterForward(Enum):
 
 
 class TreeRuntime(Protocol):
-    """What a unit asks of the runtime of its tree: of `root.Runtime`, which imports this file."""
+    """What a unit needs of the runtime of its tree: of `root.Runtime`, which imports this file."""
 
     in_backward: bool
     orders: dict[Unit, list[Unit]]
@@ -96,7 +96,7 @@ class TreeRuntime(Protocol):
 
 
 class AccumulationHooks(Protocol):
-    """What the runtime asks of the hooks of a unit: of `hooks.UnitHooks`."""
+    """What the runtime needs of the hooks of a unit: of `hooks.UnitHooks`."""
 
     def notice_accumulation(self) -> None: ...
 
@@ -105,16 +105,17 @@ class Unit:
     """The parameters of one call of `fully_shard` and their state.
 
     Attributes:
-        modules: those that were given to that call.
+        modules: the modules passed to that call.
         name: their qualified names, as far as sharded modules around them are known.
         config, param_group, gradients: see `unit_config`, `param_group`, `unit_grads`.
         registration: which parameters the modules hold.
-        reshard_after_forward: what the choice in ``config`` means here, root or not.
-        runtime: of the tree that the unit is in, for code above it `root.runtime_of`; None before
-            the first forward.
-        hooks: on ``modules``; for code above them, `hooks.hooks_of`.
-        enclosing: units whose modules contain this one's; ``encloses``: whether others are inside
-            of this one.
+        reshard_after_forward: what the setting in ``config`` means here, for a root or another
+            unit.
+        runtime: the runtime of the unit's tree, None before the first forward. Code above it calls
+            `root.runtime_of`.
+        hooks: the hooks on ``modules``. Code above them calls `hooks.hooks_of`.
+        enclosing: units whose modules contain this one's.
+        encloses: whether other units are inside this one.
     """
 
     param_group_type: type[ParamGroup] = ParamGroup
@@ -161,7 +162,7 @@ class Unit:
         self.reduced = False  # whether this backward has reduced anything of this unit
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """Of a module inside only; whole units are put into ``memo`` before, by `deepcopy`."""
+        """Only of a module inside: `deepcopy` puts copies of whole units into ``memo`` before."""
         return copy.deepcopy(self.registration, memo)
 
     @property
@@ -173,27 +174,27 @@ class Unit:
         return self.param_group.buckets
 
     def choose_reshard(self, *, is_root: bool) -> None:
-        """Whether to free after forward, or to how many ranks: as chosen, or what is usual."""
+        """Settle whether to free after forward, or to how many ranks: as set, or the default."""
         chosen = self.config.reshard_after_forward
         self.reshard_after_forward = (not is_root) if chosen is None else chosen
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether there is a graph by which backward may still come to this unit."""
+        """Whether a graph exists through which backward may still reach this unit."""
         return are_awaited(self.forwards)
 
     def after_forward(
         self, *, differentiable: bool, runs_next: bool, ends_forward: bool
     ) -> AfterForward:
-        """What becomes of the gathered parameters when a forward of this unit has ended.
+        """What happens to the gathered parameters when a forward of this unit has ended.
 
         It follows from settings and from the order of the last forward, which all ranks know:
         ranks that decided differently would hang at the next gather.
 
         Args:
-            differentiable: whether backward may come to this forward.
+            differentiable: whether backward may reach this forward.
             runs_next: whether that order says that the unit runs again at once.
-            ends_forward: whether it says that this was the last unit inside of the root.
+            ends_forward: whether that order says that this was the last unit inside the root.
         """
         policy = self.reshard_after_forward
         if not differentiable and self.config.reshard_after_forward is None:
@@ -210,7 +211,7 @@ class Unit:
         return AfterForward.FREE
 
     def materialize(self) -> None:
-        """Make what is needed from the first gather on."""
+        """Make everything that gathers need, before the first one."""
         self.param_group.materialize(secondary_size=self.reshard_after_forward, split=self.encloses)
 
     # -- gathering --------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class Unit:
         return sum(bucket.gathered_bytes for bucket in self.buckets)
 
     def _transition(self, event: str) -> None:
-        """Change the state: nothing else does.
+        """Change the state; nothing else may.
 
         Raises:
             RuntimeError: if `TRANSITIONS` has no such event in this state.
@@ -274,8 +275,8 @@ class Unit:
         streams.before_root_forward()  # compute has just written the new shards
 
     def _launch(self, gathering: list[int]) -> None:
-        """Start the all-gathers of the buckets of these indices: one call over the same ranks where
-        the transport can."""
+        """Start the all-gathers of the buckets with these indices: those over the same ranks in one
+        call, where the transport can."""
         param_group = self.param_group
         to_gather: dict[Transport, list[tuple[Any, int]]] = {}
         group = self.mesh.shard_group
@@ -298,6 +299,8 @@ class Unit:
                         self._gather_finish.append(finish)
         except RuntimeError as error:
             reraise(error, self._current_gather(), group)
+        # The copies of offloaded shards go now: what reads them is enqueued, on the stream that
+        # owns their memory.
         for index in gathering:
             bucket = param_group.buckets[index]
             if bucket.offload_buffer is not None:
@@ -306,12 +309,17 @@ class Unit:
                 bucket.note_references()
 
     def _free_packs(self) -> None:
-        """After the packed parameters were copied to their places."""
+        """Free the packs, whose parameters have been copied to their places."""
         for bucket in self.param_group.buckets:
             bucket.free_pack()
 
     def _prepare(self, bucket: Bucket, transports: MeshTransports) -> tuple[Transport | None, Any]:
-        """Before the gather of a bucket: memory, and what it reads. Returns who gathers what."""
+        """Allocate for the gather of a bucket and fill what it reads.
+
+        Returns:
+            The transport and the plan of the gather; None twice if there is nothing to gather.
+        """
+        # Before the gather, not after it: a write that comes while it runs counts as a later one.
         if bucket.cached:
             bucket.mark_cached()
         if bucket.aliases_shards:
@@ -372,6 +380,8 @@ class Unit:
         Args:
             to_secondary: keep larger shards for a cheaper gather in backward: to SECONDARY.
         """
+        # Memory that a gather still writes cannot be freed. And on the host its messages have to be
+        # waited for exactly once, whether anything uses them or not.
         if self.state is State.GATHERING:
             self.wait_unshard(streams)
         if self.state in GATHERED:
@@ -398,13 +408,13 @@ class Unit:
         self.register_sharded()
 
     def keep(self, chosen: Collection[Bucket], streams: Streams) -> None:
-        """Leave these buckets gathered from the next gather on, and no others."""
+        """Cache these buckets, and no others, from the next gather on."""
         for bucket in self.buckets:
             bucket.cached = bucket in chosen
         self.drop_cache(streams, [bucket for bucket in self.buckets if not bucket.cached])
 
     def drop_cache(self, streams: Streams, buckets: Iterable[Bucket] | None = None) -> None:
-        """Free what is kept gathered, of ``buckets`` or all: at once, or with the unit."""
+        """Evict cached buckets, ``buckets`` or all of them: at once, or when the unit is freed."""
         held = [b for b in (self.buckets if buckets is None else buckets) if b.cache_valid]
         # While the unit is gathered, compute may be using them: `reshard` frees them then.
         if self.state in RESHARDED:
@@ -413,11 +423,12 @@ class Unit:
             bucket.cache_valid = False
 
     def free_embeddings_early(self, streams: Streams) -> None:
-        """Give back embeddings, whose weights backward does not read.
+        """Free embeddings, whose weights backward does not read.
 
-        After forward; tied ones when backward enters a unit inside. The head has read the weight
-        by then, and its gradient waits for the embedding's.
+        After forward, or when backward enters a unit inside if they are tied: the head has read the
+        weight by then, and its gradient waits for the embedding's.
         """
+        # Found once per plan: replanning makes another list of buckets.
         buckets, found = self._embeddings
         if buckets is not self.param_group.buckets:
             buckets = self.param_group.buckets
@@ -435,7 +446,7 @@ class Unit:
                 self._release(bucket, i, streams)
 
     def free_reduced_early(self, taken: Taken, streams: Streams) -> None:
-        """In backward: give back parameters whose gradient is complete, and tied embeddings."""
+        """In backward: free parameters whose gradient is complete, and tied embeddings."""
         if self.state not in GATHERED:
             return  # gradients of uses outside of the modules, after backward has left these
         self.free_embeddings_early(streams)
@@ -468,8 +479,11 @@ class Unit:
         self.registration.register_proxy(param, stand_in)
 
     def _recall(self, param: ShardedParam) -> None:
-        """Backward needs a released parameter after all, to recompute activations."""
+        """Gather again: a parameter that was freed early is used after all."""
+        # For good: an embedding is not freed early again. A model that used it so once does it in
+        # every step, and each time the whole unit is gathered for it.
         self._recalled.add(param)
+        # By the runtime, which leaves torch's modes: the user's own computation is running.
         if self.state is State.PARTLY_FREED:
             self.runtime.wait_unshard(self)
 
@@ -487,7 +501,7 @@ class Unit:
         return self.param_group.versions() != self._versions
 
     def is_rewritten(self) -> bool:
-        """The same, of writes that all ranks know of: by operators on the DTensors."""
+        """The same for writes that all ranks know of: those by operators on the DTensors."""
         return self.param_group.versions()[1] != self._versions[1]
 
 
@@ -497,13 +511,14 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 
 def unit_of(module: Any) -> Unit:
-    """The unit that ``module``, which is sharded, was made."""
+    """The unit of ``module``, which is sharded."""
     return vars(module)[_KEY]
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """All units of the module tree under ``module``, in the order of the tree, each once."""
+    """All units in the tree of ``module``, in the order of the tree, each once."""
     found: dict[Unit, None] = {}
+    # Not by ``getattr``: wrappers, such as torch.compile's, forward attributes of what they wrap.
     for submodule in module.modules():
         unit = vars(submodule).get(_KEY)
         if unit is not None:
@@ -512,7 +527,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def own_modules(module: nn.Module, recurse: bool = True) -> Iterator[nn.Module]:
-    """``module`` and the modules under it, without those of sharded modules inside."""
+    """``module`` and the modules under it, except sharded ones and what is under those."""
     yield module
     for child in module.children() if recurse else ():
         if _KEY not in vars(child):
