@@ -94,6 +94,7 @@ class Reduction:
         self._finish: Finish = done
         self._event: Event = None
         self._advanced = False
+        self._attached: list[nn.Parameter] = []
 
     def collides(self) -> bool:
         """Whether an earlier reduction that writes the same slices is not complete yet."""
@@ -114,7 +115,13 @@ class Reduction:
         self._choose_output()
         self.bucket.in_flight |= self.covered
         with streams.reducing():
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                # For `discard`: kernels that were enqueued still read and write; and an all-reduce
+                # must not follow, which other ranks would wait for.
+                self._event, self._advanced = streams.reduced(), True
+                raise
         if streams.stream_ordered:
             self._advance_on_stream(streams)
         elif self.scatter is None:
@@ -140,9 +147,13 @@ class Reduction:
         else:
             context = streams.all_reducing()
         with context:
-            self._reduce_over_replicas()
-            self._conclude()
-            self._event = streams.reduced()  # last: `.grad` is not there before the write-back
+            try:
+                self._reduce_over_replicas()
+                self._conclude()
+            finally:
+                # Last: `.grad` is not there before the write-back. Also where a user's hook raised,
+                # for `discard`.
+                self._event = streams.reduced()
 
     def complete(self, streams: Streams) -> list[nn.Parameter]:
         """Attach ``.grad``. Afterwards compute may use it, and nothing else is held.
@@ -161,9 +172,10 @@ class Reduction:
             params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present
         ):
             streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
-        attached = [] if self.waits else self._attach()
+        if not self.waits:
+            self._attach()
         self._release()
-        return attached
+        return self._attached
 
     def discard(self, streams: Streams) -> None:
         """Like `complete`, for a backward that failed: wait, but attach nothing.
@@ -173,6 +185,8 @@ class Reduction:
         """
         self._wait(streams)
         self._release()
+        for param in self._attached:  # before a hook of the user's raised
+            param.grad = None
 
     def _wait(self, streams: Streams) -> None:
         """Let compute use the result."""
@@ -380,14 +394,13 @@ class Reduction:
                 # An offloaded ``.grad`` is added to by the host, now: this copy has to block.
                 local_of(grad).add_(value.to(local_of(grad).device))
 
-    def _attach(self) -> list[nn.Parameter]:
+    def _attach(self) -> None:
         params = self.bucket.params
-        attached = []
         for i in self.plan.present:
             sharded = params[i].sharded
             if i in self._fresh:
                 if sharded.grad is None:
-                    attached.append(sharded)
+                    self._attached.append(sharded)
                 else:  # autograd left one meanwhile, of a use of the shard itself
                     _add(sharded.grad, to=self.dtensors[i])
                 sharded.grad = self.dtensors[i]
@@ -395,7 +408,6 @@ class Reduction:
             if hooks:  # as autograd would call them
                 for hook in tuple(hooks.values()):
                     hook(sharded)
-        return attached
 
 
 @dataclass
@@ -430,6 +442,10 @@ class ReductionsInFlight:
     def __len__(self) -> int:
         return len(self._launched)
 
+    def __bool__(self) -> bool:
+        """Whether backwards of this iteration have launched any, complete or not."""
+        return bool(self._launched or self.attached)
+
     def launch(
         self,
         reductions: Sequence[Reduction],
@@ -456,15 +472,16 @@ class ReductionsInFlight:
             self._make_room(new.nbytes, max_units, streams)
         if any(reduction.collides() for reduction in reductions):
             self.complete(streams)
-        # Before the launches: if one of them raises, those before it are discarded with the rest.
+        # Before the launches: if one of them raises, it is discarded with the rest, as a stream may
+        # be at work on its memory.
         # Reductions of one unit are of different buckets, and do not collide with each other.
         self._launched.append(new)
         for reduction in reductions:
+            new.reductions.append(reduction)
             try:
                 reduction.launch(streams)
             except RuntimeError as error:
                 new.reraise(error, reduction)
-            new.reductions.append(reduction)
         if not streams.stream_ordered:
             if any(reduction.replicate is not None for reduction in reductions):
                 self._advance(islice(self._launched, len(self._launched) - 1))
@@ -505,12 +522,17 @@ class ReductionsInFlight:
             self._complete_oldest(streams)
 
     def _complete_oldest(self, streams: Streams) -> None:
-        launched = self._launched.popleft()
-        for reduction in launched.reductions:
+        launched = self._launched[0]
+        while launched.reductions:
+            # It stays until it is complete: where a user's hook raises, it and those behind it are
+            # discarded.
+            reduction = launched.reductions[0]
             try:
                 self.attached += reduction.complete(streams)
             except RuntimeError as error:
                 launched.reraise(error, reduction)
+            del launched.reductions[0]
+        self._launched.popleft()
 
     def discard(self, streams: Streams) -> None:
         """Drop what a failed backward has made; earlier gradients stay."""

@@ -73,6 +73,7 @@ class Runtime:
         self._predicted = False
         self._leads_to_backward = False
         self.in_backward = False
+        self._adds_to_reductions = False
         self._end: weakref.ref[Any] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
@@ -268,6 +269,8 @@ class Runtime:
         if self.forward_root is not None:
             self._notice_failed_forward()
         self.in_backward = True
+        # Those of earlier backwards of the iteration cannot be told from this one's any more.
+        self._adds_to_reductions = bool(self.reductions)
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
@@ -533,7 +536,9 @@ class Runtime:
             lost = [
                 unit.name
                 for unit in self.units
-                if not discard and unit.gradients.earlier_are_left()
+                if not discard
+                and (self._adds_to_reductions or unit.gradients.earlier_are_left())
+                and unit.param_group.params
             ]
             self.reductions.discard(self.streams)
             for unit in self.units:
