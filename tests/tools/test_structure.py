@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import harness
 
@@ -20,6 +21,9 @@ if harness.RUNS_ON_TORCH:
 
 from benchmarks import structure
 from benchmarks.structure import FIRST, STEADY, Entered, Size
+
+# A step enters one file and some functions more, for what the newest torch does itself.
+OLDER_TORCH = torch.__version__ < "2.15"
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +50,14 @@ def test_no_function_of_the_core_is_long() -> None:
 def test_sharding_and_a_first_step_enter_few_files_and_functions(
     measured: dict[str, Entered],
 ) -> None:
-    assert len(measured[FIRST].files) <= 47  # one more than on the newest torch: 2.13 needs it
+    assert len(measured[FIRST].files) <= 47 + OLDER_TORCH
     assert len(measured[FIRST].functions) <= 330
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
-    assert len(measured[STEADY].files) <= 17
-    assert len(measured[STEADY].functions) <= 138
-    assert len(measured[STEADY].calls) <= 491
+    assert len(measured[STEADY].files) <= 17 + OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 138 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 491 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
