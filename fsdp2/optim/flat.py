@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .flat_runs import Plan
-from .local import LocalView, check_trials, elementwise_trial, run_inside, step_with
+from .local import LocalView, elementwise_trial, step_in, step_with
 from .probe import Trial, why_not_flat
 
 T = TypeVar("T", bound=Optimizer)
@@ -78,12 +78,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the step inside a `FlatView`."""
-    check_trials(optimizer, raw, closure is not None)
-    view = vars(optimizer).get("_local_view")
-    if view is None:
-        view = vars(optimizer)["_local_view"] = FlatView(optimizer)
-    return run_inside(view, optimizer, raw, closure, *args, **kwargs)
+    return step_in(FlatView, optimizer, raw, closure, *args, **kwargs)
 
 
 class FlatView(LocalView):

@@ -95,12 +95,6 @@ def elementwise_trial() -> Trial:
     return Trial("elementwise", _ADVICE, why_not_elementwise)
 
 
-def check_trials(optimizer: Optimizer, raw: Callable[..., Any], closure: bool) -> None:
-    """Repeat the trials in a step, if the options have changed."""
-    for trial in vars(optimizer).get(KEPT, {}).get("trials", ()):
-        trial.check(optimizer, raw, closure)
-
-
 _ADVICE = (
     "It would see only this rank's part of each parameter. fsdp2.optim.whole_step runs an "
     "optimizer on whole parameters; if this one treats every element on its own, pass "
@@ -115,23 +109,27 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the step inside a `LocalView`."""
-    check_trials(optimizer, raw, closure is not None)
-    view = vars(optimizer).get("_local_view")
-    if view is None:
-        view = vars(optimizer)["_local_view"] = LocalView(optimizer)
-    return run_inside(view, optimizer, raw, closure, *args, **kwargs)
+    return step_in(LocalView, optimizer, raw, closure, *args, **kwargs)
 
 
-def run_inside(
-    view: LocalView,
+def step_in(
+    kind: type[LocalView],
     optimizer: Any,
     raw: Callable[..., Any],
     closure: Callable[[], Any] | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the step while ``view`` shows plain tensors, and the closure while it does not."""
+    """Run the step while the optimizer sees plain tensors, and the closure while it does not.
+
+    Args:
+        kind: of the view, which is kept from step to step.
+    """
+    for trial in vars(optimizer).get(KEPT, {}).get("trials", ()):
+        trial.check(optimizer, raw, closure is not None)  # does something if the options changed
+    view = vars(optimizer).get("_local_view")
+    if view is None:
+        view = vars(optimizer)["_local_view"] = kind(optimizer)
     if closure is not None:
         with_dtensors = closure
 
