@@ -19,6 +19,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard
 from fsdp2.optim import Muon, flat_step, local_step
 from harness import cached_mesh, cpu_only, distributed, shared_folder
+from optimizers import Lion, OwnOptimizer
 
 Make = Callable[..., torch.optim.Optimizer]
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
@@ -42,51 +43,27 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-class Lion(torch.optim.Optimizer):
-    """Replaces its state in every step, and counts in a number."""
+class KeepsGradients(Lion):
+    """Its state has the gradient itself."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["num_steps"] = state.get("num_steps", 0) + 1
-                if "m" not in state:
-                    state["m"] = torch.zeros_like(p)
-                update = state["m"].lerp(p.grad, 0.1).sign_()
-                state["m"] = state["m"].lerp(p.grad, 0.01)
-                state["last"] = p.grad  # the gradient itself
-                p.sub_(update, alpha=group["lr"])
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        update = super().update(p, grad, group, state)
+        state["last"] = grad
+        return update
 
 
-class DecaysMatrices(torch.optim.Optimizer):
+class DecaysMatrices(OwnOptimizer):
     """Elementwise, but not the same for vectors and matrices."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad + (0.1 * p if p.ndim > 1 else 0), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        return grad + (0.1 * p if p.ndim > 1 else 0)
 
 
-class Lamb(DecaysMatrices):
+class Lamb(OwnOptimizer):
     """Scales by norms."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        return grad * (p.norm() / grad.norm())
 
 
 class Net(nn.Module):
@@ -183,11 +160,11 @@ FUSED_ADAGRAD = pytest.param(
 
 
 @pytest.mark.parametrize(
-    "name", [FUSED_ADAGRAD if name == "adagrad fused" else name for name in [*OPTIMIZERS, "lion"]]
+    "name", [FUSED_ADAGRAD if name == "adagrad fused" else name for name in [*OPTIMIZERS, "own"]]
 )
 @distributed(2, 3)
 def test_bit_for_bit_the_step_on_each_parameter(name: str) -> None:
-    nets, optimizers = both(*OPTIMIZERS.get(name, (Lion, {"lr": 0.01})))
+    nets, optimizers = both(*OPTIMIZERS.get(name, (KeepsGradients, {"lr": 0.01})))
     for step in range(5):
         step_both(nets, optimizers, step)
         if step in (0, 1, 4):

@@ -20,32 +20,10 @@ from fsdp2 import fully_shard, shard_model
 from fsdp2.optim import local_step, whole_step
 from harness import cpu_only, distributed
 from models import MLP, TRANSFORMER
-from optimizers import assert_same_training, close, feed, train, trainable
+from optimizers import OwnOptimizer, assert_same_training, close, feed, train, trainable
 from reference import pair, run_both
 
 T = TypeVar("T")
-
-
-class Base(torch.optim.Optimizer):
-    """Steps each group by `update`, as most optimizers are written."""
-
-    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            self.begin(group, params)
-            for p in params:
-                p.sub_(self.update(p, p.grad, group, self.state[p]) * group["lr"])
-        return loss
-
-    def begin(self, group: dict[str, Any], params: list[Tensor]) -> None: ...
-
-    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        return grad
 
 
 # ------------------------------------------------------------------------------------- bases
@@ -67,30 +45,30 @@ class Fields:
 class Meta(abc.ABCMeta): ...
 
 
-class OfABC(Abstract, Base):
+class OfABC(Abstract, OwnOptimizer):
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None: ...
 
 
-class OfGeneric(Generic[T], Base): ...
+class OfGeneric(Generic[T], OwnOptimizer): ...
 
 
-class OfEmptySlots(Slots, Base): ...
+class OfEmptySlots(Slots, OwnOptimizer): ...
 
 
-class OfSlots(Fields, Base): ...
+class OfSlots(Fields, OwnOptimizer): ...
 
 
-class OfAll(Slots, Fields, Abstract, Generic[T], Base, metaclass=Meta):
+class OfAll(Slots, Fields, Abstract, Generic[T], OwnOptimizer, metaclass=Meta):
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None: ...
 
 
-BASES: list[type[Base]] = [OfABC, OfGeneric, OfEmptySlots, OfSlots, OfAll]
+BASES: list[type[OwnOptimizer]] = [OfABC, OfGeneric, OfEmptySlots, OfSlots, OfAll]
 
 
 @pytest.mark.parametrize("wrap", [local_step, whole_step])
 @pytest.mark.parametrize("kind", BASES)
 @distributed(2)
-def test_optimizers_with_other_bases(kind: type[Base], wrap: Callable[..., Any]) -> None:
+def test_optimizers_with_other_bases(kind: type[OwnOptimizer], wrap: Callable[..., Any]) -> None:
     model, plain, optimizer, reference = train(MLP, lambda p: wrap(kind(p)), kind, steps=2)
     assert_same_training(model, plain, optimizer, reference)
     assert isinstance(optimizer, kind)
@@ -100,7 +78,7 @@ def test_optimizers_with_other_bases(kind: type[Base], wrap: Callable[..., Any])
     assert optimizer.param_groups[0]["lr"] == 0.025
 
 
-class OwnSubclasses(Base):
+class OwnSubclasses(OwnOptimizer):
     def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
 
@@ -154,7 +132,7 @@ def _saved(value: Any) -> io.BytesIO:
 # ----------------------------------------------------------------- what is kept in the groups
 
 
-class Counting(Base):
+class Counting(OwnOptimizer):
     """Counts steps in its groups in several ways, and on itself."""
 
     calls = 0
@@ -203,7 +181,7 @@ def test_counters_in_groups_and_on_the_optimizer_advance_once_a_step() -> None:
     assert optimizer.param_groups[2]["k"] == 5
 
 
-class Last(Base):
+class Last(OwnOptimizer):
     """Leaves a number of its last parameter in the group, and never reads it."""
 
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
@@ -223,7 +201,7 @@ def test_what_parameters_write_differently_is_that_of_the_last() -> None:
 # ------------------------------------------------------------------- what depends on what
 
 
-class GlobalNorm(Base):
+class GlobalNorm(OwnOptimizer):
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None:
         grads = [p.grad.norm() for p in params if p.grad is not None]
         self.scale = 1.0 if not grads else 1.0 / max(1.0, float(torch.stack(grads).norm()))
@@ -232,7 +210,7 @@ class GlobalNorm(Base):
         return grad * self.scale
 
 
-class Estimate(Base):
+class Estimate(OwnOptimizer):
     """Adds up something over all parameters, for the next step."""
 
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -244,12 +222,12 @@ class Estimate(Base):
         return grad * group["scale"]
 
 
-class Noise(Base):
+class Noise(OwnOptimizer):
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         return grad + torch.randn_like(grad)
 
 
-class Decays(Base):
+class Decays(OwnOptimizer):
     """Also what has no gradient."""
 
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -257,7 +235,7 @@ class Decays(Base):
             p.mul_(0.9)
 
 
-class OnItself(Base):
+class OnItself(OwnOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.sums: dict[int, float] = {}
@@ -267,7 +245,7 @@ class OnItself(Base):
         return grad / self.sums[id(p)]
 
 
-COUPLED: dict[type[Base], str] = {
+COUPLED: dict[type[OwnOptimizer], str] = {
     GlobalNorm: "steps a parameter differently when it also sees the others",
     Estimate: "differently|depend on all parameters",
     Noise: "draws random numbers",
@@ -278,7 +256,7 @@ COUPLED: dict[type[Base], str] = {
 
 @pytest.mark.parametrize("kind", COUPLED)
 @distributed(2)
-def test_steps_that_depend_on_other_parameters_are_refused(kind: type[Base]) -> None:
+def test_steps_that_depend_on_other_parameters_are_refused(kind: type[OwnOptimizer]) -> None:
     model, _ = pair(MLP)
     optimizer = kind(trainable(model))
     numbers = torch.get_rng_state()
@@ -291,19 +269,19 @@ def test_steps_that_depend_on_other_parameters_are_refused(kind: type[Base]) -> 
     assert options == {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
 
-class RowMean(Base):
+class RowMean(OwnOptimizer):
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         return grad - grad.mean(0, keepdim=True)
 
 
-class Clips(Base):
+class Clips(OwnOptimizer):
     """Only large gradients."""
 
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         return grad / max(1.0, float(grad.norm()) / 500)
 
 
-class Blocks(Base):
+class Blocks(OwnOptimizer):
     """Only of large parameters, as 8-bit optimizers do."""
 
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
@@ -312,14 +290,14 @@ class Blocks(Base):
 
 @pytest.mark.parametrize("kind", [RowMean, Clips, Blocks, GlobalNorm, Counting, Last, Noise])
 @distributed(1)
-def test_steps_that_are_not_elementwise_are_refused(kind: type[Base]) -> None:
+def test_steps_that_are_not_elementwise_are_refused(kind: type[OwnOptimizer]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(96, 96))])
     with pytest.raises(TypeError, match=f"{kind.__name__} is not elementwise.*fsdp2.optim.whole"):
         local_step(optimizer)
     assert type(optimizer) is kind
 
 
-class Queue(Base):
+class Queue(OwnOptimizer):
     """Elementwise until its queue is full."""
 
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
@@ -336,7 +314,7 @@ def test_what_happens_only_after_many_steps_is_found_out(keep: int) -> None:
         local_step(Queue([nn.Parameter(torch.ones(4, 3))], keep=keep))
 
 
-class Ready(Base):
+class Ready(OwnOptimizer):
     """Refuses to step until it is told that training begins; then elementwise, or not."""
 
     def begin(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -365,7 +343,7 @@ def test_an_optimizer_that_is_not_ready_is_tried_out_in_its_first_step() -> None
 # ------------------------------------------------------------------- closures and wrappers
 
 
-class Twice(Base):
+class Twice(OwnOptimizer):
     """Calls its closure a second time, after a step, as sharpness-aware optimizers do."""
 
     @torch.no_grad()
@@ -374,7 +352,7 @@ class Twice(Base):
         return None if closure is None else closure()
 
 
-class UsesLoss(Base):
+class UsesLoss(OwnOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.loss = float(closure())
@@ -479,7 +457,7 @@ def test_lbfgs_over_dtensors_is_right_or_says_what_to_do() -> None:
 # ---------------------------------------------------------------- state in containers
 
 
-class InContainers(Base):
+class InContainers(OwnOptimizer):
     """Elementwise; keeps its tensors in dicts, lists and queues."""
 
     def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:

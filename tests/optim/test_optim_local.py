@@ -24,7 +24,7 @@ from fsdp2 import CPUOffloadPolicy, fully_shard
 from fsdp2.optim import local_step
 from harness import cached_mesh, distributed
 from models import BY_NAME, EVEN_MLP, LORA, MLP, TRANSFORMER
-from optimizers import all_dtensors, assert_same_training, feed, train, trainable
+from optimizers import Lion, all_dtensors, assert_same_training, feed, train, trainable
 from reference import (
     assert_same,
     assert_same_parameters,
@@ -58,27 +58,6 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=5),
 }
-
-
-class Lion(torch.optim.Optimizer):
-    """Sign of a momentum (Chen et al., 2023): an optimizer of a user's own."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["num_steps"] = state.get("num_steps", 0) + 1  # a number, new each time
-                if "m" not in state:
-                    state["m"] = torch.zeros_like(p)
-                update = state["m"].lerp(p.grad, 0.1).sign_()
-                state["m"] = state["m"].lerp(p.grad, 0.01)  # a tensor, new each time
-                p.sub_(update, alpha=group["lr"])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -22,7 +22,7 @@ from fsdp2.optim import Layout, Muon, WholeTask, orthogonalize, run_whole, whole
 from fsdp2.optim.whole import assign, batches, matrix_cost
 from harness import cached_mesh, distributed
 from models import LORA, MLP, TRANSFORMER
-from optimizers import assert_same_training, close, feed, part_of, train, trainable
+from optimizers import OwnOptimizer, assert_same_training, close, feed, part_of, train, trainable
 from reference import average_gradients, pair, run_both
 from shampoo import PlainShampoo, ShardedShampoo
 
@@ -246,24 +246,18 @@ def test_whole_steps_with_closures_hooks_and_schedulers() -> None:
     assert_same_training(model, plain, *optimizers)
 
 
-class Remembers(torch.optim.SGD):
+class Remembers(OwnOptimizer):
     """Keeps something of everything, and something else in each step."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                steps = state["steps"] = state.get("steps", 0) + 1
-                grads = state.setdefault("grads", deque(maxlen=2))
-                grads.append(p.grad.clone())
-                state["notes"] = {"word": "odd" if steps % 2 else None, "mean": p.grad.mean()}
-                state["pair"] = (float(steps), [torch.full((3, 2), steps)])
-                state.pop(f"made in step {steps - 1}", None)
-                state[f"made in step {steps}"] = torch.ones(steps)
-                p.sub_(sum(grads) * group["lr"] + state["notes"]["mean"])
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        steps = state["steps"] = state.get("steps", 0) + 1
+        grads = state.setdefault("grads", deque(maxlen=2))
+        grads.append(grad.clone())
+        state["notes"] = {"word": "odd" if steps % 2 else None, "mean": grad.mean()}
+        state["pair"] = (float(steps), [torch.full((3, 2), steps)])
+        state.pop(f"made in step {steps - 1}", None)
+        state[f"made in step {steps}"] = torch.ones(steps)
+        return sum(grads) + state["notes"]["mean"]
 
 
 @distributed(2, 3)

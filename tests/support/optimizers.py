@@ -17,6 +17,40 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 STEPS = 5
 
 
+class OwnOptimizer(Optimizer):
+    """An optimizer of a user's own: steps each group by `update`, as most are written."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            self.begin(group, params)
+            for p in params:
+                p.sub_(self.update(p, p.grad, group, self.state[p]) * group["lr"])
+        return loss
+
+    def begin(self, group: dict[str, Any], params: list[Tensor]) -> None: ...
+
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        return grad
+
+
+class Lion(OwnOptimizer):
+    """Sign of a momentum (Chen et al., 2023); replaces its state in every step."""
+
+    def update(self, p: Tensor, grad: Any, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        state["num_steps"] = state.get("num_steps", 0) + 1  # a number, new each time
+        if "m" not in state:
+            state["m"] = torch.zeros_like(p)
+        update = state["m"].lerp(grad, 0.1).sign_()
+        state["m"] = state["m"].lerp(grad, 0.01)  # a tensor, new each time
+        return update
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
