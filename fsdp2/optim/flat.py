@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from .flat_runs import Plan
 from .local import LocalView, elementwise_trial, step_in, step_with
-from .probe import Trial, why_not_flat
+from .probe import Trial
+from .probe_flat import why_not_flat
 
 T = TypeVar("T", bound=Optimizer)
 

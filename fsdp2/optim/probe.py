@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -96,23 +96,9 @@ def why_not_elementwise(optimizer: Optimizer, raw: RawStep, closure: bool) -> st
     probes = probes_of(optimizer)
 
     def compare(dtype: torch.dtype | None) -> str | None:
-        return _compare_shards(optimizer, raw, [_in(p, dtype) for p in probes], closure)
+        return _compare_shards(optimizer, raw, [in_dtype(p, dtype) for p in probes], closure)
 
-    return _in_double(compare, probes, lambda: _draws(optimizer, raw, probes, closure))
-
-
-def why_not_flat(optimizer: Optimizer, raw: RawStep, closure: bool) -> str | None:
-    """Why stepping parameters laid out as one vector differs from stepping them; None if not.
-
-    Raises:
-        CannotTry: if a step raised.
-    """
-    probes = probes_of(optimizer)
-
-    def compare(dtype: torch.dtype | None) -> str | None:
-        return _compare_flat(optimizer, raw, [_in(p, dtype) for p in probes], closure)
-
-    return _in_double(compare, probes, lambda: None)
+    return in_double(compare, probes, lambda: _draws(optimizer, raw, probes, closure))
 
 
 def why_not_separable(
@@ -131,14 +117,14 @@ def why_not_separable(
     varying: set[tuple[int, str]] = set()
 
     def compare(dtype: torch.dtype | None) -> str | None:
-        chosen = [_in(p, dtype) for p in probes]
+        chosen = [in_dtype(p, dtype) for p in probes]
         return _compare_separate(optimizer, raw, chosen, closure, varying)
 
-    reason = _in_double(compare, probes, lambda: _draws(optimizer, raw, probes, closure))
+    reason = in_double(compare, probes, lambda: _draws(optimizer, raw, probes, closure))
     return reason, frozenset(varying)
 
 
-def _in_double(
+def in_double(
     compare: Callable[[torch.dtype | None], str | None],
     probes: Sequence[Probe],
     draws: Callable[[], str | None],
@@ -163,11 +149,11 @@ def _compare_shards(
     optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
 ) -> str | None:
     """Compare whole probes with three ranks' parts, of which the last has no rows."""
-    wholes = [_parameter(p.value()) for p in probes]
-    pieces = [[_parameter(t) for t in _parts(p.value())] for p in probes]
+    wholes = [new_parameter(p.value()) for p in probes]
+    pieces = [[new_parameter(t) for t in _parts(p.value())] for p in probes]
     ranks = list(zip(*pieces, strict=True))
-    runs = [_run(optimizer, probes, params) for params in (wholes, *ranks)]
-    for step in range(_num_steps(optimizer)):
+    runs = [new_run(optimizer, probes, params) for params in (wholes, *ranks)]
+    for step in range(num_steps(optimizer)):
         before = [p.detach().clone() for p in wholes]
         grads = [p.grad(step) for p in probes]
         for p, grad in zip(wholes, grads, strict=True):
@@ -176,22 +162,22 @@ def _compare_shards(
             for p, part in zip(mine, _parts(grad), strict=True):
                 p.grad = part.clone()
         generators = random_state(*(p.device for p in probes))
-        _step(optimizer, raw, runs[0], closure)
+        step_once(optimizer, raw, runs[0], closure)
         if random_state(*(p.device for p in probes)) != generators:
             return "draws random numbers"
         for run in runs[1:]:
             try:
-                _step(optimizer, raw, run, closure)
+                step_once(optimizer, raw, run, closure)
             except CannotTry as error:
                 return f"cannot step on a part of a parameter ({error})"
         for whole, mine, old in zip(wholes, pieces, before, strict=True):
-            if not _close(torch.cat(list(mine)) if whole.ndim else mine[0], whole, old):
+            if not is_close(torch.cat(list(mine)) if whole.ndim else mine[0], whole, old):
                 return "changes an element differently when it sees only part of the parameter"
             reason = _compare_state(runs, whole, mine)
             if reason is not None:
                 return reason
         for run in runs[1:]:
-            if not _same_options(run, runs[0]):
+            if not same_options(run, runs[0]):
                 return "writes group values that depend on which part of a parameter it sees"
     return None
 
@@ -204,21 +190,21 @@ def _compare_separate(
     varying: set[tuple[int, str]],
 ) -> str | None:
     """Compare one step of all probes with separate steps that see what earlier ones wrote."""
-    together = [_parameter(p.value()) for p in probes]
-    alone = [_parameter(p.value()) for p in probes]
-    idle = _parameter(torch.ones_like(together[0]))
-    joint = _run(optimizer, probes, together)
+    together = [new_parameter(p.value()) for p in probes]
+    alone = [new_parameter(p.value()) for p in probes]
+    idle = new_parameter(torch.ones_like(together[0]))
+    joint = new_run(optimizer, probes, together)
     joint.groups[probes[0].group]["params"].append(idle)
     shared = Run([{k: copied(v) for k, v in g.items() if k != "params"} for g in joint.groups])
     states: list[Any] = [
-        _run(optimizer, [p], [q]).state for p, q in zip(probes, alone, strict=True)
+        new_run(optimizer, [p], [q]).state for p, q in zip(probes, alone, strict=True)
     ]
-    for step in range(_num_steps(optimizer)):
+    for step in range(num_steps(optimizer)):
         before = [p.detach().clone() for p in together]
         for p, q, probe in zip(together, alone, probes, strict=True):
             p.grad, q.grad = probe.grad(step), probe.grad(step)
         generators = random_state(*(p.device for p in probes))
-        _step(optimizer, raw, joint, closure)
+        step_once(optimizer, raw, joint, closure)
         if random_state(*(p.device for p in probes)) != generators:
             return "draws random numbers"
         if not torch.equal(idle, torch.ones_like(idle)):
@@ -228,7 +214,7 @@ def _compare_separate(
         for probe, q, state in zip(probes, alone, states, strict=True):
             group = {key: copied(v) for key, v in shared.groups[probe.group].items()}
             single = Run([{**group, "params": [q]}], state, map_values(shared.attributes))
-            _step(optimizer, raw, single, closure)
+            step_once(optimizer, raw, single, closure)
             for key in [key for key in state if key is not q]:
                 del state[key]  # whole_step knows state of parameters only
             now = {k: v for k, v in single.groups[0].items() if k != "params"}
@@ -240,9 +226,9 @@ def _compare_separate(
             shared.groups[i] = now
         shared.attributes = attributes
         for p, q, old in zip(together, alone, before, strict=True):
-            if not _close(q, p, old):
+            if not is_close(q, p, old):
                 return "steps a parameter differently when it also sees the others"
-        if not _same_options(shared, joint):
+        if not same_options(shared, joint):
             return "writes group values, or keeps attributes, that depend on all parameters"
         for name, value in joint.attributes.items():
             if is_container(value) or isinstance(value, Tensor | torch.Generator):
@@ -252,49 +238,7 @@ def _compare_separate(
     return None
 
 
-def _compare_flat(
-    optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
-) -> str | None:
-    """Compare the probes of each group with one vector that has all their elements."""
-    together: dict[tuple[Any, ...], list[int]] = {}
-    for i, probe in enumerate(probes):
-        together.setdefault((probe.group, probe.dtype, probe.device), []).append(i)
-    # What there is of state may differ from parameter to parameter: all begin with that of one.
-    alike = list(probes)
-    for members in together.values():
-        real = max((probes[i].real for i in members), key=lambda p: p.ndim)
-        for i in members:
-            alike[i] = replace(probes[i], real=real)
-    wholes = [_parameter(p.value()) for p in probes]
-    flats = [_parameter(_laid_out([wholes[i] for i in m])) for m in together.values()]
-    firsts = [alike[members[0]] for members in together.values()]
-    runs = [_run(optimizer, alike, wholes), _run(optimizer, firsts, flats)]
-    for step in range(_num_steps(optimizer)):
-        before = [p.detach().clone() for p in wholes]
-        for p, probe in zip(wholes, probes, strict=True):
-            p.grad = probe.grad(step)
-        for flat, members in zip(flats, together.values(), strict=True):
-            flat.grad = _laid_out([probes[i].grad(step) for i in members])
-        _step(optimizer, raw, runs[0], closure)
-        try:
-            _step(optimizer, raw, runs[1], closure)
-        except CannotTry as error:
-            return f"cannot step on parameters that are laid out as one vector ({error})"
-        for flat, members in zip(flats, together.values(), strict=True):
-            expected = _laid_out([wholes[i].detach() for i in members])
-            old = _laid_out([before[i] for i in members])
-            if not _close(flat, expected, old):
-                return "steps a parameter differently when it has another number of dims"
-        if not _same_options(runs[0], runs[1]):
-            return "writes group values that depend on how many parameters there are"
-    return None
-
-
-def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _num_steps(optimizer: Optimizer) -> int:
+def num_steps(optimizer: Optimizer) -> int:
     """Enough steps to see what happens after as many steps as an option says.
 
     Queues fill up, preconditioners are computed, slow weights are updated: options say when.
@@ -318,7 +262,7 @@ def map_values(values: dict[str, Any]) -> dict[str, Any]:
     return {key: copied(value) for key, value in values.items()}
 
 
-def _step(optimizer: Optimizer, raw: RawStep, run: Run, closure: bool) -> None:
+def step_once(optimizer: Optimizer, raw: RawStep, run: Run, closure: bool) -> None:
     """One step of one run, which keeps its attributes from step to step."""
     with isolated(optimizer, run.groups, run.state):
         vars(optimizer).update(run.attributes)
@@ -336,14 +280,14 @@ def _draws(
     optimizer: Optimizer, raw: RawStep, probes: Sequence[Probe], closure: bool
 ) -> str | None:
     """Whether a step in the parameters' own dtypes draws random numbers."""
-    params = [_parameter(p.value()) for p in probes]
-    run = _run(optimizer, probes, params)
+    params = [new_parameter(p.value()) for p in probes]
+    run = new_run(optimizer, probes, params)
     for step in range(2):
         for p, probe in zip(params, probes, strict=True):
             p.grad = probe.grad(step)
         generators = random_state(*(p.device for p in probes))
         try:
-            _step(optimizer, raw, run, closure)
+            step_once(optimizer, raw, run, closure)
         except CannotTry:
             return None  # the step itself will say so
         if random_state(*(p.device for p in probes)) != generators:
@@ -380,13 +324,13 @@ def probes_of(optimizer: Optimizer, *, vectors: bool = True) -> list[Probe]:
     return probes
 
 
-def _in(probe: Probe, dtype: torch.dtype | None) -> Probe:
+def in_dtype(probe: Probe, dtype: torch.dtype | None) -> Probe:
     if dtype is None or probe.dtype.is_complex:
         return probe
     return Probe(probe.group, probe.shape, dtype, probe.device, probe.seed, probe.real)
 
 
-def _parameter(value: Tensor) -> nn.Parameter:
+def new_parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.clone())
 
 
@@ -398,7 +342,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor[:cut], tensor[cut:], tensor[:0]]
 
 
-def _run(optimizer: Optimizer, probes: Sequence[Probe], params: Sequence[Tensor]) -> Run:
+def new_run(optimizer: Optimizer, probes: Sequence[Probe], params: Sequence[Tensor]) -> Run:
     groups: Groups = [
         {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -443,7 +387,7 @@ def _initial_state(optimizer: Optimizer, probe: Probe, param: Tensor) -> dict[st
 # -- comparisons -----------------------------------------------------------------------------
 
 
-def _close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
     """Whether two new values agree, within a small part of what the step changed."""
     actual, expected = actual.detach(), expected.detach()
     if not actual.numel():
@@ -504,9 +448,9 @@ def _is_cut(whole: Any, parts: Sequence[Any], param: Tensor) -> bool:
             return False
         if not whole.dtype.is_floating_point:
             return torch.equal(joined, whole)
-        return _close(joined, whole, torch.zeros_like(whole))
+        return is_close(joined, whole, torch.zeros_like(whole))
     return whole.ndim == 0 and all(
-        isinstance(part, Tensor) and part.shape == whole.shape and _close(part, whole, whole * 0)
+        isinstance(part, Tensor) and part.shape == whole.shape and is_close(part, whole, whole * 0)
         for part in parts
     )
 
@@ -519,7 +463,7 @@ def _almost(a: Any, b: Any) -> bool:
     return isinstance(a, float) and isinstance(b, float) and abs(a - b) <= 1e-9 * abs(b)
 
 
-def _same_options(a: Run, b: Run) -> bool:
+def same_options(a: Run, b: Run) -> bool:
     """Whether groups and attributes hold the same numbers, up to rounding."""
     for one, other in zip(a.groups, b.groups, strict=True):
         if not other["params"]:
@@ -537,7 +481,7 @@ def _same_options(a: Run, b: Run) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
-        return bool(a.numel() == 0) or _close(a, b, torch.zeros_like(b))
+        return bool(a.numel() == 0) or is_close(a, b, torch.zeros_like(b))
     return same(a, b) or _almost(a, b)
 
 
