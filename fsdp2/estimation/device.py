@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .account import Account
 from .events import Compute
 
 
@@ -150,3 +151,28 @@ class LaunchDevice:
             yield
         finally:
             self._current = before
+
+
+class ReplayState:
+    """State shared by all units of one replay.
+
+    Attributes:
+        transfers: every collective so far.
+        device: the device of the streams; None if the host orders everything.
+    """
+
+    def __init__(self, account: Account, device: LaunchDevice | None) -> None:
+        self.account = account
+        self.device = device
+        self.transfers: list[Transfer] = []
+
+    def transfer(self, transfer: Transfer) -> None:
+        self.transfers.append(transfer)
+        if self.device is not None:
+            self.device.launch(transfer, transfer.unit)
+            self.account.clock = len(self.device.launches)
+
+    def copy(self, kind: str, nbytes: int, unit: str) -> None:
+        """Record a copy between host and device."""
+        if self.device is not None and nbytes:
+            self.device.launch(Copy(kind, nbytes, unit), unit)

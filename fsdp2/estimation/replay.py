@@ -20,9 +20,9 @@ from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
 from .account import Account
-from .device import Launch, LaunchDevice, Transfer
+from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
-from .stand_ins import CountedBucket, CountedUnit, ReplayState
+from .stand_ins import CountedBucket, CountedUnit
 
 Reshard = bool | int | None
 

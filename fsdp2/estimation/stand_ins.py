@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, ended
+from ..comm.transports import done
 from ..policy import compute_dtype
 from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
@@ -28,38 +28,13 @@ from ..runtime.unit_grads import UnitGrads
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
-from ..sharding.reduce_plan import ReducePlan, _is_simple
 from .account import Account, Held
-from .device import Copy, LaunchDevice, Transfer
+from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
+from .device import ReplayState
 from .events import ParamInfo
 
 _EMBEDDING = nn.Embedding.__new__(nn.Embedding)
 _OTHER = nn.Module()
-
-
-class ReplayState:
-    """State shared by all units of one replay.
-
-    Attributes:
-        transfers: every collective so far.
-        device: the device of the streams; None if the host orders everything.
-    """
-
-    def __init__(self, account: Account, device: LaunchDevice | None) -> None:
-        self.account = account
-        self.device = device
-        self.transfers: list[Transfer] = []
-
-    def transfer(self, transfer: Transfer) -> None:
-        self.transfers.append(transfer)
-        if self.device is not None:
-            self.device.launch(transfer, transfer.unit)
-            self.account.clock = len(self.device.launches)
-
-    def copy(self, kind: str, nbytes: int, unit: str) -> None:
-        """Record a copy between host and device."""
-        if self.device is not None and nbytes:
-            self.device.launch(Copy(kind, nbytes, unit), unit)
 
 
 class CountedGradient(Held):
@@ -187,7 +162,7 @@ class CountedBucket(Bucket):
             self._pieces = [(stop - start) * size for start, stop in pairwise(bounds)]
             self._held = [None] * len(self._pieces)
             self.offload_buffer = True if self.shard_device != self.device else None
-            self.plan: Any = _GatherPlan(self, self.layout, self.rank)
+            self.plan: Any = CountedGather(self, self.layout, self.rank)
             self.fills_own_slices = self.offload_buffer is not None
             if layout is not None:
                 self.secondary = _Secondary(self, layout)  # type: ignore[assignment]
@@ -239,24 +214,12 @@ class CountedBucket(Bucket):
         return self.grads
 
 
-class _GatherPlan:
-    def __init__(self, bucket: CountedBucket, layout: BucketLayout, rank: int) -> None:
-        self.bucket = bucket
-        self.layout = layout
-        self.rank = rank
-
-
-class _GatherBatch:
-    def __init__(self, plans: Sequence[_GatherPlan]) -> None:
-        self.plans = tuple(plans)
-
-
 class _Secondary:
     """The larger shards that stay after forward with ``reshard_after_forward=int``."""
 
     def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
         self.layout = layout
-        self.plan = _GatherPlan(bucket, layout, bucket.rank % layout.num_shards)
+        self.plan = CountedGather(bucket, layout, bucket.rank % layout.num_shards)
         self._bucket = bucket
         self._held: Held | None = None
 
@@ -270,159 +233,6 @@ class _Secondary:
 
     def free(self) -> None:
         self._held = None
-
-
-# -- communication -------------------------------------------------------------------------------
-
-
-def make_counting_transport(
-    replay: ReplayState, device: torch.device, size: int, group: str
-) -> Any:
-    """The counterpart of the transport that `transports.make_transport` would choose."""
-    exchanges = device.type == "cpu" and size <= EXCHANGE_MAX_RANKS
-    return (_CountingExchange if exchanges else _CountingCollectives)(replay, device, size, group)
-
-
-class _CountingExchange(Exchange):
-    """Messages straight into place: rows that ranks do not have are not sent."""
-
-    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
-        self.replay = replay
-        self.size = size
-        self.name = group
-        self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
-
-    def all_gather(self, plan: Any, tag: int) -> Finish:
-        layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
-        own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
-        sent = (self.size - 1) * (own + layout.pack_numel) * size
-        self._note_gather(_padded(layout) * self.size * size, sent, plan)
-        return _nothing
-
-    def reduce_scatter(
-        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
-    ) -> Finish:
-        assert isinstance(bucket, CountedBucket)
-        account, layout = self.replay.account, bucket.layout
-        wire, wide = bucket.wire_dtype(plan), bucket.reduce_dtype
-        held: list[Any] = [_cast(account, grads[i], wire) for i in plan.direct]
-        held.append(_stage(account, bucket, plan, grads, wide))
-        staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
-        numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
-        sizes = [sum(n) * wire.itemsize + staged for n in numels]
-        received = (self.size - 1) * sizes[bucket.rank]
-        held.append(Held(account, "communication buffers", received))
-        others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
-        nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
-        nbytes += staged * self.size
-        self._note_reduce(nbytes, others, bucket, plan, _copied(plan, grads, wire, wide))
-        return held.clear
-
-    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
-        nbytes = sum(t.nbytes for t in tensors)
-        held = [Held(self.replay.account, "communication buffers", (self.size - 1) * nbytes)]
-        self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
-        return held.clear
-
-    def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:
-        messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)
-        plan = plans[0]
-        group = "secondary" if plan.layout is not plan.bucket.layout else self.name
-        unit = plan.bucket.unit_name
-        pack = sum(p.layout.pack_numel * p.bucket.gather_dtype.itemsize for p in plans)
-        copied = 2 * pack * self.size
-        self.replay.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit, copied))
-
-    def _note_reduce(
-        self, nbytes: int, sent: int, bucket: CountedBucket, plan: ReducePlan, copied: int
-    ) -> None:
-        unit, num = bucket.unit_name, len(plan.spans)
-        self.replay.transfer(Transfer("reduce_scatter", self.name, nbytes, sent, num, unit, copied))
-
-    def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
-        unit = tensors[0].unit if tensors else ""
-        transfer = Transfer("all_reduce", self.name, nbytes, sent, len(tensors), unit)
-        self.replay.transfer(transfer)
-
-
-class _CountingCollectives(_CountingExchange):
-    """The collectives of a group, as rings."""
-
-    def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
-        super().__init__(replay, device, size, group)
-        self.stream_ordered = replay.device is not None
-        self._size, self._sum_only = size, False
-
-    _mean = GroupTransport._mean
-    coalesces = GroupTransport.coalesces
-    must_copy_in = GroupTransport.must_copy_in
-    casts = GroupTransport.casts
-    out_dtype = GroupTransport.out_dtype
-
-    def all_gather(self, plan: Any, tag: int) -> Finish:
-        plans = plan.plans if isinstance(plan, _GatherBatch) else (plan,)
-        shard = sum(_padded(p.layout) * p.bucket.gather_dtype.itemsize for p in plans)
-        self._note_gather(shard * self.size, shard * (self.size - 1), *plans)
-        return ended(_nothing, stream_ordered=self.stream_ordered)
-
-    def reduce_scatter(
-        self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
-    ) -> Finish:
-        assert isinstance(bucket, CountedBucket)
-        account, dtype = self.replay.account, outs[0].dtype
-        held: list[Any] = [_cast(account, grads[i], dtype) for i in plan.direct]
-        held.append(_stage(account, bucket, plan, grads, dtype))
-        shard = sum(numel for _, numel in plan.spans) * dtype.itemsize
-        copied = _copied(plan, grads, dtype, dtype)
-        self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, plan, copied)
-        return ended(held.clear, stream_ordered=self.stream_ordered)
-
-    def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
-        nbytes = sum(t.nbytes for t in tensors)
-        self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
-        return ended(_nothing, stream_ordered=self.stream_ordered)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _padded(layout: BucketLayout) -> int:
-    """Elements that a rank contributes to a gather, padding included."""
-    return sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
-
-
-def _cast(account: Account, grad: Any, dtype: torch.dtype) -> Held | None:
-    if grad.dtype == dtype:
-        return None
-    return Held(account, "communication buffers", grad.numel * dtype.itemsize)
-
-
-def _copied(
-    plan: ReducePlan, grads: Any, sent_dtype: torch.dtype, staged_dtype: torch.dtype
-) -> int:
-    """Bytes that are read and written where gradients are cast or put into the buffer."""
-    cast = [(grads[i], sent_dtype) for i in plan.direct if grads[i].dtype != sent_dtype]
-    staged = [(grads[i], staged_dtype) for i in plan.copied_in if grads[i] is not None]
-    return sum(g.numel * (g.dtype.itemsize + dtype.itemsize) for g, dtype in cast + staged)
-
-
-def _stage(
-    account: Account, bucket: Bucket, plan: ReducePlan, grads: Any, dtype: torch.dtype
-) -> Held | None:
-    """The buffer that small gradients are copied into; also counts temporary memory."""
-    if not plan.copied_in:
-        return None
-    layout = bucket.layout
-    numel = layout.num_shards * (layout.shard_numel - plan.stage_offset)
-    held = Held(account, "communication buffers", numel * dtype.itemsize)
-    moment = layout.num_shards * layout.filler_numel
-    for i in plan.copied_in:
-        slot = layout.slots[i]
-        if not plan.all_simple and not _is_simple(slot):
-            moment += slot.full_numel
-    account.touch("communication buffers", moment * bucket.gather_dtype.itemsize)
-    return held
 
 
 class _Part:
@@ -544,7 +354,7 @@ class CountedParamGroup(ParamGroup):
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
 
     def gather_batch(self, plans: Sequence[Any]) -> Any:
-        return _GatherBatch(plans)
+        return CountedGatherBatch(plans)
 
     def note_grad_dtypes(self) -> None:
         pass
@@ -592,7 +402,7 @@ class CountedUnit(Unit):
         self.replay = replay
         self.name = name
         self.registration: Any = SimpleNamespace(
-            registered="sharded", register=self._show, check=_nothing, overrides=()
+            registered="sharded", register=self._show, check=done, overrides=()
         )
         self.watching = False
         self.num_accumulated = 0
