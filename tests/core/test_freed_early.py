@@ -24,21 +24,14 @@ from torch.utils.checkpoint import (
 
 from fsdp2.runtime.freed_params import FreedParameterProxy
 from harness import distributed, ours_only
-from models import Case
+from models import Case, Residual, token_batches, token_loss
 from reference import assert_same, assert_same_gradients, average_gradients, pair
 
 VOCABULARY, DIM = 2048, 64  # 1 MiB in fp64
 
+batch = token_batches(VOCABULARY, sequences=2, length=5)
+
 pytestmark = ours_only("torch keeps all parameters of a root")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
 
 
 class Saving(torch.autograd.Function):
@@ -72,7 +65,7 @@ class Model(nn.Module):
     def __init__(self, logits: Logits | None = None, *, tied: bool = False, **options: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+        self.blocks = nn.Sequential(*(Residual(DIM) for _ in range(2)))
         self.logits, self.options = logits, options
         if tied:
             self.head = nn.Linear(DIM, VOCABULARY, bias=False)
@@ -93,23 +86,13 @@ class Model(nn.Module):
         return result
 
 
-def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
 def models(*args: Any, **options: Any) -> tuple[Case, list[Any]]:
     """The case, and a sharded and a plain model."""
 
     def blocks(model: nn.Module) -> Sequence[nn.Module]:
         return list(model.get_submodule("blocks").children())
 
-    case = Case("freed early", lambda: Model(*args, **options), blocks, batch, loss)
+    case = Case("freed early", lambda: Model(*args, **options), blocks, batch, token_loss)
     return case, list(pair(case))
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.runtime.freed_params import FreedParameterProxy
 from harness import cached_mesh, distributed, ours_only
-from models import Case
+from models import Case, Residual, token_batches, token_loss
 from reference import (
     Training,
     assert_same,
@@ -34,6 +34,8 @@ from reference import (
 
 VOCABULARY, DIM = 2048, 64  # 1 MiB in fp64
 
+batch = token_batches(VOCABULARY, sequences=2, length=5)
+
 
 @dataclasses.dataclass(frozen=True)
 class Use:
@@ -46,15 +48,6 @@ class Use:
     squared: bool = False  # the weights enter the loss directly
     frozen: bool = False  # the embedding is not trained
     by_function: bool = False  # an autograd function keeps the weight as an attribute of its ctx
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
 
 
 class Logits(torch.autograd.Function):
@@ -77,7 +70,7 @@ class Model(nn.Module):
         super().__init__()
         self.use = use
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Residual(DIM) for _ in range(3))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         if use.tied:
@@ -113,23 +106,13 @@ class Model(nn.Module):
         return result
 
 
-def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
 def case_of(use: Use) -> Case:
     return Case(
         "large",
         lambda: Model(use),
         lambda m: list(m.get_submodule("blocks").children()),
         batch,
-        loss,
+        token_loss,
     )
 
 
@@ -279,7 +262,7 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = Residual(DIM)
         self.table = nn.Parameter(torch.ones(VOCABULARY, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,7 +272,7 @@ class Table(nn.Module):
 @distributed(2)
 def test_a_gradient_that_comes_after_backward_has_left_the_root() -> None:
     """Of a use before forward: autograd comes to it last, when the root is sharded again."""
-    case = Case("table", Table, lambda m: [m.get_submodule("block")], batch, loss)
+    case = Case("table", Table, lambda m: [m.get_submodule("block")], batch, token_loss)
     model, plain = pair(case)
     for step in range(2):
         for network in (plain, model):

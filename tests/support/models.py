@@ -128,15 +128,34 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def token_batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Token ids: 3 sequences of 6, and the target of each position."""
-    tokens = torch.randint(0, 29, (3, 7), generator=_generator(step, rank))
-    return tokens[:, :-1], tokens[:, 1:]
+def token_batches(vocabulary: int, sequences: int, length: int) -> Callable[..., tuple[Any, ...]]:
+    """A batch function: token ids, and the target of each position."""
+
+    def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        size = (sequences, length + 1)
+        tokens = torch.randint(0, vocabulary, size, generator=_generator(step, rank))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return batch
+
+
+token_batch = token_batches(29, sequences=3, length=6)
 
 
 def token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of the next token."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+class Residual(nn.Module):
+    """A linear layer beside the identity."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
 
 
 TRANSFORMER = Case(
