@@ -275,7 +275,7 @@ class Registration:
             for module, name in param.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 
-    def put_back_substitutes(self) -> None:
+    def put_back_overrides(self) -> None:
         """After forward, put back what `torch.func.functional_call` registered."""
         # On its way out it puts back what it found, which are parameters of the kind that was
         # registered when it came. A unit that stays gathered would take those for a user's writes.
@@ -286,7 +286,7 @@ class Registration:
                 module._parameters[name] = given  # type: ignore[assignment]
         self.overrides = []
 
-    def forget_substitutes(self) -> None:
+    def forget_overrides(self) -> None:
         """Drop those of a forward that raised, before backward recomputes an earlier one."""
         self.overrides = []
         self.register(self.registered)

@@ -91,7 +91,7 @@ class Runtime:
             self.reset()
         if self.in_backward:  # recomputation of activations
             if unit.registration.overrides:
-                unit.registration.forget_substitutes()
+                unit.registration.forget_overrides()
             unit.unshard(self.streams)
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
@@ -194,7 +194,7 @@ class Runtime:
             secondary = after is AfterForward.FREE_TO_SECONDARY
             unit.reshard(self.streams, to_secondary=secondary)
         if unit.registration.overrides:
-            unit.registration.put_back_substitutes()
+            unit.registration.put_back_overrides()
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:

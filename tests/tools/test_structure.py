@@ -39,8 +39,8 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    assert core().code_lines <= 6660  # with the table of a unit's states
-    assert core().functions <= 720  # with those of `api/comm_settings.py`
+    assert core().code_lines <= 6660
+    assert core().functions <= 720
 
 
 def test_no_function_of_the_core_is_long() -> None:
