@@ -35,6 +35,7 @@ from .deepcopy import refuse_own_deepcopy
 from .library_methods import adapt_layers, refuse_pruning, refused_methods
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
+from .torch_errors import explain_errors
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
 
@@ -229,6 +230,7 @@ def _make_unit(
     warn_of_other_meshes(unit, modules)
     look_at_requests()
     refuse_pruning()
+    explain_errors()
     publish_state(unit)
 
 

@@ -173,6 +173,11 @@ DISTRIBUTED = (
         "torch.distributed._composable.contract.STATE_KEY",
     ),
     *_names(
+        "torch's `fully_shard` of a module that ours has sharded: an error that says so",
+        "torch.distributed.fsdp._fully_shard._fsdp_init._get_managed_modules",
+        without="torch raises `TypeError: Invariant encountered`",
+    ),
+    *_names(
         "`set_symm_mem_for_comm`",
         "torch.distributed._symmetric_memory",
         without="an ImportError where it is called",

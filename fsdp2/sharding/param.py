@@ -282,6 +282,7 @@ class ShardedParam:
         attach_attributes(self.unsharded, self.attributes)
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)
+        _managed[id(self.unsharded)] = self
 
     def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that users see while the parameter is resharded to a smaller group."""
@@ -361,6 +362,12 @@ def managed_param(tensor: torch.Tensor) -> ShardedParam | None:
     if param is None or (tensor is not param.sharded and tensor is not param.secondary):
         return None
     return param
+
+
+def param_gathered_as(tensor: torch.Tensor) -> ShardedParam | None:
+    """The parameter whose unsharded form ``tensor`` is; None for other tensors."""
+    param = _managed.get(id(tensor))
+    return param if param is not None and param.unsharded is tensor else None
 
 
 def sets_grad_dtype(param: torch.Tensor) -> bool:

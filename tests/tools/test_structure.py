@@ -50,8 +50,9 @@ def test_no_function_of_the_core_is_long() -> None:
 def test_sharding_and_a_first_step_enter_few_files_and_functions(
     measured: dict[str, Entered],
 ) -> None:
-    assert len(measured[FIRST].files) <= 47 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 330
+    # With `api/torch_errors.py`, which is entered once in a process.
+    assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
+    assert len(measured[FIRST].functions) <= 332
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

@@ -1,0 +1,186 @@
+"""Errors that torch raises about sharded and gathered parameters, with what to call instead.
+
+Outside of forward a sharded parameter is a DTensor, inside a plain tensor, and what works on one
+fails on the other, in words of torch that know nothing of units. Torch asks nobody before it raises
+these errors, and a class of our own for parameters would slow every operator down. So the few
+methods that people trip over are wrapped where they are looked up, in torch's classes: nothing
+that a step calls takes longer. Torch's text stays the beginning of each message.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Container
+from types import EllipsisType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..runtime.freed_params import FreedParameterProxy
+from ..runtime.hooks import unit_holding
+from ..sharding.param import managed_param, param_gathered_as
+
+_installed = False
+
+
+def explain_errors() -> None:
+    """Wrap what raises them, from now on."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name in ("copy_", "__setitem__"):
+        _wrap_method(name, _how_to_write)
+    _refuse_lost_items()
+    for name in ("numpy", "tolist"):
+        _wrap_method(name, _how_to_read)
+    for name in ("full_tensor", "to_local", "redistribute", "device_mesh", "placements"):
+        for cls in (nn.Parameter, FreedParameterProxy):
+            setattr(cls, name, _OfDTensors(name))
+    _refuse_in_torchs_fully_shard()
+
+
+# -- methods of DTensors ---------------------------------------------------------------------------
+
+
+def _wrap_method(name: str, advice: Callable[[DTensor, str], str]) -> None:
+    inherited = getattr(DTensor, name)
+
+    @functools.wraps(inherited)
+    def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inherited(self, *args, **kwargs)
+        except RuntimeError as error:
+            told = advice(self, str(error))
+            if not told:
+                raise
+            raise RuntimeError(f"{str(error).rstrip()}\n{told}") from None
+
+    setattr(DTensor, name, call)
+
+
+def _how_to_write(tensor: DTensor, error: str) -> str:
+    if "mixed torch.Tensor and DTensor" not in error:
+        return ""
+    return (
+        f"{_subject(tensor)}. To write a whole tensor, call {_load(tensor)}"
+        "param.copy_(distribute_tensor(whole, param.device_mesh, param.placements)); to write this "
+        "rank's part, param.to_local().copy_(part)"
+    )
+
+
+def _how_to_read(tensor: DTensor, error: str) -> str:
+    if "tensor subclasses" not in error:
+        return ""
+    return (
+        f"{_subject(tensor)}. For the whole tensor, call .full_tensor().detach().cpu() on all "
+        "ranks first; for this rank's part, .to_local().detach().cpu()"
+    )
+
+
+def _refuse_lost_items() -> None:
+    """Make ``param[index] = value`` raise where DTensor writes it to a copy, silently."""
+    inherited = DTensor.__setitem__
+
+    @functools.wraps(inherited)
+    def set_item(self: DTensor, index: Any, value: Any) -> None:
+        # On a dim that ranks share, DTensor gathers what is indexed and writes to that. (With
+        # tensors as indices it calls other operators, which write to shards or raise.)
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part is None or type(part) in (int, slice, EllipsisType) for part in parts):
+            with torch.no_grad():
+                indexed = cast(DTensor, self[index])
+            after = indexed.placements
+            if any(after[dim].is_replicate() for dim in range(len(after)) if _is_cut(self, dim)):
+                raise RuntimeError(
+                    f"{_subject(self)}: writing to the index {index} would change a gathered copy "
+                    "of it and no shard. Write to the whole tensor: whole = param.full_tensor(), "
+                    f"whole[...] = ..., {_load(self)}param.copy_(distribute_tensor(whole, "
+                    "param.device_mesh, param.placements)), all on all ranks"
+                )
+        inherited(self, index, value)
+
+    DTensor.__setitem__ = set_item  # type: ignore[method-assign,assignment]
+
+
+def _is_cut(tensor: DTensor, mesh_dim: int) -> bool:
+    return tensor.device_mesh.size(mesh_dim) > 1 and not tensor.placements[mesh_dim].is_replicate()
+
+
+def _load(tensor: DTensor) -> str:
+    param = managed_param(tensor)
+    if param is None:
+        return ""
+    return f"model.load_state_dict({{'{param.fqn}': whole}}, strict=False), or "
+
+
+def _subject(tensor: DTensor) -> str:
+    # (Not what ``detach()`` and ``.data`` return: nothing leads from those to the parameter.)
+    param = managed_param(tensor)
+    what = "This" if param is None else f"Parameter '{param.fqn}'"
+    return f"{what} is a DTensor, which holds this rank's part of a tensor"
+
+
+# -- attributes of DTensors that a gathered parameter lacks ----------------------------------------
+
+
+class _OfDTensors:
+    """An attribute that is missing as before (``hasattr`` says so), with the reason."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, tensor: Any, cls: type) -> Any:
+        param = None
+        if tensor is None:
+            text = f"type object '{cls.__name__}' has no attribute '{self._name}'"
+        else:
+            text = f"'{cls.__name__}' object has no attribute '{self._name}'"
+            freed = isinstance(tensor, FreedParameterProxy)
+            param = tensor._param if freed else param_gathered_as(tensor)
+        if param is not None:
+            text += (
+                f". Parameter '{param.fqn}' is gathered now (inside of forward, after unshard(), "
+                "or kept after forward, as a root is): it is a plain tensor with all values. Use "
+                "it as it is, or call reshard() on its module first, which brings the DTensor back"
+            )
+        raise AttributeError(text, name=self._name, obj=tensor)
+
+
+# -- torch's fully_shard of what is sharded --------------------------------------------------------
+
+_INIT = "torch.distributed.fsdp._fully_shard._fsdp_init"
+_FIND = "_get_managed_modules"
+
+
+def _refuse_in_torchs_fully_shard() -> None:
+    try:
+        module = importlib.import_module(_INIT)
+        find = getattr(module, _FIND)
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(find)
+    def checked(roots: Any, ignored_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for root in roots:
+            _check_tree(root, ignored_params or ())
+        return find(roots, ignored_params, *args, **kwargs)
+
+    setattr(module, _FIND, checked)
+
+
+def _check_tree(root: nn.Module, ignored: Container[nn.Parameter]) -> None:
+    for name, module in root.named_modules():
+        for param_name, param in module.named_parameters(recurse=False):
+            unit = None if param in ignored else unit_holding(module, param)
+            if unit is not None:
+                fqn = f"{name}.{param_name}" if name else param_name
+                raise ValueError(
+                    "torch.distributed.fsdp.fully_shard (or replicate) cannot shard what "
+                    f"fsdp2.fully_shard has sharded already: parameter '{fqn}' is in its unit "
+                    f"'{unit.name}'. Shard the whole model with one of the two. Is `fully_shard` "
+                    "imported from torch in another file?"
+                )
