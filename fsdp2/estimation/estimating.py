@@ -109,6 +109,7 @@ def estimate(
         mp_policy=mp_policy,
         activation_checkpointing=activation_checkpointing,
         checkpoint_modules=checkpoint_modules,
+        device_type=device_type,
         fake=fake,
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)

@@ -44,10 +44,12 @@ class Gradient:
     Attributes:
         param: index into `StepTrace.params`.
         nbytes: bytes of its memory, which counted as an activation until now.
+        dtype: in which autograd made it.
     """
 
     param: int
     nbytes: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

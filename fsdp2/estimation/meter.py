@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .events import Compute, Operation
-from .workspaces import with_workspace
+from .workspaces import with_float32_gradients, with_workspace
 
 # Operations that read only selected rows.
 _LOOKUPS = ("embedding", "index_select", "gather", "index")
@@ -30,6 +30,9 @@ _FREE = ("detach", "_unsafe_view", "device", "lift_fresh", "alias", "empty", "em
 class StorageMeter(TorchDispatchMode):
     """Counts the storages allocated inside the context, and the cost of operations.
 
+    Args:
+        device_type: the device whose kernels fake tensors stand for.
+
     Example:
         >>> with StorageMeter() as meter:
         ...     y = torch.ones(256) * 2
@@ -37,8 +40,9 @@ class StorageMeter(TorchDispatchMode):
         1024
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
+        self._device_type = device_type
         self.live = 0
         self._start = 0
         self._peak = 0
@@ -55,6 +59,8 @@ class StorageMeter(TorchDispatchMode):
         if self._paused:
             return result
         result = with_workspace(func, args, kwargs, result)
+        if self._device_type == "cpu":
+            result = with_float32_gradients(func, args, result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)

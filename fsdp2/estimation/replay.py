@@ -312,7 +312,7 @@ class _Player:
         # The same memory: it counted as an activation and is now a gradient.
         account.now["activations"] = account.now.get("activations", 0) - event.nbytes
         account.total -= event.nbytes
-        unit.gradient(param, event.nbytes)
+        unit.gradient(param, event.nbytes, event.dtype)
         unit.num_accumulated += 1
         if unit.watching and unit.num_accumulated >= unit.num_trained:
             self.runtime.reduce(unit)

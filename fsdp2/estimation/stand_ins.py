@@ -418,11 +418,11 @@ class CountedUnit(Unit):
     def _register_proxy(self, param: Any) -> None:
         pass
 
-    def gradient(self, param: CountedParam, nbytes: int) -> None:
+    def gradient(self, param: CountedParam, nbytes: int, dtype: torch.dtype) -> None:
         """Count a gradient that autograd has completed."""
         account = self.replay.account
         own = param.unsharded
         if own.grad is not None:
             account.touch("unreduced gradients", nbytes)
             return
-        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), param.compute_dtype)
+        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), dtype)

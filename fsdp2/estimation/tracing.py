@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as _Dynami
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..common.pytree import map_tensors, tensors_in
-from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of
+from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of, sum_dtype
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit_config import UnitConfig
+from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
 from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
@@ -39,6 +40,7 @@ def trace_step(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] = (),
+    device_type: str = "cuda",
     fake: bool = True,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
@@ -54,6 +56,7 @@ def trace_step(
         mp_policy: parameters and inputs are cast as in a sharded run.
         activation_checkpointing: see `checkpointing.checkpointed`.
         checkpoint_modules: names of the modules whose activations are recomputed.
+        device_type: the device of the run. Some kernels of the CPU make other gradients.
         fake: False computes on real memory of the CPU, for models whose shapes depend on data.
 
     Raises:
@@ -68,7 +71,7 @@ def trace_step(
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
         params=describe_params(model, mp_policy),
     )
-    meter = StorageMeter()
+    meter = StorageMeter(device_type)
     recorder = _Recorder(trace, meter)
     units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
     recorder.root = units[-1]
@@ -84,6 +87,8 @@ def trace_step(
         for tensor in (*params, *model.buffers(), *inputs):
             meter.ignore(tensor)
         for param, i in params.items():
+            if device_type == "cpu" and _keeps_grad_dtype(trace.params[i], mp_policy):
+                param.grad_dtype = None
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
         for name in checkpoint_modules:
@@ -139,6 +144,13 @@ def describe_params(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> list[P
             )
         )
     return described
+
+
+def _keeps_grad_dtype(param: ParamInfo, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Whether runs reduce the gradient in the dtype autograd makes (`Bucket.keep_dtypes`)."""
+    computes = compute_dtype(param.dtype, param.param_dtype)
+    sums = sum_dtype(param.dtype, mp_policy.reduce_dtype)
+    return KEEPS_DTYPES and computes.itemsize < sums.itemsize
 
 
 def _is_fake(param: torch.Tensor) -> bool:
@@ -293,8 +305,8 @@ class _Recorder:
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
             self.flush()
-            nbytes = self.meter.ignore(param.grad)
-            self.trace.events.append(Gradient(number, nbytes))
+            dtype, nbytes = param.grad.dtype, self.meter.ignore(param.grad)
+            self.trace.events.append(Gradient(number, nbytes, dtype))
             param.grad = None
             self.meter.begin()
 

@@ -1,9 +1,12 @@
-"""Memory that kernels keep for backward and that fake tensors do not have.
+"""What kernels of recurrent layers make and fake tensors do not tell.
 
-A recurrent layer of oneDNN returns a workspace whose size only that library knows; with fake
-tensors it is empty. Therefore the real layer runs once per shape, on zeros, to find out. On CUDA,
-cuDNN keeps such memory, of a different size that cannot be determined without a GPU, so oneDNN's
-size is used instead.
+A recurrent layer of oneDNN returns a workspace for backward whose size only that library knows;
+with fake tensors it is empty. Therefore the real layer runs once per shape, on zeros, to find out.
+On CUDA, cuDNN keeps such memory, of a different size that cannot be determined without a GPU, so
+oneDNN's size is used instead.
+
+The backward of that layer makes float32 gradients, of bfloat16 weights too; fake ones have the
+dtype of the weights, as cuDNN's.
 """
 
 from __future__ import annotations
@@ -27,6 +30,14 @@ def with_workspace(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         return result
     nbytes = _size_of(func, args)
     return output, hy, cy, workspace.new_empty(nbytes, dtype=torch.uint8)
+
+
+def with_float32_gradients(func: Any, args: tuple, result: Any) -> Any:
+    """``result`` of an operation on the CPU, with gradients of the dtype that oneDNN makes."""
+    name = "aten::mkldnn_rnn_layer_backward"
+    if func._schema.name != name or not isinstance(args[0], FakeTensor):
+        return result
+    return tuple(None if g is None else g.new_empty(g.shape, dtype=torch.float32) for g in result)
 
 
 def _size_of(func: Any, args: tuple) -> int:

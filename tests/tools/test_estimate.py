@@ -17,15 +17,15 @@ from benchmarks.estimate import MAIN, MORE, Case, measure, predict
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
 from fsdp2.estimation import Estimate
 from fsdp2.estimation.account import Account, Held
+from fsdp2.estimation.events import Gradient
 from fsdp2.estimation.meter import StorageMeter
 from fsdp2.estimation.optimizers import optimizer_cost
 from fsdp2.estimation.topology import Ring, Topology, split_by_link
+from fsdp2.estimation.tracing import trace_step
+from fsdp2.sharding.bucket import KEEPS_DTYPES
 from harness import run_on
 
 TOLERANCE = 0.02
-# oneDNN's LSTM makes gradients in float32 of weights in bfloat16; the model on the meta device,
-# which knows no kernels, says bfloat16.
-OTHER_DTYPES_ON_CPU = {"recurrent, 2 ranks, bf16": 0.04}
 SHORT = [
     Case("convolutional", strategy="optimizer", micro_batches=2, replicate_below=2**16),
 ]
@@ -52,9 +52,8 @@ def _check_against_a_run(case: Case) -> None:
     predicted = predict(case)
     measured = run_on(case.num_ranks, _measure, asdict(case))[0]
     assert measured["peak"] > measured["state"] > 0
-    tolerance = OTHER_DTYPES_ON_CPU.get(case.name, TOLERANCE)
     for key, value in measured.items():
-        assert predicted[key] == pytest.approx(value, rel=tolerance), f"{key} of {case.name}"
+        assert predicted[key] == pytest.approx(value, rel=TOLERANCE), f"{key} of {case.name}"
 
 
 def test_micro_batches_without_sync_are_added_up_in_the_dtype_of_the_reduction() -> None:
@@ -289,6 +288,24 @@ def test_a_meter_counts_storages_while_they_live() -> None:
         assert done is not None
         assert (done.peak, done.net) == (0, -2048)
         assert len(done.operations) == 1
+
+
+@pytest.mark.parametrize("reduces_in", [torch.float32, torch.bfloat16])
+def test_gradients_of_an_lstm_have_the_dtype_that_the_device_makes(reduces_in: torch.dtype) -> None:
+    model, batch = nn.LSTM(8, 16), torch.zeros(4, 2, 8)
+    low = MixedPrecisionPolicy(torch.bfloat16, reduces_in)
+
+    def gradients(device_type: str, *, fake: bool) -> dict[int, tuple[int, torch.dtype]]:
+        trace = trace_step(model, batch, [], mp_policy=low, device_type=device_type, fake=fake)
+        made = [event for event in trace.events if isinstance(event, Gradient)]
+        return {event.param: (event.nbytes, event.dtype) for event in made}
+
+    on_cpu = gradients("cpu", fake=True)
+    assert on_cpu == gradients("cpu", fake=False)
+    assert len(on_cpu) == 4
+    kept = reduces_in is torch.float32 and KEEPS_DTYPES
+    assert {dtype for _, dtype in on_cpu.values()} == {torch.float32 if kept else torch.bfloat16}
+    assert {dtype for _, dtype in gradients("cuda", fake=True).values()} == {torch.bfloat16}
 
 
 def test_attention_with_a_causal_mask_costs_half() -> None:
