@@ -20,6 +20,7 @@ PY := $(VENV)/bin/python
 FOR_TRAIN := $(VENV)/.train
 FOR_EXAMPLES := $(VENV)/.examples
 FOR_TEST := $(VENV)/.test
+FOR_CLIENTS := $(VENV)/.clients
 FOR_DEV := $(VENV)/.dev
 FOR_DOCS := $(VENV)/.docs
 else
@@ -46,7 +47,7 @@ help:  ## list the targets
 	@echo "  environment is used instead of .venv where it has torch. TORCH=2.13.0 makes and uses"
 	@echo "  .venv-2.13.0."
 
-setup: $(FOR_DEV) $(FOR_DOCS)  ## make .venv with all that any target needs (each installs its own part)
+setup: $(FOR_DEV) $(FOR_CLIENTS) $(FOR_DOCS)  ## make .venv with all that any target needs (each installs its own part)
 
 train: $(FOR_TRAIN)  ## train a language model with sharded parameters
 	@$(PY) examples/launch.py $(if $(NPROC),--nproc-per-node $(NPROC)) \
@@ -72,7 +73,7 @@ train-recommender:  ## deep and wide, with embedding tables; ARGS="--replicate-b
 test: $(FOR_TEST)  ## run the tests, each on one of its world sizes
 	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(FOR_TEST)  ## run the tests on all world sizes, their long versions, test-device
+test-all: $(FOR_CLIENTS) $(FOR_DOCS)  ## run the tests on all world sizes, their long versions, test-device
 	$(PY) -m pytest $(PARALLEL) -m "long or not long" $(ARGS)
 	$(PY) -m pytest $(PARALLEL) --device testdev $(ON_DEVICE)
 
@@ -128,7 +129,7 @@ bench-estimate: $(FOR_TRAIN)  ## compare estimates with runs, and plans with pub
 bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the examples
 	$(PY) -m benchmarks.choosing $(ARGS)
 
-optimizers: $(FOR_TEST)  ## train with every optimizer of six libraries; writes docs/optimizers.md
+optimizers: $(FOR_CLIENTS)  ## train with every optimizer of six libraries; writes docs/optimizers.md
 	$(PY) -m benchmarks.optimizers --write docs/optimizers.md $(ARGS)
 
 dist-check: $(FOR_DEV)  ## build wheel and sdist, install and import them on each Python there is
@@ -143,10 +144,11 @@ $(VENV)/.train: requirements/train.txt
 $(VENV)/.examples: requirements/examples.txt $(VENV)/.train
 $(VENV)/.test: requirements/test.txt $(wildcard requirements/test-*.txt) $(VENV)/.examples
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.test
+$(VENV)/.clients: requirements/clients.txt $(wildcard requirements/clients-*.txt) $(VENV)/.test
 # Beside them: nothing but the site needs it.
 $(VENV)/.docs: requirements/docs.txt $(VENV)/.train
 
-$(VENV)/.train $(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.docs: tools/environment.py pyproject.toml
+$(VENV)/.train $(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.clients $(VENV)/.docs: tools/environment.py pyproject.toml
 	@for python in python3.12 python3.13 python3.11 python3.14 python3; do \
 		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 			2>/dev/null; then found=$$python; break; fi; \

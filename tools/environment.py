@@ -9,6 +9,7 @@ makes the folder if it is not there, and installs torch, what the named set need
     examples  the other examples: their data sets
     test      the tests
     dev       linting
+    clients   what only long tests use; on top of test
     docs      the documentation site; on top of train
 
 torch comes first, and what follows may not change it. On a machine without an NVIDIA GPU, the
@@ -26,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-SETS = ("train", "examples", "test", "dev", "docs")
+SETS = ("train", "examples", "test", "dev", "clients", "docs")
 NO_SUCH_BUILD = "No matching distribution found"
 
 

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness import ours_only
+
+MODULES = ("torchtitan", "spmd_types", "torchdata", "tyro", "triton")
+MISSING = [name for name in MODULES if find_spec(name) is None]
 
 pytestmark = [
     ours_only("compares with torch's implementation"),
     pytest.mark.long,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        any(find_spec(name) is None for name in ("torchtitan", "spmd_types", "torchdata", "tyro")),
-        reason="torchtitan is not installed, or what it needs",
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.skipif(torch.__version__ < "2.15", reason="torchtitan 0.3 is for torch 2.15"),
 ]
 
 ROOT = Path(__file__).parents[2]
