@@ -170,7 +170,7 @@ class FlatTransport:
             bucket.layout, plan, grads, out.dtype, bucket.device, allocate=comm.allocate
         ).view(-1)
         mean = mean_over(num_ranks, out.dtype, sum_only=self._sum_only)
-        mean.begin(staged)  # in place: the stage is ours, unlike the gradients
+        mean.begin([staged])  # in place: the stage is ours, unlike the gradients
         # Not into ``out``: a collective may need memory of its own on both sides (registered,
         # symmetric), and ``out`` is a slice of the sharded gradients.
         reduced = comm.allocate((out.numel(),), dtype=out.dtype, device=bucket.device)
@@ -187,7 +187,7 @@ class FlatTransport:
             _wait_for(work)
             held.clear()  # only now: where the host orders, messages read it until the wait is over
             out.copy_(reduced)
-            mean.finish(out)
+            mean.finish([out])
 
         return ended(finish, stream_ordered=self.stream_ordered)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,15 +25,18 @@ class Mean:
     before: float = 1
     after: float = 1
 
-    def begin(self, terms: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def begin(self, terms: Sequence[torch.Tensor]) -> None:
         """Divide in place what is to be added."""
-        _divide(terms, self.before)
+        if self.before != 1:
+            torch._foreach_div_(list(terms), self.before)
 
-    def finish(self, sums: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def finish(self, sums: Sequence[torch.Tensor]) -> None:
         """Divide in place what was added."""
-        _divide(sums, self.after)
+        if self.after != 1:
+            torch._foreach_div_(list(sums), self.after)
 
 
+@lru_cache  # each reduction asks
 def mean_over(num_ranks: int, dtype: torch.dtype, *, sum_only: bool) -> Mean:
     """The mean over ``num_ranks`` of terms in ``dtype``.
 
@@ -62,8 +66,3 @@ def overflows(dtype: torch.dtype) -> bool:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor as one of real numbers on the same memory, which every backend adds."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _divide(tensors: torch.Tensor | Sequence[torch.Tensor], by: float) -> None:
-    if by != 1:
-        torch._foreach_div_([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), by)

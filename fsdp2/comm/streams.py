@@ -21,14 +21,20 @@ function that finishes a collective is called before its result is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Event = Any
 _no_context: AbstractContextManager[None] = nullcontext()
+
+
+class Freeable(Protocol):
+    """What lies in gathered storage: a `Bucket`."""
+
+    def free(self) -> None: ...
 
 
 class Streams:
@@ -52,6 +58,11 @@ class Streams:
 
     def before_free(self) -> None:
         """Gathered storage may be freed or overwritten after compute's last use of it."""
+
+    def free(self, gathered: Iterable[Freeable]) -> None:
+        """Free gathered storage after compute's last use of it."""
+        for each in gathered:
+            each.free()
 
     def reducing(self, then_on: Any = None) -> AbstractContextManager[None]:
         """Stage and reduce-scatter gradients that compute has written, inside this context.
@@ -124,6 +135,11 @@ class DeviceStreams(Streams):
         # This wait is also the rate limiter: the gather of unit i+1, issued after unit i-1 was
         # freed, runs beside unit i and not earlier.
         self.gather.wait_stream(self.compute)
+
+    def free(self, gathered: Iterable[Freeable]) -> None:
+        self.before_free()
+        with self.gathering():
+            super().free(gathered)
 
     def reducing(self, then_on: Any = None) -> AbstractContextManager[None]:
         if then_on is not None:

@@ -288,14 +288,17 @@ class GroupTransport:
     ) -> Finish:
         dtype = outs[0].dtype
         mean = self._mean(dtype)
-        inputs = _all_as([grads[i] for i in plan.direct], dtype)
-        # Not in place: these may be the tensors that autograd made, which hooks of users may have
-        # kept.
-        if mean.before != 1 and inputs:
-            inputs = list(torch._foreach_div(inputs, mean.before))
+        inputs: list[torch.Tensor] = []
+        if plan.direct:
+            inputs = _all_as([grads[i] for i in plan.direct], dtype)
+            # Not in place: these may be the tensors that autograd made, which hooks of users may
+            # have kept.
+            if mean.before != 1:
+                inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.copied_in:
             staged = copy_in(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
-            mean.begin(staged)
+            if mean.before != 1:
+                mean.begin([staged])
             inputs.append(staged)
         if dtype.is_complex:
             inputs = [as_real(tensor) for tensor in inputs]
@@ -306,7 +309,8 @@ class GroupTransport:
         def finish() -> None:
             _wait([work])
             inputs.clear()
-            mean.finish(outs)
+            if mean.after != 1:
+                mean.finish(outs)
 
         return ended(finish, stream_ordered=self.stream_ordered)
 

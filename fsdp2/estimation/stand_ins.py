@@ -183,8 +183,7 @@ class CountedBucket(Bucket):
             self._held = [None] * len(self._pieces)
 
     def free_pack(self) -> None:
-        starts = () if self.keeps_storage else self._starts
-        if starts and starts[-1] == self.layout.pack_full_offset:
+        if self._held and not self.keeps_storage:
             self._held[-1] = None
 
     def fill_own_slices(self) -> None:
@@ -261,7 +260,7 @@ class CountedReduction(Reduction):
         size = self.dtype.itemsize
         return [_Part(numel * size, self.bucket.unit_name) for _, numel in self.plan.ranges]
 
-    def _scale(self) -> None:
+    def _scale(self, by: float) -> None:
         pass
 
     def _adopt(self) -> None:

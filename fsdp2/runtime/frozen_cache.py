@@ -33,9 +33,7 @@ def free_cached(buckets: Iterable[Bucket], streams: Streams) -> None:
     for bucket in buckets:
         # A unit whose buckets are all cached is freed without a wait for compute's last use.
         bucket.cache_valid = False
-        streams.before_free()
-        with streams.gathering():
-            bucket.free()
+        streams.free((bucket,))
 
 
 def mixes_frozen(buckets: Sequence[Bucket]) -> bool:

@@ -135,7 +135,8 @@ class Reduction:
         self._run_finish()
         # Messages have read them until now. The all-reduce does not: they are not held for it.
         self.grads = ()
-        self._reduce_over_replicas()
+        if self.replicate is not None:
+            self._reduce_over_replicas()
 
     def _advance_on_stream(self, streams: Streams) -> None:
         """Stream-ordered devices: enqueue all that follows the reduce-scatter."""
@@ -194,7 +195,8 @@ class Reduction:
             streams.use_reduced(self._event)
         elif not self.is_local:
             self.advance()
-            self._run_finish()
+            if self.replicate is not None:
+                self._run_finish()  # the all-reduce
 
     def _release(self) -> None:
         self.grads, self.outs = (), []
@@ -206,7 +208,8 @@ class Reduction:
         # Hooks after the scaling, to see what ``.grad`` gets; before the write-back, since in a sum
         # with an earlier ``.grad`` they could not tell the new gradient apart.
         if not self.waits:
-            self._scale()
+            if self.factor is not None and self.factor != self.num_ranks:
+                self._scale(self.num_ranks / self.factor)
             if self.hook is not None:
                 for part in self._ranges():
                     self.hook(part)
@@ -347,11 +350,10 @@ class Reduction:
             # Its stream is not the one that reads it last: hold it until `use_reduced`.
             self._held, bucket.partial = bucket.partial, None
 
-    def _scale(self) -> None:
+    def _scale(self, by: float) -> None:
         """Turn the mean over all ranks, which transports give, into sum / factor."""
-        if self.factor is not None and self.factor != self.num_ranks:
-            for part in self._ranges():
-                part.mul_(self.num_ranks / self.factor)
+        for part in self._ranges():
+            part.mul_(by)
 
     def _call_tensor_hooks(self) -> None:
         """Call users' hooks, which may change what is about to be added to ``.grad``."""
@@ -415,7 +417,7 @@ class _Launched:
     """The reductions of one unit that are launched together."""
 
     unit_name: str
-    nbytes: int
+    nbytes: int = 0
     reductions: list[Reduction] = field(default_factory=list)
 
     def reraise(self, error: RuntimeError, reduction: Reduction) -> NoReturn:
@@ -467,11 +469,14 @@ class ReductionsInFlight:
         # 3. Host-ordered devices have no queue behind a reduce-scatter: somebody has to finish it
         #    and start the all-reduce. That is done for all but the newest, which has just begun:
         #    to finish that too would leave nothing to overlap with compute.
-        new = _Launched(unit_name, sum(reduction.nbytes for reduction in reductions))
+        new = _Launched(unit_name)
+        for reduction in reductions:
+            new.nbytes += reduction.nbytes
         if self._launched:
             self._make_room(new.nbytes, max_units, streams)
-        if any(reduction.collides() for reduction in reductions):
-            self.complete(streams)
+        for reduction in reductions:
+            if reduction.collides():
+                self.complete(streams)
         # Before the launches: if one of them raises, it is discarded with the rest, as a stream may
         # be at work on its memory.
         # Reductions of one unit are of different buckets, and do not collide with each other.
@@ -483,7 +488,7 @@ class ReductionsInFlight:
             except RuntimeError as error:
                 new.reraise(error, reduction)
         if not streams.stream_ordered:
-            if any(reduction.replicate is not None for reduction in reductions):
+            if len(self._launched) > 1 and any(r.replicate is not None for r in reductions):
                 self._advance(islice(self._launched, len(self._launched) - 1))
             if new.nbytes > self.max_bytes and max_units is None:
                 self.complete(streams)

@@ -257,15 +257,20 @@ class Unit:
         gathering = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
         self._waits_for_gather = bool(gathering)
         if gathering:
-            with streams.gathering():
+            if streams.stream_ordered:
+                self._launch_on_stream(gathering, streams)
+            else:
                 self._launch(gathering)
-                if streams.stream_ordered:
-                    # The copies out of the pack are queued already, and memory that is freed on
-                    # this stream goes to nothing that could overtake them.
-                    self._free_packs()
-                self._gather_event = streams.gathered(self._gather_event)
         # Last: a unit whose launch raised is where it was, and recovery waits for nothing.
         self._transition("start_unshard")
+
+    def _launch_on_stream(self, gathering: list[int], streams: Streams) -> None:
+        with streams.gathering():
+            self._launch(gathering)
+            # The copies out of the pack are queued already, and memory that is freed on this stream
+            # goes to nothing that could overtake them.
+            self._free_packs()
+            self._gather_event = streams.gathered(self._gather_event)
 
     def _plan_anew(self, streams: Streams) -> None:
         """Before the first gather, and after parameters were replaced."""
@@ -311,7 +316,8 @@ class Unit:
     def _free_packs(self) -> None:
         """Free the packs, whose parameters have been copied to their places."""
         for bucket in self.param_group.buckets:
-            bucket.free_pack()
+            if bucket.has_own_pack:
+                bucket.free_pack()
 
     def _prepare(self, bucket: Bucket, transports: MeshTransports) -> tuple[Transport | None, Any]:
         """Allocate for the gather of a bucket and fill what it reads.
@@ -348,7 +354,7 @@ class Unit:
             self._gather_finish.clear()
             self._free_packs()
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
-        if self._waits_for_gather:
+        if self._waits_for_gather and streams.stream_ordered:
             streams.use_gathered(self._gather_event)
         # Not before: compute, on whose stream they were allocated, has to wait for their readers.
         for secondary in self.param_group.secondary:
@@ -395,10 +401,7 @@ class Unit:
                 if to_secondary and bucket.secondary is not None:
                     bucket.secondary.save()  # by compute: users may look at them
             if going:
-                streams.before_free()
-                with streams.gathering():
-                    for bucket in going:
-                        bucket.free()
+                streams.free(going)
             self._freed.clear()
             self._transition("reshard_to_secondary" if to_secondary else "reshard")
         elif self.state is State.SECONDARY and not to_secondary:

@@ -57,7 +57,11 @@ class UnitGrads:
         """Whether there are gradients that no reduction has taken."""
         if self.accumulated:
             return True
-        return any(p is not None and p.grad is not None for p in self._param_group.unsharded)
+        # A loop: this runs in every backward, and a generator costs a frame per item.
+        for param in self._param_group.unsharded:
+            if param is not None and param.grad is not None:
+                return True
+        return False
 
     def are_accumulated(self) -> bool:
         """Whether the run of autograd in progress accumulates gradients of this unit.

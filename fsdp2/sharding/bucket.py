@@ -76,7 +76,7 @@ class Segments:
         for storage, size in zip(self.storages, self.sizes, strict=True):
             # Parts may have memory: those that were not freed early, and all with `keeps_storage`.
             # `resize_` to the size that it has would still take new memory, and copy.
-            if storage.size() != size:
+            if storage.nbytes() != size:
                 resize(storage, size)
 
     def free(self) -> None:
@@ -116,6 +116,7 @@ class GradientStore:
         self.storage = flat.untyped_storage()
         self._address = self.storage.data_ptr()
         self._moves = False  # whether new memory has ever had another address
+        self._is_free = False
         self._slots, self._rank = layout.slots, rank
         self.locals = [_slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
         self._parts = [local.untyped_storage() for local in self.locals]
@@ -154,8 +155,8 @@ class GradientStore:
             detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
             idle: no reduction that writes here is in flight, holding views of its own.
         """
-        if not self.storage.size():
-            return False  # memory is only freed without references, and none can be taken after
+        if self._is_free:
+            return False  # it was freed without references, and none can be taken since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
         if detached is None:
@@ -163,8 +164,10 @@ class GradientStore:
         return self._references(detached) != [self._baseline[i] for i in detached]
 
     def allocate(self) -> None:
-        nbytes = self.flat.numel() * self.flat.itemsize
-        if self.storage.size() != nbytes:
+        """Give it memory, for a reduction: what is attached after that may be kept by users."""
+        self._is_free = False
+        nbytes = self.flat.nbytes
+        if self.storage.nbytes() != nbytes:
             resize(self.storage, nbytes)
             if self.storage.data_ptr() != self._address:
                 self._follow()
@@ -182,6 +185,8 @@ class GradientStore:
                     local.set_(self._parts[i], 0, local.shape, local.stride())
 
     def free(self) -> None:
+        """Free it, where that pays; to be called while nothing outside refers to a gradient."""
+        self._is_free = True
         if not self.storage.resizable():
             return  # page-locked, in a block with others: to unlock and lock again exceeds a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
@@ -258,6 +263,7 @@ class Bucket:
         self.partial_present: set[int] = set()
         self.gathered: Segments | None = None
         self.own_pieces: frozenset[int] = frozenset()
+        self.has_own_pack = False  # whether the pack has a piece of its own, too
         self.secondary: SecondaryShards | None = None
         self.keeps_storage = False  # whether addresses must stay: captured graphs contain them
         self.cached = False
@@ -351,7 +357,8 @@ class Bucket:
             # ranks may not be over fewer, and are packed then.
             end = max(end, secondary.gathered_numel)
         bounds = {0, end}
-        if end - layout.pack_full_offset >= enough:
+        self.has_own_pack = end - layout.pack_full_offset >= enough
+        if self.has_own_pack:
             bounds.add(layout.pack_full_offset)
         direct = layout.direct if split else ()
         own = frozenset(i for i in direct if layout.slots[i].full_numel >= enough)
@@ -381,13 +388,11 @@ class Bucket:
             self.gathered.free()
 
     def free_pack(self) -> None:
-        """Free the pack, if it has a piece of its own, once it was copied out."""
+        """Free the pack, which has a piece of its own, once it was copied out."""
         # Parameters are then not held twice while they compute. It has memory again at the next
         # `allocate`; until then only views refer to it, which nothing reads.
-        gathered, start = self.gathered, self.layout.pack_full_offset
-        if gathered is None or self.keeps_storage or gathered.starts[-1] != start:
-            return
-        resize(gathered.storages[-1], 0)
+        if self.gathered is not None and not self.keeps_storage:
+            resize(self.gathered.storages[-1], 0)
 
     def mark_cached(self) -> None:
         """What is gathered from now on stays valid until a shard is written."""
@@ -497,7 +502,11 @@ class Bucket:
 
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient, ours or not."""
-        return any(p.sharded.grad is not None for p in self.params)
+        # A loop: this runs in every forward and backward, and a generator costs a frame per item.
+        for param in self.params:  # noqa: SIM110
+            if param.sharded.grad is not None:
+                return True
+        return False
 
     def gradient_store(self, detached: Collection[int] | None) -> GradientStore:
         """The store of sharded gradients, with memory, safe to write where no ``.grad`` is.

@@ -39,8 +39,8 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    assert core().code_lines <= 6660
-    assert core().functions <= 720
+    assert core().code_lines <= 6690
+    assert core().functions <= 723
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -52,13 +52,13 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 332
+    assert len(measured[FIRST].functions) <= 325
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
-    assert len(measured[STEADY].files) <= 17 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 138 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 491 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].files) <= 16 + OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 125 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 433 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
