@@ -2,9 +2,9 @@
 
     python -m benchmarks.optimizers [LIBRARY ...] [--only NAME ...] [--ranks N ...] [--write FILE]
 
-Each optimizer runs with its defaults on 2 and on 3 ranks, over plain DTensors, with
-`fsdp2.optim.local_step` and with `whole_step`, and is compared with one process. The text of
-docs/optimizers.md around the tables is written by hand.
+Each optimizer runs with its defaults on 2 and on 3 ranks, over plain DTensors and with
+`fsdp2.optim.local_step`, `flat_step` and `whole_step`, and is compared with one process. The text
+of docs/optimizers.md around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from .ranks import run_ranks
 
 RANKS = (2, 3)
 LONGEST = 150  # characters of a message in the table
+PROPERTIES = "elementwise|independent of shapes|one that steps each parameter on its own"
+RULE = "|---" * (1 + len(WAYS)) + "|"  # below the names of the columns
 
 
 def cell(by_ranks: dict[int, Sequence[str]]) -> str:
@@ -41,10 +43,10 @@ def _text(kind: str, text: str) -> str:
     # Of a refusal only the reason, without the optimizer's name and the advice.
     if kind == "refused":
         text = text.removeprefix("TypeError: ")
-    text = re.sub(r".* is not (elementwise|one that steps each parameter on its own): ", "", text)
-    text = re.split(
-        r"\. It would see only|\. whole_step steps parameters| See docs/| Please ", text
-    )[0]
+    text = re.sub(rf".* is not ({PROPERTIES}): ", "", text)
+    text = re.sub(r".*so its steps are not those of one process: for '.*' of", "with", text)
+    ends = r"\. It would see|\. whole_step steps parameters| See docs/| Please |\. fsdp2\.optim\."
+    text = re.split(ends, text)[0]
     text = text.replace("|", "/").replace("<", "&lt;")
     if len(text) > LONGEST:
         text = text[:LONGEST].rstrip() + " ..."
@@ -59,14 +61,14 @@ def section(library: str, names: Sequence[str], outcomes: dict[int, dict[str, An
     version = metadata.version(library.split(".")[0]).split("+")[0]
     lines = [
         f"## {library} {version}\n",
-        "| optimizer | plain DTensors | `local_step` | `whole_step` |",
-        "|---|---|---|---|",
+        "| optimizer | plain DTensors | `local_step` | `flat_step` | `whole_step` |",
+        RULE,
     ]
     for name in names:
         row = {ranks: found[f"{library}/{name}"] for ranks, found in outcomes.items()}
         cells = [cell({ranks: by_way[way] for ranks, by_way in row.items()}) for way in WAYS]
         if cells[0].startswith("not trained"):
-            cells = [cells[0], "", ""]
+            cells[1:] = [""] * (len(cells) - 1)
         fewer = "" if set(outcomes) == set(RANKS) else f" ({', '.join(map(str, outcomes))} ranks)"
         lines.append(f"| {name}{fewer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -93,9 +95,9 @@ def _merged(old: str, new: str) -> str:
 
 
 def _rows(section: str) -> tuple[str, dict[str, str]]:
-    heading, _, rows = section.partition("|---|---|---|---|\n")
+    heading, _, rows = section.partition(RULE + "\n")
     lines = [line for line in rows.splitlines() if line.startswith("| ")]
-    return heading + "|---|---|---|---|\n", {re.split(r" \(| \| ", line)[0]: line for line in lines}
+    return f"{heading}{RULE}\n", {re.split(r" \(| \| ", line)[0]: line for line in lines}
 
 
 def main() -> None:

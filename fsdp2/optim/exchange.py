@@ -99,6 +99,11 @@ class Cut:
     def box(self, coordinate: Coordinate) -> Box:
         return self._boxes[coordinate]
 
+    @property
+    def boxes(self) -> list[Box]:
+        """The different boxes, without empty ones."""
+        return [box for box in dict.fromkeys(self._boxes.values()) if box.numel]
+
     def origins(self, coordinate: Coordinate, dims: tuple[int, ...]) -> list[Coordinate]:
         """Whose parts a rank has, in order, after it received those along ``dims``."""
         if not dims:
@@ -294,8 +299,11 @@ class Exchange:
         target = torch.empty(sum(out_numels), dtype=dtype, device=self.device)
         in_numels = [sum(piece.numel() for piece in peer) for peer in sends]
         group = self.mesh.get_group(dim)
+        sent, received = source, target
+        if dtype.is_floating_point and dtype.itemsize == 1:  # gloo does not know float8
+            sent, received = source.view(torch.uint8), target.view(torch.uint8)
         with explained(_CALL, group):
-            dist.all_to_all_single(target, source, out_numels, in_numels, group=group)
+            dist.all_to_all_single(received, sent, out_numels, in_numels, group=group)
         pieces = iter(target.split([n for peer in expected for item in peer for n in item]))
         return [[[next(pieces) for _ in item] for item in peer] for peer in expected]
 

@@ -130,7 +130,7 @@ def in_double(
     draws: Callable[[], str | None],
 ) -> str | None:
     """Compare in float64, where differences are not rounding; else in the parameters' dtypes."""
-    with _quietly():
+    with quietly():
         try:
             reason = compare(torch.float64)
         except CannotTry:
@@ -486,7 +486,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Compile nothing, and leave the random numbers that come next as they are."""
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         yield

@@ -4,11 +4,16 @@ A state is a tree of dicts, lists, tuples and deques. Its leaves are tensors, nu
 (None, strings, dtypes). `take_apart` separates a tree into its structure, which is small,
 comparable and picklable, and its tensors and numbers, which change in every step. `put_together`
 is the reverse.
+
+A tensor that consists of others (quantized state) cannot be cut into shards: only its class knows
+how, and it refuses most cuts. Between steps a dict of its inner tensors stands for it, each of them
+a tensor like any other; `as_subclasses` makes it anew.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,11 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..dtensor.subclasses import is_subclass
 
 NUMBERS = (bool, int, float)
 CONSTANTS = (type(None), str, torch.dtype, torch.device, torch.memory_format)
 EXACT = 2**53  # integers up to here are exact as float64
 PLAIN = (Tensor, nn.Parameter, DTensor)
+# Key of the class in a dict that stands for a tensor subclass.
+SUBCLASS = "tensor subclass"
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,13 @@ def take_apart(value: Any, taken: Taken, name: str = "") -> Structure:
     """
     kind = type(value)
     if isinstance(value, Tensor):
+        if kind not in PLAIN and is_traceable_wrapper_subclass(value):
+            return take_apart(_as_dict(value), taken, name)
+        if is_subclass(value):
+            raise TypeError(
+                f"'{name}' was quantized shard by shard, by steps over DTensors; whole_step steps "
+                "whole parameters. Apply it before the first step, and load state of such steps"
+            )
         if kind not in PLAIN:
             raise TypeError(
                 f"whole_step moves state between ranks; '{name}' is a tensor subclass "
@@ -111,6 +128,42 @@ def put_together(structure: Structure, tensors: Iterator[Any], numbers: Iterator
     if structure.kind is deque:
         return deque(items, structure.maxlen)
     return structure.kind(items)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    """A tensor subclass as the dict that stands for it."""
+    names, context = value.__tensor_flatten__()
+    kind = type(value)
+    return {
+        SUBCLASS: f"{kind.__module__}:{kind.__qualname__}",
+        "shape": tuple(value.shape),
+        "context": context,
+        "tensors": {name: getattr(value, name) for name in names},
+    }
+
+
+def as_subclasses(value: Any) -> Any:
+    """The same tree with tensor subclasses in place of the dicts that stand for them."""
+    if isinstance(value, dict):
+        items = {key: as_subclasses(item) for key, item in value.items()}
+        return _as_subclass(items) if SUBCLASS in items else items
+    if isinstance(value, deque):
+        return deque(map(as_subclasses, value), value.maxlen)
+    return type(value)(map(as_subclasses, value)) if type(value) in (list, tuple) else value
+
+
+def _as_subclass(found: dict[str, Any]) -> Tensor:
+    module, _, names = found[SUBCLASS].partition(":")
+    # Only a class that the program has imported: a checkpoint must not cause an import.
+    kind: Any = sys.modules.get(module)
+    for name in names.split("."):
+        kind = getattr(kind, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+        raise TypeError(f"State is of {module}.{names}, which is not an imported class of tensors")
+    shape = torch.Size(found["shape"])
+    strides = torch.empty(shape, device="meta").stride()
+    unflatten = kind.__tensor_unflatten__  # type: ignore[attr-defined]
+    return unflatten(found["tensors"], found["context"], shape, strides)
 
 
 def tensor_leaves(structure: Structure) -> Iterator[TensorLeaf]:

@@ -42,6 +42,7 @@ from .values import (
     Structure,
     Taken,
     TensorLeaf,
+    as_subclasses,
     copied,
     map_tensors,
     num_numbers,
@@ -77,7 +78,8 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
     Args:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
             subclass of its class. It must keep everything it remembers in the parameters' state
-            and in its groups: tensors, numbers, strings, and containers of these.
+            and in its groups: tensors, numbers, strings, and containers of these. State that is
+            a tensor subclass (quantized) is a dict of its inner tensors between steps.
         batch_bytes: bytes of whole tensors that a rank handles at a time; see `run_whole`.
         separable: True asserts that it steps each parameter independently and skips the test;
             random numbers are then drawn on the rank that steps the parameter.
@@ -362,7 +364,7 @@ class WholeStep:
             tensor.cpu() if leaf.on_host else tensor
             for leaf, tensor in zip(leaves, tensors, strict=True)
         )
-        state = put_together(state_structure, given, iter(job.kept.numbers))
+        state = as_subclasses(put_together(state_structure, given, iter(job.kept.numbers)))
         plain = nn.Parameter(whole, requires_grad=job.param.requires_grad)
         plain.grad = grad
         inner: defaultdict[Tensor, Any] = defaultdict(dict)

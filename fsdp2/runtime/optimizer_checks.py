@@ -1,20 +1,25 @@
-"""Optimizers that cannot train a sharded model: their step raises an error that says what to do.
+"""Optimizers that cannot train a sharded model, or do it differently: their step says what to do.
 
 - One that was built before `fully_shard` holds parameters that nothing computes with: training
   runs and learns nothing.
 - LBFGS makes one vector of all gradients. DTensors support that if all ranks have equally many
   rows, with the result of one process; otherwise torch fails with an internal error.
+- One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
+  gives other steps than in one process.
 
 torch calls hooks before the steps of all optimizers of a process, so each check is installed only
-once a model needs it. Ordinary training never has the first one.
+once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,6 +29,7 @@ from .unit import Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
+_compared: WeakSet[Optimizer] = WeakSet()  # whose quantized state was looked at
 
 
 def watch_originals(units: Sequence[Unit]) -> None:
@@ -40,6 +46,40 @@ def watch_flattening(params: Iterable[ShardedParam]) -> None:
     """Make ``LBFGS.step`` raise RuntimeError for parameters that it cannot flatten."""
     if any(_is_uneven(param.sharded) for param in params):
         _install(_check_flattening)
+
+
+def watch_quantized() -> None:
+    """Look out for optimizers that quantize the state of shards otherwise than of whole parameters.
+
+    To be called before the first forward, when the class of the optimizer mostly is imported.
+    """
+    if any(_may_quantize(kind) for kind in _kinds(Optimizer)):
+        _install(_check_quantized)
+
+
+def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)
+
+
+def _may_quantize(kind: type[Optimizer]) -> bool:
+    """Whether the module of the class, or of one of its bases, knows a tensor subclass."""
+    return any(
+        _is_wrapper(value)
+        for name in {base.__module__ for base in kind.__mro__ if issubclass(base, Optimizer)}
+        if not name.startswith(("torch.", "fsdp2."))
+        for value in tuple(vars(sys.modules[name]).values() if name in sys.modules else ())
+    )
+
+
+def _is_wrapper(value: Any) -> bool:
+    return (
+        isinstance(value, type)
+        and issubclass(value, Tensor)
+        and hasattr(value, "__tensor_flatten__")
+        and not value.__module__.startswith("torch.")
+    )
 
 
 def _install(check: Callable[..., None]) -> None:
@@ -91,3 +131,19 @@ def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     'shard_model(model, strategy="none"), or leave such parameters replicated: '
                     "shard_placement_fn=lambda param: Replicate()"
                 )
+
+
+def _check_quantized(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _compared:
+        return
+    _compared.add(optimizer)
+    # The functions of fsdp2.optim replace the class, and have tried the optimizer out.
+    if hasattr(type(optimizer), "_runner") or not _may_quantize(type(optimizer)):
+        return
+    from ..optim.quantized import describe_differences
+
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    named = [(managed.fqn, param) for param in params if (managed := managed_param(param))]
+    message = describe_differences(optimizer, named)
+    if message is not None:
+        warnings.warn(message, stacklevel=3)

@@ -1,0 +1,146 @@
+"""Optimizers that quantize their state, over DTensors: do shards get that of whole parameters?
+
+Such an optimizer (torchao's) decides by the number of elements that it sees whether to quantize,
+and gives every block of them a scale. Over DTensors it sees shards. The state is that of one
+process only if all shards are quantized when the parameter would be, and if they begin and end
+where blocks do.
+
+No list of names: the optimizer's own step runs on meta tensors of the shapes of the parameter and
+of all its shards, which every rank knows. So every rank finds the same without communication.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..dtensor.boxes import Box, run_numel, run_offsets
+from ..dtensor.subclasses import inner_of
+from .exchange import cut_of
+from .probe import quietly
+from .stepping import isolated, original_name, raw_step
+from .values import copied, map_tensors
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How one tensor of the state is quantized.
+
+    Attributes:
+        numels: number of elements of each inner tensor, by name.
+    """
+
+    numels: dict[str, int]
+
+
+State = dict[Any, Quantized]  # what is quantized, by key
+
+
+def describe_differences(optimizer: Optimizer, params: Iterable[tuple[str, DTensor]]) -> str | None:
+    """A message that names the parameters whose state is not quantized as in one process.
+
+    Args:
+        optimizer: its step is tried on meta tensors; otherwise it is left as it is.
+        params: its sharded parameters, with their names.
+    """
+    trials = Trials(optimizer)
+    found = [(name, p, why) for name, p in params if (why := trials.why_different(p))]
+    if not found:
+        return None
+    name, param, why = found[0]
+    others = f" (and {len(found) - 1} more parameters differ)" if len(found) > 1 else ""
+    return (
+        f"{original_name(optimizer)} over DTensors decides shard by shard how to quantize its "
+        f"state, so its steps are not those of one process: for '{name}' of shape "
+        f"{tuple(param.shape)}, {why}{others}. fsdp2.optim.whole_step(optimizer) quantizes as one "
+        "process does; see docs/optimizers.md for the shapes with which DTensors do"
+    )
+
+
+class Trials:
+    """Steps of an optimizer on meta tensors; each combination of group, shape and dtype once."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {
+            id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
+        self._states: dict[tuple[int, Shape, torch.dtype], State | None] = {}
+
+    def why_different(self, param: DTensor) -> str | None:
+        """Why the state of the shards is not that of the whole; None if it is."""
+        shape, mesh_shape = tuple(param.shape), tuple(param.device_mesh.shape)
+        boxes = cut_of(shape, mesh_shape, tuple(param.placements)).boxes
+        whole = self._state(param, shape)
+        parts = {box.shape: self._state(param, box.shape) for box in boxes}
+        if whole is None or any(part is None for part in parts.values()):
+            return None  # it cannot step on meta tensors: nothing is known
+        return _compare(shape, whole, [(box, parts[box.shape] or {}) for box in boxes])
+
+    def _state(self, param: DTensor, shape: Shape) -> State | None:
+        key = self._groups[id(param)], shape, param.dtype
+        if key not in self._states:
+            self._states[key] = self._try(*key)
+        return self._states[key]
+
+    def _try(self, group: int, shape: Shape, dtype: torch.dtype) -> State | None:
+        plain = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        plain.grad = torch.empty_like(plain)
+        options: dict[str, Any] = {
+            key: map_tensors(copied(value), Tensor.cpu)
+            for key, value in self._optimizer.param_groups[group].items()
+            if key not in ("params", "param_names")
+        }
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        with isolated(self._optimizer, [{**options, "params": [plain]}], state), quietly():
+            try:
+                raw_step(type(self._optimizer))(self._optimizer)
+            except Exception:
+                return None
+        return {
+            key: Quantized({n: t.numel() for n, t in inner_of(value).items()})
+            for key, value in state[plain].items()
+            if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+        }
+
+
+def _compare(shape: Shape, whole: State, parts: Sequence[tuple[Box, State]]) -> str | None:
+    found = {part.keys() == whole.keys() for _, part in parts}
+    if found != {True}:
+        some = "some shards" if len({frozenset(part) for _, part in parts}) > 1 else "shards"
+        if whole:
+            return f"it keeps the state of {some} in full precision, and one process quantizes it"
+        return f"it quantizes the state of {some}, and one process keeps it in full precision"
+    for key, of_whole in whole.items():
+        for box, part in parts:
+            if not _same_blocks(shape, of_whole.numels, box, part[key].numels):
+                return f"shards do not begin and end where the blocks of '{key}' do"
+    return None
+
+
+def _same_blocks(shape: Shape, whole: dict[str, int], box: Box, part: dict[str, int]) -> bool:
+    """Whether the blocks of a shard are blocks of the whole: each inner tensor has one element for
+    so many of the parameter, or is a table, equal in both."""
+    if box.numel == prod(shape):
+        return True
+    for name, num in whole.items():
+        if part.get(name) == num > 1:
+            continue  # a table
+        block, rest = divmod(prod(shape), num) if num else (0, 0)
+        if rest or not block or part.get(name, 0) * block != box.numel:
+            return False
+        run = run_numel(box, shape)
+        if run % block or any(first % block for first in run_offsets(box, shape, run)):
+            return False
+    return True
