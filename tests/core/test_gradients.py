@@ -59,11 +59,16 @@ def test_zero_grad_forgets_the_last_step(set_to_none: bool) -> None:
         assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("dropped_before", [0, 2])
 @pytest.mark.parametrize("name", ["mlp", "even_mlp"])
 @distributed(1, 2, 3)
-def test_gradients_kept_across_zero_grad_stay_as_they_are(name: str) -> None:
+def test_gradients_kept_across_zero_grad_stay_as_they_are(name: str, dropped_before: int) -> None:
     case = BY_NAME[name]
     model, plain = pair(case)
+    for _ in range(dropped_before):  # their memory is there for others to be written to
+        run_both(case, model, plain, 3)
+        model.zero_grad()
+        plain.zero_grad()
     run_both(case, model, plain, 0)
     kept = local_gradients(model)
     before = [whole(grad) for grad in kept]
