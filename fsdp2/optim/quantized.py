@@ -11,11 +11,14 @@ of all its shards, which every rank knows. So every rank finds the same without 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ from .stepping import isolated, original_name, raw_step
 from .values import copied, map_tensors
 
 Shape = tuple[int, ...]
+_compared: WeakSet[Optimizer] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,46 @@ class Quantized:
 State = dict[Any, Quantized]  # what is quantized, by key
 
 
-def describe_differences(optimizer: Optimizer, params: Iterable[tuple[str, DTensor]]) -> str | None:
-    """A message that names the parameters whose state is not quantized as in one process.
+def may_quantize(kind: type[Optimizer]) -> bool:
+    """Whether the module of the class, or of one of its bases, knows a tensor subclass."""
+    return any(
+        _is_wrapper(value)
+        for name in {base.__module__ for base in kind.__mro__ if issubclass(base, Optimizer)}
+        if not name.startswith(("torch.", "fsdp2."))
+        for value in tuple(vars(sys.modules[name]).values() if name in sys.modules else ())
+    )
+
+
+def _is_wrapper(value: Any) -> bool:
+    return (
+        isinstance(value, type)
+        and issubclass(value, Tensor)
+        and hasattr(value, "__tensor_flatten__")
+        and not value.__module__.startswith("torch.")
+    )
+
+
+def warn_of_differences(optimizer: Optimizer, known: Callable[[Tensor], Any]) -> None:
+    """Warn, once, of parameters whose state is not quantized as in one process.
 
     Args:
         optimizer: its step is tried on meta tensors; otherwise it is left as it is.
-        params: its sharded parameters, with their names.
+        known: what is known of a sharded parameter, with its name as ``fqn``; None for others.
     """
+    if optimizer in _compared:
+        return
+    _compared.add(optimizer)
+    # The functions of fsdp2.optim replace the class, and have tried the optimizer out.
+    if hasattr(type(optimizer), "_runner") or not may_quantize(type(optimizer)):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    named = [(found.fqn, param) for param in params if (found := known(param)) is not None]
+    message = _describe(optimizer, named)
+    if message is not None:
+        warnings.warn(message, stacklevel=4)
+
+
+def _describe(optimizer: Optimizer, params: Iterable[tuple[str, Any]]) -> str | None:
     trials = Trials(optimizer)
     found = [(name, p, why) for name, p in params if (why := trials.why_different(p))]
     if not found:

@@ -13,13 +13,10 @@ once a model or an optimizer class needs it. Ordinary training has neither the f
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,7 +26,6 @@ from .unit import Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
-_compared: WeakSet[Optimizer] = WeakSet()  # whose quantized state was looked at
 
 
 def watch_originals(units: Sequence[Unit]) -> None:
@@ -53,33 +49,14 @@ def watch_quantized() -> None:
 
     To be called before the first forward, when the class of the optimizer mostly is imported.
     """
-    if any(_may_quantize(kind) for kind in _kinds(Optimizer)):
-        _install(_check_quantized)
+    kinds: list[type[Optimizer]] = [Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    if any(not kind.__module__.startswith(("torch.", "fsdp2.")) for kind in kinds):
+        from ..optim.quantized import may_quantize
 
-
-def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _kinds(each)
-
-
-def _may_quantize(kind: type[Optimizer]) -> bool:
-    """Whether the module of the class, or of one of its bases, knows a tensor subclass."""
-    return any(
-        _is_wrapper(value)
-        for name in {base.__module__ for base in kind.__mro__ if issubclass(base, Optimizer)}
-        if not name.startswith(("torch.", "fsdp2."))
-        for value in tuple(vars(sys.modules[name]).values() if name in sys.modules else ())
-    )
-
-
-def _is_wrapper(value: Any) -> bool:
-    return (
-        isinstance(value, type)
-        and issubclass(value, Tensor)
-        and hasattr(value, "__tensor_flatten__")
-        and not value.__module__.startswith("torch.")
-    )
+        if any(map(may_quantize, kinds)):
+            _install(_check_quantized)
 
 
 def _install(check: Callable[..., None]) -> None:
@@ -134,16 +111,6 @@ def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_quantized(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _compared:
-        return
-    _compared.add(optimizer)
-    # The functions of fsdp2.optim replace the class, and have tried the optimizer out.
-    if hasattr(type(optimizer), "_runner") or not _may_quantize(type(optimizer)):
-        return
-    from ..optim.quantized import describe_differences
+    from ..optim.quantized import warn_of_differences
 
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    named = [(managed.fqn, param) for param in params if (managed := managed_param(param))]
-    message = describe_differences(optimizer, named)
-    if message is not None:
-        warnings.warn(message, stacklevel=3)
+    warn_of_differences(optimizer, managed_param)

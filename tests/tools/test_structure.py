@@ -39,7 +39,7 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    assert core().code_lines <= 6690
+    assert core().code_lines <= 6700  # with the warning of state that is quantized shard by shard
     assert core().functions <= 723
 
 
