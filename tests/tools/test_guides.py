@@ -146,7 +146,7 @@ def test_a_checkpoint_of_ddp_is_gone_on_from() -> None:
     before = run("from_ddp.md", "Before")
     dist.barrier()
     after = run("from_ddp.md", "After", num_steps=0)
-    run("from_ddp.md", "Going on from a DDP checkpoint", **after)
+    run("from_ddp.md", "Resuming from a DDP checkpoint", **after)
     moments = [before["optimizer"].state[p]["exp_avg"] for p in before["model"].parameters()]
     assert_equal_state(after, dict(before["model"].module.named_parameters()), moments)
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_fsdp1_is_gone_on_from() -> None:
     run("from_fsdp1.md", "Before")
     dist.barrier()
     after = run("from_fsdp1.md", "After", num_steps=0)
-    run("from_fsdp1.md", "Going on from an FSDP1 checkpoint", **after)
+    run("from_fsdp1.md", "Resuming from an FSDP1 checkpoint", **after)
     saved = torch.load("fsdp1.pt")
     state = saved["optimizer"]["state"]
     moments = [state[name]["exp_avg"] for name, _ in after["model"].named_parameters()]
@@ -213,7 +213,7 @@ def test_torch_fsdp2_and_its_replacement_have_equal_losses() -> None:
 def test_a_checkpoint_of_torch_is_gone_on_from() -> None:
     before = run("from_torch_fsdp2.md", "Before")
     after = run("from_torch_fsdp2.md", "After", num_steps=0)
-    run("from_torch_fsdp2.md", "Going on from a checkpoint of torch", **after)
+    run("from_torch_fsdp2.md", "Resuming from a torch checkpoint", **after)
     theirs = {name: p.full_tensor() for name, p in before["model"].named_parameters()}
     moments = [
         before["optimizer"].state[p]["exp_avg"].full_tensor() for p in before["model"].parameters()
@@ -276,7 +276,7 @@ def test_a_universal_checkpoint_of_zero_is_gone_on_from() -> None:
                 torch.save({"param": value}, folder / f"{kind}.pt")
     dist.barrier()
     after = run("from_zero.md", "After", num_steps=0)
-    run("from_zero.md", "Going on from a DeepSpeed checkpoint", **after)
+    run("from_zero.md", "Resuming from a DeepSpeed checkpoint", **after)
     assert_equal_state(after, whole, list(moments.values()))
     steps = {state["step"].item() for state in after["optimizer"].state.values()}
     assert steps == {3.0}
