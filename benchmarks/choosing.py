@@ -92,7 +92,7 @@ def examples() -> dict[str, Example]:
     from train_weather import FUTURE, PAST, WeatherModel
     from train_weather import Block as WeatherBlock
 
-    # They take Ctrl-C for a request to stop after a step, which nobody asks for here.
+    # Importing them made Ctrl-C a request to stop after the step; here it just interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     genres = torch.randint(20, (9066, GENRES_OF_A_MOVIE))
     decades = torch.randint(DECADES, (9066,))

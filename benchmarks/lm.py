@@ -1,9 +1,9 @@
 """Wall time of forward and backward of the language model, all variants interleaved.
 
 Every variant lives in the same processes at the same time. A round runs a few steps of each, one
-variant after the other; the next round begins with another one, so that nobody always follows
-the same neighbour. Between the steps, outside the timing, an SGD step changes the weights: a
-library that kept something of an old step would give other losses than the plain model.
+variant after the other; the next round begins with another one, so that no variant always
+follows the same neighbour. Between the steps, outside the timing, an SGD step changes the weights:
+a library that reused results of an old step would give other losses than the plain model.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.structure          # a table
     python -m benchmarks.structure --calls  # and every function that is entered
 
-Questions of somebody who reads the code for the first time: how many lines are there, how many
-files and functions does one call of ``fully_shard`` and one step of training go through, and how
-long does a step stay in one file. torch's FSDP2 is counted the same way, as a scale.
+Questions of a first-time reader of the code: how many lines are there, how many files and functions
+do one call of ``fully_shard`` and one training step go through, and how long does a step stay in
+one file? torch's FSDP2 is counted the same way, as a scale.
 
 Code lines are those that hold a statement: no blanks, no comments, no docstrings. Steps run as rank
 0 of a `fake` group of two, so that one process is enough and every collective is still called, on

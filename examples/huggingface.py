@@ -1,4 +1,4 @@
-"""Train a model of the Hugging Face hub, and leave a folder that `from_pretrained` reads.
+"""Train a model from the Hugging Face Hub, and write a folder that `from_pretrained` reads.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py SOURCE OUTPUT [STEPS]
 

@@ -1,11 +1,11 @@
-"""torchrun for one machine, with its own defaults and a quiet end.
+"""torchrun for one machine, with its own defaults and without tracebacks for expected exits.
 
     python examples/launch.py [--nproc-per-node N] script.py [options of the script]
 
-does what `torchrun --standalone --nproc-per-node N script.py ...` does, with one process per GPU,
-or two without GPUs, unless N is given. Two ways to end are not failures here and print neither a
-report nor a traceback: Ctrl-C, after which the ranks may still finish their step and save (exit
-status 130), and a mistake in the options, which rank 0 names in one line (exit status 2).
+does what `torchrun --standalone --nproc-per-node N script.py ...` does. N defaults to the number of
+GPUs, or to 2 without GPUs. Two exits do not count as failures and print neither a report nor a
+traceback: Ctrl-C, after which the ranks may still finish their step and save (exit status 130), and
+a mistake in the options, which rank 0 reports in one line (exit status 2).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/minimal.py
 
-One process per GPU over NCCL, or processes on the CPU over gloo where there is no GPU.
+Uses one process per GPU over NCCL; without GPUs, processes on the CPU over gloo.
 """
 
 import torch

@@ -4,8 +4,8 @@
 
 A byte-level Llama-like model learns the source of Python's standard library (`--data PATH`: any
 other text). Every rank holds only its shards of the parameters, the gradients and the optimizer's
-state. The same command trains on GPUs over NCCL where there are GPUs, and on the CPU over gloo
-where there are none. `--help` lists the options.
+state. The same command trains on GPUs over NCCL if there are any, otherwise on the CPU over gloo.
+`--help` lists the options.
 
 Read `main` from top to bottom; the functions follow in the order of their use. The files in
 `common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
@@ -66,7 +66,7 @@ def main() -> None:
         set_earlier_run_aside(options.out)
     text, batches = open_text(options)
     model = build_model(options, device)
-    # After sharding: the optimizer's state is then sharded as the parameters are.
+    # After sharding, so that the optimizer's state is sharded like the parameters.
     optimizer = build_optimizer(model, options)
     run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 @dataclass
 class Run:
-    """What a training run is made of."""
+    """The parts of a training run."""
 
     options: argparse.Namespace
     out: Path
@@ -226,8 +226,8 @@ def train(run: Run) -> int:
         with profiled if step == profiled_step else nullcontext():
             loss, grad_norm = train_step(run)
 
-        # All ranks learn the mean loss, the largest memory, and whether to stop, which all ranks
-        # must do after the same step.
+        # Share the mean loss, the largest memory, and whether to stop, because all ranks must
+        # stop after the same step.
         stop = stop_requested() or time.monotonic() > end_time
         ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop)
         loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())

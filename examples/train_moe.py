@@ -1,4 +1,4 @@
-"""Experts on another mesh than the rest of the model, on 4 processes: a tutorial that runs.
+"""Experts on a mesh of their own, apart from the rest of the model: a tutorial that runs.
 
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py
 
@@ -130,7 +130,7 @@ def main() -> None:
             )
 
     dist.destroy_process_group()
-    # All ranks have the same losses, so all of them exit alike.
+    # All ranks have the same losses, so all of them exit with the same status.
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 

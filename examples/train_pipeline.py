@@ -174,7 +174,7 @@ def main() -> None:
             print(f"step {step}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
 
     dist.destroy_process_group()
-    # All ranks have the same losses, so all of them exit alike.
+    # All ranks have the same losses, so all of them exit with the same status.
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
 

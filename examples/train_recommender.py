@@ -9,7 +9,7 @@ It must beat popularity (the share of people who liked the movie), alone and com
 person's own mean.
 
 *Deep and wide* (arXiv 1606.07792): the wide part is a linear model of crossed features ("person 7
-and comedies", hashed into buckets), which remembers; the deep part is a network on embeddings,
+and comedies", hashed into buckets), which memorizes; the deep part is a network on embeddings,
 which generalizes. Nearly all parameters are in embedding tables, of which a batch reads few rows.
 What is shown here:
 
@@ -18,10 +18,10 @@ What is shown here:
 - *Every table is a unit*: gathered for forward, one after the other, but not for backward, which
   reads only indices. Tables of fewer bytes than `--replicate-below` stay whole on every rank, which
   saves a message each. The table printed at the start has the bytes per rank of each unit.
-- *What it costs.* A gather brings all rows, used or not, and whole gradients are reduced. That is
-  right for tables that fit into memory, gathered, beside the rest. For tables of many gigabytes,
-  look rows up on the ranks that hold them (TorchRec), exclude such tables by `ignored_params`, and
-  shard the rest; docs/choosing.md has the figures.
+- *What it costs.* Every gather fetches all rows, used or not, and whole gradients are reduced. That
+  is fine for tables that fit into memory when gathered. For tables of many gigabytes, look rows up
+  on the ranks that hold them (TorchRec), exclude such tables with `ignored_params`, and shard the
+  rest; docs/choosing.md has the figures.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def held_out_auc(model: nn.Module, ratings: Ratings, device: torch.device) -> fl
 
 
 def popularity_auc(ratings: Ratings) -> dict[str, float]:
-    """What counting achieves: shares of liked training ratings, drawn to the mean if few."""
+    """Baselines from counts: shares of liked training ratings, shrunk to the mean if few."""
 
     def log_odds(ids: Tensor) -> Tensor:
         size, train = int(ids.max()) + 1, ratings.train

@@ -95,7 +95,7 @@ def main() -> None:
 
     digits = read_digits()
     model = build_model(options, device)
-    # After sharding: the optimizer's state is then sharded as the parameters are.
+    # After sharding, so that the optimizer's state is sharded like the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, fused=True)
     amp_dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device.type, enabled=options.amp and amp_dtype is torch.float16)
@@ -160,7 +160,7 @@ def average_statistics(model: nn.Module) -> None:
 
 
 def shifted(images: Tensor, seed: int, step: int) -> Tensor:
-    """The images, shifted by up to a pixel, because the digits are few."""
+    """The images, shifted by up to a pixel, because there are few digits."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     right, down = torch.randint(-1, 2, (2,), generator=generator).tolist()
     padded = F.pad(images, (1, 1, 1, 1), value=-1.0)  # the background

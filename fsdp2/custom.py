@@ -1,4 +1,4 @@
-"""Collectives and memory that users bring: `FSDPModule.set_custom_all_gather` and its like."""
+"""Protocols for user-provided collectives and memory, as for `FSDPModule.set_custom_all_gather`."""
 
 # First: its error names all that this torch lacks.
 from .common import torch_private as torch_private  # isort: split

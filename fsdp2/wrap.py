@@ -3,7 +3,7 @@
 A *unit* is what one call of `fully_shard` makes: the parameters of a module, or of a group of
 modules, that are gathered and reduced together. A policy looks at a model and names the modules;
 `units_of` turns that into units with their parameters, as `fully_shard` called bottom-up would
-distribute them. Nothing here changes a model or communicates; models on the meta device will do.
+distribute them. Nothing here changes a model or communicates; the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def as_policy(wrap: Any) -> WrapPolicy:
         A function that takes the model and returns tuples of module names, one tuple per unit.
 
     Raises:
-        TypeError: for what is no ``wrap``.
+        TypeError: for any other kind of ``wrap``.
 
     Example:
         >>> sorted(as_policy(Block)(model))

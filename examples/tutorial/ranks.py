@@ -1,4 +1,4 @@
-"""What step 2 spells out and the later steps import: joining the group, and the mean of a loss."""
+"""Code that step 2 spells out and later steps import: joining the group, and the mean loss."""
 
 from __future__ import annotations
 

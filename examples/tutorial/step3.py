@@ -1,4 +1,4 @@
-"""Step 3: a model that never exists in whole on any rank.
+"""Step 3: a model that is never whole on any rank.
 
 torchrun --standalone --nproc-per-node 2 examples/tutorial/step3.py
 """

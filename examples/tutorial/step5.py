@@ -1,4 +1,4 @@
-"""Step 5: checkpoints, and going on with another number of ranks.
+"""Step 5: checkpoints, and resuming on a different number of ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/tutorial/step5.py 10
 torchrun --standalone --nproc-per-node 3 examples/tutorial/step5.py 20

@@ -1,4 +1,4 @@
-"""Step 6: replicas of a sharded model (HSDP), and looking at what happens.
+"""Step 6: replicas of a sharded model (HSDP), and tools for looking into a run.
 
 torchrun --standalone --nproc-per-node 4 examples/tutorial/step6.py
 """

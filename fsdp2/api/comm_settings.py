@@ -1,7 +1,7 @@
 """How a unit communicates: the methods of `FSDPModule` that choose it, and what excludes what.
 
-They are functions here, which the class takes over, and no base class of it: other libraries find
-a sharded module's own class as ``type(module).__mro__[2]``, behind `FSDPModule`.
+They are functions that the class takes over, not methods of a base class: other libraries find a
+sharded module's own class as ``type(module).__mro__[2]``, right after `FSDPModule`.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def fully_shard(
 ) -> M:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    The parameters that no earlier call on a submodule took become one unit: they are gathered
-    together before the forward and backward of ``module``, and their gradients are reduced
-    together.
+    All parameters that no earlier call on a submodule has taken become one unit: they are
+    gathered together before the forward and backward of ``module``, and their gradients are
+    reduced together.
     Call it bottom-up: on the blocks of a model first, then on the model. A parameter that is
     tied across units moves to the unit of the module that contains both.
 
@@ -87,8 +87,8 @@ def fully_shard(
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
-        Type checkers see the class it had: they learn of the methods of `FSDPModule` by
-        ``assert isinstance(model, FSDPModule)``.
+        Type checkers still see the original class: ``assert isinstance(model, FSDPModule)`` tells
+        them about the methods of `FSDPModule`.
 
     Raises:
         ValueError: for a mesh that cannot be used, a module or parameter that is already sharded

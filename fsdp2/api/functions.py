@@ -17,8 +17,8 @@ from .module import FSDPModule, units_of_all
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat a method like forward: gather parameters before it and free them after it.
 
-    For methods other than ``forward`` that compute with parameters: ``generate``, ``encode``. The
-    method may call forward. Nothing happens if ``module`` is not sharded.
+    For methods other than ``forward`` that compute with parameters, such as ``generate``. The
+    method may call forward. Has no effect if ``module`` is not sharded.
 
     Args:
         module: the module.

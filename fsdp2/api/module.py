@@ -95,7 +95,7 @@ class FSDPModule(_Base):
 
         Args:
             requires_gradient_sync: False for all but the last micro-batch, to accumulate
-                gradients on this rank without reducing them. Parameters are gathered as ever.
+                gradients on this rank without reducing them. Parameters are gathered as usual.
             recurse: whether to set it for sharded submodules too.
         """
         units = self._units(recurse)
@@ -139,7 +139,7 @@ class FSDPModule(_Base):
 
         For all but the last micro-batch. Sets `set_requires_gradient_sync` to False and restores
         the earlier setting on exit. Only backward must run inside; forward may run outside.
-        Parameters are gathered as ever.
+        Parameters are gathered as usual.
 
         Raises:
             RuntimeError: if this module is not the root: the gradients of the rest of the model
@@ -401,8 +401,8 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Discard an iteration that raised.
 
-        Not needed to continue: the next forward of the root recovers on its own, and keeps the
-        gradients of earlier micro-batches, so that a failed one can be retried. This method frees
+        Not needed to continue: the next forward of the root recovers on its own, and keeps earlier
+        gradients in ``.grad``, so that a failed micro-batch can be retried. This method frees
         all gathered parameters and drops all gradients, including those of earlier micro-batches,
         reduced or not. A `GradientReductionHandle` that was not waited for becomes invalid.
 

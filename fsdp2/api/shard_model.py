@@ -90,7 +90,7 @@ def find_strategy(name: str) -> Strategy:
     if strategy is None:
         known = ", ".join(f"'{each}'" for each in STRATEGIES)
         hint = did_you_mean(str(name), STRATEGIES)
-        raise ValueError(f"There is no strategy {name!r}; there are {known}{hint}")
+        raise ValueError(f"There is no strategy {name!r}: choose one of {known}{hint}")
     return strategy
 
 

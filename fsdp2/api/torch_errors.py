@@ -1,10 +1,10 @@
 """Errors that torch raises about sharded and gathered parameters, with what to call instead.
 
-Outside of forward a sharded parameter is a DTensor, inside a plain tensor, and what works on one
-fails on the other, in words of torch that know nothing of units. Torch asks nobody before it raises
-these errors, and a class of our own for parameters would slow every operator down. So the few
-methods that people trip over are wrapped where they are looked up, in torch's classes: nothing
-that a step calls takes longer. Torch's text stays the beginning of each message.
+Outside forward a sharded parameter is a DTensor, inside it is a plain tensor. What works on one may
+fail on the other, with messages from torch that do not mention units. torch has no hook for these
+errors, and a parameter class of our own would slow every operator down. So the few methods that
+users trip over are wrapped in torch's own classes; no call that a step makes takes longer. Each
+message still begins with torch's text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _installed = False
 
 
 def explain_errors() -> None:
-    """Wrap what raises them, from now on."""
+    """Wrap the methods that raise them, once per process."""
     global _installed
     if _installed:
         return
@@ -99,7 +99,7 @@ def _refuse_lost_items() -> None:
                     f"{_subject(self)}: writing to the index {index} would change a gathered copy "
                     "of it and no shard. Write to the whole tensor: whole = param.full_tensor(), "
                     f"whole[...] = ..., {_load(self)}param.copy_(distribute_tensor(whole, "
-                    "param.device_mesh, param.placements)), all on all ranks"
+                    "param.device_mesh, param.placements)), all of it on all ranks"
                 )
         inherited(self, index, value)
 

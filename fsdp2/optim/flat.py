@@ -1,9 +1,9 @@
 """Optimizer steps on flat tensors over the memory of many small parameters.
 
 A step of an optimizer on the local tensors of a unit runs its operations once per parameter. An
-elementwise optimizer gives the same result if it sees the parameters that lie side by side as one,
-and then the number of parameters no longer counts. `flat_runs` finds them; what cannot be part of a
-run is stepped as `local_step` does it.
+elementwise optimizer gives the same result if it sees parameters that lie side by side as one, so
+that the number of parameters no longer matters. `flat_runs` finds them; parameters that cannot be
+part of a run are stepped as by `local_step`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
 
     Raises:
         TypeError: if it is not elementwise or depends on shapes (raised in a step if it only shows
-            there); the message says which function serves it. If it wraps another optimizer or
-            requires a closure.
+            there; the message says which function to use instead), or if it wraps another
+            optimizer or requires a closure.
         ValueError: if it is differentiable, or if its ``step`` was replaced by something other than
             a learning rate scheduler.
         RuntimeError: in a step, if state does not have the parameter's layout: then the optimizer

@@ -241,7 +241,7 @@ class Numbers:
         self.versions = self.of_runs._version, self.of_params._version
 
     def is_current(self) -> bool:
-        """Whether nobody but the optimizer has written."""
+        """Whether only the optimizer has written since."""
         return self.of_params._version == self.versions[1]
 
     def update(self) -> None:

@@ -69,8 +69,8 @@ def get_total_norm(
         foreach: True: multi-tensor kernels; False: one call per tensor; None: whichever is
             faster.
         pp_mesh: a 1-D mesh, or process group, whose ranks hold different parts of the model:
-            pipeline stages. The norm is over all of them. What two stages hold both, as tied
-            embeddings, counts twice.
+            pipeline stages. The norm is over all of them. A tensor that two stages hold, such
+            as a tied embedding, counts twice.
 
     Returns:
         A plain 0-dim tensor, the same on all ranks, on the device of the first tensor; float64 if

@@ -529,7 +529,7 @@ class Trial:
             if not in_step:
                 return
             raise TypeError(
-                f"Whether {name} is {self._what} could not be found out on small parameters: "
+                f"Whether {name} is {self._what} could not be determined on small parameters: "
                 f"{error}. {self._advice}"
             ) from error
         if reason is not None:

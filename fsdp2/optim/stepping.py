@@ -37,13 +37,13 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{caller} expects a torch.optim.Optimizer, and {name} is none. If it wraps one, apply "
-            f"{caller} to that one before wrapping it"
+            f"{caller} expects a torch.optim.Optimizer, but {name} is not one. If it wraps one, "
+            f"apply {caller} to that one before wrapping it"
         )
     for attribute in ("param_groups", "state"):
         if isinstance(getattr(type(optimizer), attribute, None), property):
             raise TypeError(
-                f"{name} makes up its {attribute} (a property): {caller} cannot show it others. "
+                f"{name} computes its {attribute} in a property, which {caller} cannot replace. "
                 "If it wraps an optimizer, apply it to that one before wrapping it"
             )
     for attribute, value in vars(optimizer).items():
@@ -79,8 +79,8 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
     scheduled = getattr(replaced, "_wrapped_by_lr_sched", False)
     if hasattr(kind, "_runner") or (replaced is not None and not scheduled):
         raise ValueError(
-            f"The step of this {kind.__name__} was replaced already"
-            + ("" if replaced is None else f", by {replaced!r}: do that afterwards")
+            f"The step of this {kind.__name__} has already been replaced"
+            + ("" if replaced is None else f" by {replaced!r}: do that afterwards")
         )
     made = _subclass(optimizer, prefix, runner)
     vars(optimizer).pop("step", None)

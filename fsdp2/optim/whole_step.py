@@ -346,7 +346,9 @@ class WholeStep:
         known = take_apart(state, kept, self.who)
         for i, tensor in enumerate(kept.tensors):
             if isinstance(tensor, DTensor) and tensor.device_mesh != layout.mesh:
-                raise TypeError(f"The state of {self.who} is on another mesh than its parameter")
+                raise TypeError(
+                    f"The state of {self.who} is on a different mesh than its parameter"
+                )
             if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
                 kept.tensors[i] = tensor.redistribute(
                     placements=[Replicate()] * len(layout.placements)

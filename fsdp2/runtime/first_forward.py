@@ -28,15 +28,15 @@ SWITCH = "FSDP2_CHECK_RANKS"
 WARN_AFTER_S = 30.0
 
 _REPLICAS = (
-    "They are replicas: nothing makes them equal later, as their gradients are averaged and their "
-    "values are not. Call fsdp2.broadcast_replicas(model) before the first forward (what "
-    "DistributedDataParallel does by itself), or give all ranks the same seed or checkpoint"
+    "They are replicas: nothing makes them equal later, because only their gradients are averaged. "
+    "Call fsdp2.broadcast_replicas(model) before the first forward (DistributedDataParallel does "
+    "this by itself), or give all ranks the same seed or checkpoint"
 )
 _MIXTURE = (
     "Ranks called fully_shard on models with different values, and each keeps its own rows: the "
     "sharded model is a mixture of them. Call torch.manual_seed(...) with the same seed on all "
-    "ranks before the model is made (and with others for data after it), or initialize the sharded "
-    "model within fsdp2.init_on_whole_tensors(seed), or load a checkpoint. This concerns "
+    "ranks before building the model (and with different ones for data afterwards), or initialize "
+    "the sharded model within fsdp2.init_on_whole_tensors(seed), or load a checkpoint. Affected: "
 )
 
 

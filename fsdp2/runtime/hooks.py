@@ -237,11 +237,11 @@ class UnitHooks:
         parallel = next((param.fqn for param in unit.params if param.is_tensor_parallel), None)
         if parallel is not None:
             raise RuntimeError(
-                f"A second backward (create_graph=True) came to unit '{unit.name}', which has "
-                f"tensor-parallel parameters ('{parallel}'). The operations that take DTensors "
-                "apart and put them together are not differentiated twice by torch, so its "
-                "gradients would lack terms. Compute penalties on gradients with a model that is "
-                "sharded only: fully_shard over all ranks, without tensor parallelism"
+                f"A second backward (create_graph=True) reached unit '{unit.name}', which has "
+                f"tensor-parallel parameters ('{parallel}'). torch does not differentiate twice "
+                "through conversions between DTensors and local tensors, so gradients would lack "
+                "terms. Compute penalties on gradients with a model that is only sharded: "
+                "fully_shard over all ranks, without tensor parallelism"
             )
         self.enter_backward(forward, grad)
 

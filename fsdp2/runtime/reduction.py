@@ -466,9 +466,9 @@ class ReductionsInFlight:
         #    bytes in flight would be exceeded by one unit.
         # 2. A reduction that collides writes the same slices of the sharded gradients as an earlier
         #    one (a unit that ran twice). Nothing but its completion orders the two.
-        # 3. Host-ordered devices have no queue behind a reduce-scatter: somebody has to finish it
-        #    and start the all-reduce. That is done for all but the newest, which has just begun:
-        #    to finish that too would leave nothing to overlap with compute.
+        # 3. Host-ordered devices have no queue behind a reduce-scatter: the host has to finish it
+        #    and start the all-reduce. It does so for all but the newest, which has just begun:
+        #    finishing that too would leave nothing to overlap with compute.
         new = _Launched(unit_name)
         for reduction in reductions:
             new.nbytes += reduction.nbytes
@@ -569,11 +569,11 @@ class _NoGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"Backward came to '{ctx.fqn}'.grad, which backward(create_graph=True) made. Gradients "
-            "of sharded parameters are reduced over ranks, and that is not differentiated. A "
-            "penalty can be on gradients that torch.autograd.grad(..., create_graph=True) gives: "
-            "with respect to inputs and activations or, with reshard_after_forward=False and "
-            "between forward and backward, to the unsharded parameters (of this rank's own loss)"
+            f"Backward reached '{ctx.fqn}'.grad, which backward(create_graph=True) made. The "
+            "reduction of gradients over ranks is not differentiable. Put penalties on gradients "
+            "from torch.autograd.grad(..., create_graph=True) instead: with respect to inputs and "
+            "activations or, with reshard_after_forward=False and between forward and backward, "
+            "to the unsharded parameters (of this rank's own loss)"
         )
 
 

@@ -118,7 +118,7 @@ class LostWrites:
             raise RuntimeError(
                 f"Parameter '{lost[0].fqn}'{more} of unit '{unit_name}' was written by "
                 "`param.data = ...` (or vector_to_parameters), which does not reach the shard "
-                "inside a DTensor: the parameter is what it was before. Write into it: "
+                "inside a DTensor: the parameter is unchanged. To write to it: "
                 f"model.load_state_dict({{'{lost[0].fqn}': whole}}, strict=False) takes whole "
                 "tensors, `param.copy_(dtensor)` under torch.no_grad() a DTensor of the same shape"
             )

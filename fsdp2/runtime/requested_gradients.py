@@ -83,11 +83,11 @@ def _grad(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, 
         more = f" and {len(used) - 1} more" if len(used) > 1 else ""
         raise RuntimeError(
             f"torch.autograd.grad was asked for the gradient of the sharded parameter '{used[0]}'"
-            f"{more}. What computes are unsharded parameters, and gradients that are returned and "
-            "not accumulated are never reduced over ranks. Call loss.backward(inputs=[...]) with "
-            "these parameters and read their .grad, which is reduced. For gradients of this rank's "
-            "own loss (a penalty on them), use reshard_after_forward=False and ask for "
-            "model.parameters() between forward and backward, which are the unsharded ones then"
+            f"{more}. Forward uses the unsharded parameters, and gradients that are returned "
+            "instead of accumulated are never reduced over ranks. Call loss.backward(inputs=[...]) "
+            "with these parameters and read their .grad, which is reduced. For gradients of this "
+            "rank's own loss (for a penalty), use reshard_after_forward=False and pass "
+            "model.parameters(), called between forward and backward: they are unsharded then"
         )
     if not allow_unused and any(grad is None for grad in grads[:num_inputs]):
         raise RuntimeError(

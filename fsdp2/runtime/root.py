@@ -252,8 +252,8 @@ class Runtime:
             unit.unshard(self.streams)
         if config.backward_prefetch:
             if entered is not None:
-                # Not those that have been through backward already: nobody would use what is
-                # gathered, and an optimizer in backward may be writing their shards.
+                # Not those that have been through backward already: their gathers would go
+                # unused, and an optimizer in backward may be writing their shards.
                 self._prefetch(filter(entered.follows, config.backward_prefetch))
         elif before is not None and before.config.unshard_in_backward:
             self._prefetch((before,))

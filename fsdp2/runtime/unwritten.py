@@ -143,10 +143,10 @@ def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:
     listed = sorted({mark.full_name(names) for mark in left})
     some = ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
     warnings.warn(
-        f"to_empty() made memory that nothing has written since, so the model computes with "
-        f"whatever lies there: {some}. A checkpoint has no buffers that are not persistent, and "
-        "an init may skip parameters. Call fsdp2.materialize(model) in place of to_empty(), or "
-        "model.init_weights() after it, and load then",
+        f"to_empty() allocated memory that nothing has written since, so the model computes with "
+        f"arbitrary values: {some}. Checkpoints do not hold non-persistent buffers, and an "
+        "initialization may skip parameters. Call fsdp2.materialize(model) instead of to_empty(), "
+        "or model.init_weights() after it, and then load",
         stacklevel=2,
     )
 
@@ -162,6 +162,6 @@ def check_meta_buffers(root: nn.Module) -> None:
         raise RuntimeError(
             f"Buffers are still on the meta device, without values: {', '.join(left[:12])}"
             f"{f' and {len(left) - 12} more' if len(left) > 12 else ''}. State dicts and "
-            "checkpoints have no buffers that are not persistent: compute them, which "
-            "fsdp2.materialize(model, parameters=False) does by model.init_weights()"
+            "checkpoints do not hold non-persistent buffers: compute them with "
+            "fsdp2.materialize(model, parameters=False), which calls model.init_weights()"
         )

@@ -89,14 +89,14 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             if its_type is not spmd.R:
                 raise ValueError(
                     f"Parameter '{name}': expected spmd.R on the data-parallel axis {axis} but got "
-                    f"{its_type}: fully_shard itself shards it and sums gradients there"
+                    f"{its_type}: there, fully_shard itself shards it and sums gradients"
                 )
         elif axis in axes.of_dims:
             others[axis] = _placements(spmd, its_type, name)
         else:
             raise ValueError(
                 f"Parameter '{name}' has an annotation of spmd_types on the axis {axis}, which is "
-                f"no dim of the mesh of fully_shard, {axes.mesh}. Call fully_shard with mesh=<the "
+                f"not a dim of fully_shard's mesh, {axes.mesh}. Call fully_shard with mesh=<the "
                 "mesh with all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., "
                 "replicate=...), which names the data-parallel ones"
             )
@@ -165,6 +165,6 @@ def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placeme
     if isinstance(its_type, spmd.S):
         return Shard(its_type.dim), Shard(its_type.dim)
     raise ValueError(
-        f"Parameter '{name}' is annotated as {its_type} of spmd_types, which is no layout of a "
+        f"Parameter '{name}' is annotated as {its_type} of spmd_types, which is not a layout of a "
         "parameter: R, I and S(dim) are"
     )

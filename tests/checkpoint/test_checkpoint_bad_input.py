@@ -139,7 +139,7 @@ def replace(name: str, how: str) -> Callable[[Path], list[str]]:
             path.mkdir()
         elif how == "pipe":
             os.mkfifo(path)
-        return [path.name, "is missing" if how == "missing" else "is no file"]
+        return [path.name, "is missing" if how == "missing" else "is not a file"]
 
     return damage
 

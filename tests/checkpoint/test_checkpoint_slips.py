@@ -140,7 +140,7 @@ SLIPS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (
         lambda top: load_model(two_layers(), top / "text.safetensors"),
         CorruptCheckpoint,
-        "is no safetensors file: header length",
+        "is not a safetensors file: header length",
     ),
     (
         lambda top: load_model(two_layers(), top / "dcp"),

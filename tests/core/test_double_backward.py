@@ -126,7 +126,7 @@ def test_a_penalty_on_reduced_gradients_is_refused() -> None:
     model, _ = pair(EVEN_MLP)
     backward(model, 0, create_graph=True)
     penalty = sum(p.grad.to_local().square().sum() for p in model.parameters())  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match=r"Backward came to '.*'\.grad.*create_graph"):
+    with pytest.raises(RuntimeError, match=r"Backward reached '.*'\.grad.*create_graph"):
         penalty.backward()  # type: ignore[union-attr]
 
 
@@ -154,7 +154,7 @@ def check_in_an_accumulation(
         assert_sharded(model)
         if options:
             penalty = sum(p.grad.to_local().square().sum() for p in model.parameters())  # type: ignore[union-attr]
-            with pytest.raises(RuntimeError, match=r"Backward came to '.*'\.grad"):
+            with pytest.raises(RuntimeError, match=r"Backward reached '.*'\.grad"):
                 penalty.backward()  # type: ignore[union-attr]
         model.zero_grad()
         plain.zero_grad()

@@ -312,7 +312,7 @@ def test_arguments_that_do_not_fit() -> None:
             shard_model(Even(), strategy="hybrid")
     with pytest.raises(ValueError, match="'hybrid' needs a mesh of two dims"):
         shard_model(Even(), flat, strategy="hybrid")
-    with pytest.raises(ValueError, match=r"no strategy 'zero3'; there are 'full', 'grad'"):
+    with pytest.raises(ValueError, match=r"no strategy 'zero3': choose one of 'full', 'grad'"):
         shard_model(Even(), flat, strategy="zero3")
     with pytest.raises(TypeError, match="replicate_below must be an int"):
         shard_model(Even(), flat, replicate_below=1.5)  # type: ignore[arg-type]

@@ -331,7 +331,7 @@ def test_an_optimizer_that_is_not_ready_is_tried_out_in_its_first_step() -> None
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer = local_step(Ready(model.parameters(), training=False, whole=False))
-    with pytest.raises(TypeError, match=r"could not be found out.*call train"):
+    with pytest.raises(TypeError, match=r"could not be determined.*call train"):
         optimizer.step()
     optimizer.param_groups[0]["training"] = True
     optimizer.step()
@@ -404,7 +404,7 @@ def test_wrappers_and_demanded_closures_are_refused_with_words(wrap: Callable[..
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(TypeError, match=r"wraps another optimizer .SGD, its attribute 'inner'"):
         wrap(Wrapper(inner))
-    with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, and Duck is none"):
+    with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, but Duck is not one"):
         wrap(Duck(inner))
     with pytest.raises(TypeError, match=r"LBFGS.step\(\) requires a closure"):
         wrap(torch.optim.LBFGS(inner.param_groups[0]["params"]))

@@ -378,7 +378,7 @@ def test_what_is_refused() -> None:
         local_step(torch.optim.SGD(params, lr=0.1, differentiable=True))
     replaced = torch.optim.SGD(params, lr=0.1)
     replaced.step = lambda: None  # type: ignore[method-assign,assignment]
-    with pytest.raises(ValueError, match="was replaced already"):
+    with pytest.raises(ValueError, match="has already been replaced"):
         local_step(replaced)
     twice = local_step(torch.optim.SGD(params, lr=0.1))
     assert local_step(twice) is twice

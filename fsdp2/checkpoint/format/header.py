@@ -135,7 +135,7 @@ def header_length(first_bytes: bytes, file_size: int, file: str) -> int:
         if first_bytes[:2] == b"PK" or first_bytes[:1] == b"\x80":
             raise CorruptCheckpoint(f"{file} is {PICKLED}")
         raise CorruptCheckpoint(
-            f"{file} is no safetensors file: header length {length} is over the limit of "
+            f"{file} is not a safetensors file: header length {length} is over the limit of "
             f"{MAX_HEADER_BYTES} bytes"
         )
     if 8 + length > file_size:
@@ -212,9 +212,9 @@ def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, 
     for value in (shape, offsets):
         # `True` is an int in Python.
         if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-            raise bad(f"{value!r} is no list of sizes")
+            raise bad(f"{value!r} is not a list of sizes")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"data_offsets {offsets!r} are no range")
+        raise bad(f"data_offsets {offsets!r} are not a range")
     info = TensorInfo(name, dtype, tuple(shape))
     if offsets[1] - offsets[0] != info.nbytes:
         raise bad(

@@ -61,7 +61,7 @@ def rows_of(box: Box, shape: tuple[int, ...], name: str) -> tuple[int, int]:
     """
     if box.shape[1:] != tuple(shape)[1:]:
         raise CheckpointError(
-            f"'{name}' is a tensor subclass that is sharded on another dim than 0: only rows can "
+            f"'{name}' is a tensor subclass that is sharded on a dim other than 0: only rows can "
             "be saved and loaded"
         )
     return (box.start[0], box.start[0] + box.shape[0]) if shape else (0, 1)

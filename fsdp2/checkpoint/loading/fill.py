@@ -168,7 +168,7 @@ def _make_real(
     derived = [w.name for w in meta if id(w.tensor) not in registered]
     if derived:
         raise CheckpointError(
-            f"state_dict() makes tensors on the meta device that are no parameters or buffers of "
+            f"state_dict() makes tensors on the meta device that are not parameters or buffers of "
             f"the model: {some(derived)}. Call model.to_empty(device=...) before loading"
         )
     with torch.no_grad():

@@ -107,8 +107,8 @@ def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> l
     for part, target in inner.items():
         if any(part not in piece.parts for piece in pieces):
             raise CheckpointMismatch(
-                f"The inner tensor '{part}' of '{name}' is not in the checkpoint, and would stay "
-                "what it is for other values: load into a model without it, as it is when made anew"
+                f"The inner tensor '{part}' of '{name}' is not in the checkpoint, and would keep "
+                "the value that belongs to other data: load into a newly built model, without it"
             )
         for stored, place, of_piece in _sources(name, part, pieces, start, stop, target.shape):
             into = target if place is None else target.narrow(0, place.start, len(place))
@@ -239,7 +239,7 @@ def _unflatten(
             break
     if not (isinstance(found, type) and issubclass(found, Tensor)) or description.context is None:
         raise CheckpointMismatch(
-            f"'{name}' was saved as {description.kind}, which cannot be made anew from the "
+            f"'{name}' was saved as {description.kind}, which cannot be recreated from the "
             "checkpoint: import its module, or take a step first, so that the optimizer makes it"
         )
     context = _with_shape(decode(description.context["value"]), description.local_shape, shape)

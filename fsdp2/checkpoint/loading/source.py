@@ -131,7 +131,7 @@ class Source:
         self._fds[name] = fd
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise CorruptCheckpoint(f"{self.path}: {name} is no file")
+            raise CorruptCheckpoint(f"{self.path}: {name} is not a file")
         self._sizes[name] = status.st_size
         return fd
 
@@ -389,11 +389,11 @@ def _open_hub(source: Source, folder: Path) -> None:
         single = ["model.safetensors"]
     if len(single) > 1:
         raise CheckpointNotFound(
-            f"{folder} is no checkpoint: it has several files without {INDEX}: {some(single)}"
+            f"{folder} is not a checkpoint: it has several files without {INDEX}: {some(single)}"
         )
     if not single:
         raise CheckpointNotFound(
-            f"{folder} is no checkpoint: it has no safetensors file{_what_it_is(folder)}"
+            f"{folder} is not a checkpoint: it has no safetensors file{_what_it_is(folder)}"
         )
     _open_single(source, single[0])
 

@@ -132,7 +132,7 @@ class Attempt:
             if self._find_committed():
                 return True
             raise CheckpointError(
-                f"{self.root / self.name}: this attempt to save was given up and removed"
+                f"{self.root / self.name}: this attempt to save was abandoned and removed"
             ) from None
         if failed:
             self._remove_if_settled()
@@ -163,8 +163,8 @@ class Attempt:
             # Another rank may have committed between the two checks, so check again.
             if not self._has_name():
                 raise CheckpointExists(
-                    f"{self.root / self.name} was made by another job meanwhile; this attempt is "
-                    "not merged into it"
+                    f"{self.root / self.name} was created by another job in the meantime; this "
+                    "attempt is not merged into it"
                 )
         with self.disk.directory(self.root) as root:
             # The rank that renamed it may have died before it made the rename durable.
