@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 
@@ -55,3 +57,31 @@ def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         address, like.device, numel * like.itemsize
     )
     return like.new_empty(0).set_(storage, 0, (numel,), (1,))
+
+
+class Pack:
+    """DTensors whose local tensors are slices of one storage and stay there.
+
+    Who owns the storage, such as a unit that of its gradients, makes one. Others then know by the
+    identity of the DTensors and by one address where all of them lie, without a look at each.
+
+    Attributes:
+        dtensors: never changed. Nobody else may hold on to them: the owner counts references to
+            them, and to ``storage``.
+        storage: may get other memory; the owner moves the slices along.
+    """
+
+    dtensors: list[torch.Tensor]
+    storage: torch.UntypedStorage
+
+    def publish(self) -> None:
+        """Let `packs` find it, as long as it lives."""
+        _published.add(self)
+
+
+_published: weakref.WeakSet[Pack] = weakref.WeakSet()
+
+
+def packs() -> dict[int, Pack]:
+    """All packs, by the ids of their DTensors."""
+    return {id(dtensor): pack for pack in _published for dtensor in pack.dtensors}

@@ -8,14 +8,16 @@ part of a run are stepped as by `local_step`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .flat_runs import Plan
+from .flat_plan import History, Plan
 from .local import LocalView, elementwise_trial, step_in, step_with
 from .probe import Trial
 from .probe_flat import why_not_flat
@@ -88,30 +90,48 @@ class FlatView(LocalView):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._plans: dict[int, Plan] = {}  # by the index of the group
+        self._histories: defaultdict[int, History] = defaultdict(History)
         self._shown_plans: list[Plan] = []
         self._num_states = 0
+        self._entries: tuple[list[Any], list[Any]] = ([], [])  # of the state, after the last step
+        self._untouched = False  # whether it has the same entries now
+        self._unsharded: list[Any] = []
+
+    def enter(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        state, (keys, values) = optimizer.state, self._entries
+        # To compare all in their order is much faster than to look up one after the other.
+        self._untouched = (
+            len(state) == len(keys)
+            and all(map(is_, state, keys))
+            and all(map(is_, state.values(), values))
+        )
+        super().enter()
+
+    def _unsharded_keys(self, state: dict[Tensor, Any]) -> list[Any]:
+        return self._unsharded if self._untouched else super()._unsharded_keys(state)
 
     def _show_group(
         self, index: int, params: list[Tensor], state: dict[Tensor, Any]
     ) -> list[Tensor]:
-        grads = [param.grad for param in params]
-        # Before a closure there may be none: the plan for the gradients to come is kept.
-        # And torch.compile cannot trace tensors that are made of addresses.
-        if torch.compiler.is_compiling() or not any(grad is not None for grad in grads):
+        # torch.compile cannot trace tensors that are made of addresses.
+        if torch.compiler.is_compiling():
             return super()._show_group(index, params, state)
         plan = self._plans.get(index)
-        if plan is None or not plan.is_current(params, grads, state):
-            plan = self._new_plan(index, params, grads, state)
+        if plan is None or not plan.is_current(params, state, self._untouched):
+            # Before a closure there may be no gradients: the plan for those to come is kept.
+            if not any(param.grad is not None for param in params):
+                return super()._show_group(index, params, state)
+            plan = self._new_plan(index, params, state)
         self._shown_plans.append(plan)
-        return [*(run.plain for run in plan.runs), *super()._show_group(index, plan.others, state)]
+        return [*plan.show(), *super()._show_group(index, plan.others, state)]
 
-    def _new_plan(
-        self, index: int, params: list[Tensor], grads: list[Tensor | None], state: dict[Tensor, Any]
-    ) -> Plan:
+    def _new_plan(self, index: int, params: list[Tensor], state: dict[Tensor, Any]) -> Plan:
         old = self._plans.pop(index, None)
         for run in old.runs if old is not None else ():
             self._forget(run.plain)
-        plan = self._plans[index] = Plan(params, grads, state)
+        plan = self._plans[index] = Plan(params, state, self._histories[index])
         for run in plan.runs:
             self._plain.add(id(run.plain))
             if run.seen:
@@ -126,13 +146,23 @@ class FlatView(LocalView):
         self._state.pop(plain, None)
         self._plain.discard(id(plain))
 
+    def leave(self) -> None:
+        for plan in self._shown_plans:
+            plan.hide()  # also if the state turns out not to be elementwise
+        try:
+            super().leave()
+        finally:
+            self._shown_plans = []
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        state, (keys, _) = optimizer.state, self._entries
+        if len(state) != len(keys) or not all(map(is_, state, keys)):
+            self._unsharded = super()._unsharded_keys(state)
+        self._entries = list(state), list(state.values())
+
     def _take_over(self, state: dict[Tensor, Any], who: str) -> None:
-        plans, self._shown_plans = self._shown_plans, []
-        for plan in plans:
+        for plan in self._shown_plans:
             plan.take_over(self._state, state, who)
-            # Units and autograd tell by it whether the shards were written; the flat tensor has a
-            # counter of its own.
-            torch.autograd.graph.increment_version(plan.sources)
         if len(state) != self._num_states:
             self._order(state)
 

@@ -1,10 +1,9 @@
 """Which parameters of a group make one flat tensor, and the state of that tensor.
 
-A unit keeps the shards of its parameters side by side in one storage, and its gradients likewise.
-A *run* is a list of parameters that lie side by side in both, and whose state agrees: the same keys
-and dtypes, and equal numbers for a whole parameter (such as ``step``). An elementwise optimizer may
-see a run as one parameter. Nothing here asks a unit how its storage is laid out: addresses tell, so
-runs end where there is padding, where a gradient is missing, and where a user has put other memory.
+A *run* is a list of parameters whose state agrees: the same keys and dtypes, and equal numbers for
+a whole parameter (such as ``step``). An elementwise optimizer may see a run as one parameter. It is
+one block, whose memory the optimizer then writes, or several small ones. Those are copied to one
+tensor before the step and back after it: cheaper than to run every operation for each of them.
 
 Outside of the step, state is one DTensor per parameter, a slice of the state of the run.
 """
@@ -13,54 +12,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from operator import attrgetter, is_, sub
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor.memory import at_address, with_own_storage
+from ..dtensor.memory import at_address, packs, with_own_storage
 from ..dtensor.parts import laid_out_like, local_part, placed_like
+from .flat_blocks import OWN, Block, Piece, Signature, find_blocks
 from .local import not_elementwise
 from .values import NUMBERS, is_container, map_tensors
 
 State = dict[Tensor, Any]
-Signature = tuple[Any, ...]
 CONSTANTS = (*NUMBERS, type(None), str)
+# Blocks up to this size are copied together, into tensors of up to MERGED_BYTES.
+SMALL_BYTES = 32 * 1024
+MERGED_BYTES = 512 * 1024
 
 
-class Piece:
-    """A parameter with a gradient, as a part of a run that is to be found."""
+class Copies:
+    """Several blocks as one tensor: copied there before a step, and back after it."""
 
-    __slots__ = ("address", "grad", "grad_dtype", "local", "numel", "param", "signature")
+    def __init__(self, blocks: Sequence[Block], grad_dtype: torch.dtype) -> None:
+        self._blocks = blocks
+        sizes = [block.numel for block in blocks]
+        self._values = [block.values() for block in blocks]
+        self.values = torch.cat(self._values)
+        self.grads = torch.empty_like(self.values, dtype=grad_dtype)
+        self._value_parts = self.values.split(sizes)
+        self._grad_parts = self.grads.split(sizes)
 
-    def __init__(self, param: DTensor, grad: Tensor, signature: Signature) -> None:
-        self.param = param
-        self.local = param._local_tensor
-        self.numel = self.local.numel()
-        self.address = self.local.data_ptr()
-        self.grad = grad.data_ptr()
-        self.grad_dtype = grad.dtype
-        attached = tuple(
-            (name, id(value)) for name, value in vars(param).items() if name not in _OWN
-        )
-        kind = (self.local.device, self.local.dtype, grad.dtype, param.requires_grad, attached)
-        self.signature = (kind, signature)
+    def take(self) -> None:
+        """Copy parameters and gradients here."""
+        torch._foreach_copy_(self._value_parts, self._values)
+        torch._foreach_copy_(self._grad_parts, [block.gradient() for block in self._blocks])
 
-    def follows(self, other: Piece) -> bool:
-        """Whether it lies right behind another piece, with its gradient."""
-        ends = (
-            other.address + other.local.nbytes,
-            other.grad + other.numel * other.grad_dtype.itemsize,
-        )
-        return (self.address, self.grad) == ends and self.signature == other.signature
-
-
-_spec_of, _local_of = attrgetter("_spec"), attrgetter("_local_tensor")
-# What torch keeps in the ``__dict__`` of a DTensor.
-_OWN = {"_local_tensor", "_spec"}
+    def give_back(self) -> None:
+        """Copy parameters and gradients back."""
+        # Gradients too: fused steps divide them by a scale, and do not count that as a write.
+        torch._foreach_copy_(self._values, self._value_parts)
+        torch._foreach_copy_([block.gradient() for block in self._blocks], self._grad_parts)
 
 
 @dataclass(eq=False)
@@ -68,54 +61,61 @@ class Run:
     """Parameters that an optimizer sees as one.
 
     Attributes:
-        params, sources: the DTensors and their local tensors; those without elements come last.
-        num_solid: how many have elements.
+        blocks: where they lie.
+        params, sources: the DTensors and their local tensors.
         offsets: where each begins in ``plain``.
         plain: the flat parameter.
+        copies: if there are several blocks.
         seen: its state, as it was given to the optimizer.
-        grad: the flat gradient, over memory that the gradients own, and its address.
+        active: whether there are gradients in this step.
     """
 
+    blocks: list[Block]
     params: list[DTensor]
     sources: list[Tensor]
-    num_solid: int
     offsets: list[int]
     plain: nn.Parameter
-    grad_dtype: torch.dtype
+    copies: Copies | None
     seen: dict[Any, Any] = field(default_factory=dict)
-    grad: Tensor | None = None
-    grad_address: int = -1
+    active: bool = True
 
     @classmethod
-    def of(cls, solid: Sequence[Piece], empty: Sequence[Piece]) -> Run:
-        pieces = [*solid, *empty]
-        ends = list(accumulate(piece.numel for piece in pieces))
-        first = pieces[0]
-        if solid:
-            flat = at_address(first.address, ends[-1], first.local)
-        else:
-            flat = first.local.new_empty(0)
-        plain = nn.Parameter(flat, requires_grad=first.param.requires_grad)
+    def of(cls, blocks: list[Block]) -> Run:
+        params = [param for block in blocks for param in block.params]
+        starts = accumulate((block.numel for block in blocks), initial=0)
+        offsets = [
+            start + offset
+            for start, block in zip(starts, blocks, strict=False)
+            for offset in block.offsets
+        ]
+        copies = Copies(blocks, blocks[0].grad_dtype) if len(blocks) > 1 else None
+        flat = copies.values if copies is not None else blocks[0].values()
+        plain = nn.Parameter(flat, requires_grad=params[0].requires_grad)
         own = vars(plain)
-        own.update((k, v) for k, v in vars(first.param).items() if k not in own and k not in _OWN)
-        return cls(
-            [piece.param for piece in pieces],
-            [piece.local for piece in pieces],
-            len(solid),
-            [0, *ends[:-1]],
-            plain,
-            first.grad_dtype,
-        )
+        own.update((k, v) for k, v in vars(params[0]).items() if k not in own and k not in OWN)
+        sources = [source for block in blocks for source in block.sources]
+        return cls(blocks, params, sources, offsets, plain, copies)
 
-    def show_gradient(self, address: int) -> None:
-        """Give ``plain`` its gradient, which begins at ``address``."""
-        if self.grad is None or self.grad_address != address:
-            numel, like = self.plain.numel(), self.plain.detach()
-            # Nothing may refer to gradients between steps: code that reuses their memory counts.
-            like = like.new_empty(0, dtype=self.grad_dtype)
-            self.grad = at_address(address, numel, like) if numel else like
-            self.grad_address = address
-        self.plain.grad = self.grad
+    def is_split(self) -> bool:
+        """Whether only some of the blocks have gradients."""
+        missing = [block.grad_address is None for block in self.blocks]
+        self.active = not any(missing)
+        return not self.active and not all(missing)
+
+    def show(self) -> None:
+        """Give ``plain`` its values and gradient, if there is one."""
+        if self.copies is not None and self.active:
+            self.copies.take()
+            self.plain.grad = self.copies.grads
+        elif self.active:
+            self.plain.grad = self.blocks[0].gradient()
+
+    def hide(self) -> None:
+        """Undo `show`; what the step wrote goes to the parameters."""
+        if self.active:
+            self.plain.grad = None
+            if self.copies is not None:
+                self.copies.give_back()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -136,14 +136,15 @@ class Run:
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor | None:
         """The parts as one tensor, if they lie side by side."""
-        solid = parts[: self.num_solid]
+        solid = [(part, i) for part, i in zip(parts, self.offsets, strict=True) if part.numel()]
         if not solid:
             return None
-        size, start = solid[0].itemsize, solid[0].data_ptr()
-        for part, offset in zip(solid, self.offsets, strict=False):
+        first = solid[0][0]
+        size, start = first.itemsize, first.data_ptr()
+        for part, offset in solid:
             if not part.is_contiguous() or part.data_ptr() != start + offset * size:
                 return None
-        return at_address(start, self.plain.numel(), solid[0])
+        return at_address(start, self.plain.numel(), first)
 
     def slice(self, flat: Tensor, i: int) -> DTensor:
         """The state of parameter ``i``, as a slice of the run's."""
@@ -205,7 +206,8 @@ class Run:
     def _owned(self, tensor: Tensor) -> Tensor:
         """The tensor, or a copy if it is the flat parameter or gradient, which own no memory."""
         address = tensor.untyped_storage().data_ptr()
-        if address in (self.plain.data_ptr(), self.grad_address):
+        grad = self.copies.grads if self.copies is not None else self.blocks[0].gradient()
+        if address in (self.plain.data_ptr(), grad.data_ptr()):
             return tensor.clone()
         return tensor.contiguous()
 
@@ -218,158 +220,12 @@ def _replaces(known: Any, value: Any) -> bool:
     return alike and type(value) is Tensor
 
 
-class Numbers:
-    """One entry of the state that is a 0-dim tensor, such as ``step``, for several runs.
-
-    Each run has one, which the optimizer writes; each parameter has one, which users see. All of a
-    kind lie in a vector, so that one copy brings the latter up to date.
-    """
-
-    def __init__(self, key: Any, runs: Sequence[Run], state: State) -> None:
-        first = [state[run.params[0]][key] for run in runs]
-        counts = torch.tensor([len(run.params) for run in runs])
-        self.of_runs = torch.stack(first)
-        self.index = torch.arange(len(runs)).repeat_interleave(counts).to(first[0].device)
-        self.of_params = self.of_runs.index_select(0, self.index)
-        for i, run in enumerate(runs):
-            run.seen[key] = self.of_runs[i]
-        for i, param in enumerate(chain.from_iterable(run.params for run in runs)):
-            state[param][key] = self.of_params[i]
-        self.note()
-
-    def note(self) -> None:
-        self.versions = self.of_runs._version, self.of_params._version
-
-    def is_current(self) -> bool:
-        """Whether only the optimizer has written since."""
-        return self.of_params._version == self.versions[1]
-
-    def update(self) -> None:
-        """Give the parameters the numbers of their runs."""
-        if self.of_runs._version != self.versions[0]:
-            torch.index_select(self.of_runs, 0, self.index, out=self.of_params)
-            self.note()
-
-
-class Plan:
-    """How the parameters of a group are shown: those in runs, and the others one by one.
-
-    Attributes:
-        others: not in a run: without a gradient, plain, or alone.
-        stale: the state has got other entries since it was read.
-    """
-
-    def __init__(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
-    ) -> None:
-        self.all = list(params)
-        self.missing = [grad is None for grad in grads]
-        pieces = find_pieces(params, grads, state)
-        self.runs = find_runs(pieces)
-        in_runs = {id(param) for run in self.runs for param in run.params}
-        self.others = [param for param in params if id(param) not in in_runs]
-        # Where gradients lie anew in each step, none may have been side by side by chance.
-        self._may_join = len(pieces) - len(in_runs) > 1
-        self._uses = 0
-        self.stale = False
-        self._params = [param for run in self.runs for param in run.params]
-        self.sources = [source for run in self.runs for source in run.sources]
-        self._note_gradients(params)
-        for run in self.runs:
-            run.read(state)
-        self._numbers = _numbers(self.runs, state)
-        self.note_state(state)
-        found = self._find_gradients(grads)
-        assert found
-
-    def _note_gradients(self, params: Sequence[Tensor]) -> None:
-        index = {id(param): i for i, param in enumerate(params)}
-        self._order = [index[id(param)] for param in self._params]
-        self._solid = [index[id(p)] for run in self.runs for p in run.params[: run.num_solid]]
-        self._specs: list[Any] = [p.grad._spec for p in self._params]  # type: ignore[union-attr]
-        self._offsets: list[int] = []
-        self._spans: list[tuple[int, int]] = []
-        for run in self.runs:
-            start = len(self._offsets)
-            size = run.grad_dtype.itemsize
-            self._offsets += [size * offset for offset in run.offsets[: run.num_solid]]
-            self._spans.append((start, len(self._offsets)))
-
-    def note_state(self, state: State) -> None:
-        """Remember the state outside as it is now."""
-        self._dicts = list(map(state.get, self._params))
-        self._values = _values(self._dicts)
-        # Whatever users do to a local tensor, the memory of the flat tensors stays.
-        locals_ = [value._local_tensor for value in self._values if isinstance(value, DTensor)]
-        self._storages = [local.untyped_storage() for local in (*locals_, *self.sources)]
-
-    def is_current(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
-    ) -> bool:
-        """Whether the runs are still runs. Nothing here is done in Python per parameter."""
-        self._uses += 1
-        again = self._may_join and not self._uses & (self._uses - 1)  # less and less often
-        if self.stale or again or not _all_same(params, self.all):
-            return False
-        if [grad is None for grad in grads] != self.missing:
-            return False
-        if not all(map(is_, map(_local_of, self._params), self.sources)):
-            return False
-        return self._state_is_current(state) and self._find_gradients(grads)
-
-    def _state_is_current(self, state: State) -> bool:
-        return (
-            all(map(is_, map(state.get, self._params), self._dicts))
-            and _all_same(_values(self._dicts), self._values)
-            and all(numbers.is_current() for numbers in self._numbers)
-        )
-
-    def _find_gradients(self, grads: Sequence[Any]) -> bool:
-        """Show the gradients to the runs, if they lie side by side as before."""
-        # All loops are in C: this is most of what a step costs beyond the optimizer's own work.
-        try:
-            if not all(map(is_, map(_spec_of, map(grads.__getitem__, self._order)), self._specs)):
-                return False
-        except AttributeError:  # a user's own, not a DTensor
-            return False
-        parts = list(map(_local_of, map(grads.__getitem__, self._solid)))
-        if set(map(type, parts)) - {Tensor} or not all(map(Tensor.is_contiguous, parts)):
-            return False
-        begins = list(map(sub, map(Tensor.data_ptr, parts), self._offsets))
-        for run, (start, stop) in zip(self.runs, self._spans, strict=True):
-            if start == stop:
-                run.show_gradient(0)
-            elif begins[start:stop].count(begins[start]) != stop - start:
-                return False
-            else:
-                run.show_gradient(begins[start])
-        return True
-
-    def take_over(self, inner: Any, state: State, who: str) -> None:
-        """Bring the state outside up to date after a step."""
-        replaced = False
-        for run in self.runs:
-            run.plain.grad = None
-            seen = inner.get(run.plain)
-            if seen is None and not run.seen:
-                continue
-            changed = run.take_over(seen or {}, state, who)
-            self.stale |= changed is None
-            replaced |= changed is True
-        for numbers in self._numbers:
-            numbers.update()
-        if replaced and not self.stale:
-            self.note_state(state)
-
-
-def find_pieces(
-    params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
-) -> list[Piece]:
+def find_pieces(params: Sequence[Tensor], state: State) -> list[Piece]:
     """The parameters that may be part of a run."""
     chosen = [
-        (param, grad)
-        for param, grad in zip(params, grads, strict=True)
-        if isinstance(param, DTensor) and isinstance(grad, DTensor)
+        (param, param.grad)
+        for param in params
+        if isinstance(param, DTensor) and isinstance(param.grad, DTensor)
     ]
     # In the order of the parameters, on all ranks: this may communicate.
     for param, _ in chosen:
@@ -386,7 +242,7 @@ def find_pieces(
             continue
         signature = _signature(state.get(param), source, numbers)
         if signature is not None:
-            pieces.append(Piece(param, part, signature))
+            pieces.append(Piece(param, grad, signature))
     return pieces
 
 
@@ -395,22 +251,25 @@ def _is_simple(tensor: Tensor) -> bool:
     return strided and tensor.is_contiguous()
 
 
-def find_runs(pieces: Sequence[Piece]) -> list[Run]:
-    """The runs of at least two parameters."""
-    chains: list[list[Piece]] = []
-    for piece in sorted((p for p in pieces if p.numel), key=lambda p: p.address):
-        if chains and piece.follows(chains[-1][-1]):
-            chains[-1].append(piece)
-        else:
-            chains.append([piece])
-    # Parameters of which this rank has nothing lie nowhere: they join any run that agrees.
-    empty: dict[Signature, list[Piece]] = {}
-    for piece in pieces:
-        if not piece.numel:
-            empty.setdefault(piece.signature, []).append(piece)
-    found = [(solid, empty.pop(solid[0].signature, [])) for solid in chains]
-    found += [([], rest) for rest in empty.values()]
-    return [Run.of(solid, rest) for solid, rest in found if len(solid) + len(rest) > 1]
+def find_runs(pieces: Sequence[Piece], apart: set[int], alone: set[int]) -> list[Run]:
+    """The runs of at least two parameters.
+
+    Args:
+        apart, alone: as in `flat_plan.History`.
+    """
+    joined: dict[Signature, list[Block]] = {}
+    found: list[list[Block]] = []
+    for signature, block in find_blocks(pieces, packs(), apart):
+        if block.nbytes > SMALL_BYTES or not alone.isdisjoint(map(id, block.params)):
+            found.append([block])
+            continue
+        blocks = joined.setdefault(signature, [])
+        if sum(b.nbytes for b in blocks) + block.nbytes > MERGED_BYTES:
+            found.append(joined[signature])
+            blocks = joined[signature] = []
+        blocks.append(block)
+    found += joined.values()
+    return [Run.of(blocks) for blocks in found if sum(len(b.params) for b in blocks) > 1]
 
 
 def _signature(
@@ -447,20 +306,3 @@ def _read_numbers(states: Iterable[dict[Any, Any] | None]) -> dict[int, float]:
         for tensors in kinds.values()
         for tensor, number in zip(tensors, torch.stack(tensors).tolist(), strict=True)
     }
-
-
-def _numbers(runs: Sequence[Run], state: State) -> list[Numbers]:
-    kinds: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        for key, value in run.seen.items():
-            if isinstance(value, Tensor) and value.ndim == 0:
-                kinds.setdefault((key, value.dtype, value.device), []).append(run)
-    return [Numbers(key, members, state) for (key, *_), members in kinds.items()]
-
-
-def _values(dicts: Iterable[dict[Any, Any] | None]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, filter(None, dicts))))
-
-
-def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

@@ -257,13 +257,16 @@ class LocalView:
         state = optimizer.state
         groups = [group["params"] for group in optimizer.param_groups]
         shown = [self._show_group(i, params, state) for i, params in enumerate(groups)]
-        for key, value in state.items():
-            if not isinstance(key, DTensor):
-                self._state[key] = value
+        for key in self._unsharded_keys(state):
+            self._state[key] = state[key]
         for group, params in zip(optimizer.param_groups, shown, strict=True):
             group["params"] = params
         optimizer.state = self._state
         self._outside = (state, groups)
+
+    def _unsharded_keys(self, state: dict[Tensor, Any]) -> list[Any]:
+        """Of entries that the optimizer sees as they are: plain parameters', and its own."""
+        return [key for key in state if not isinstance(key, DTensor)]
 
     def _show_group(
         self, index: int, params: list[Tensor], state: dict[Tensor, Any]

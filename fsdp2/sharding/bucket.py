@@ -17,7 +17,7 @@ import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
-from ..dtensor.memory import storage_part, with_own_storage
+from ..dtensor.memory import Pack, storage_part, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
@@ -84,7 +84,7 @@ class Segments:
             resize(storage, 0)
 
 
-class GradientStore:
+class GradientStore(Pack):
     """The sharded gradients of a bucket: one flat tensor, one DTensor per parameter, made once.
 
     Reductions write to ``flat``. Each local gradient is a slice of it with a storage of its own:
@@ -126,6 +126,7 @@ class GradientStore:
         self._outputs: dict[ReducePlan, list[torch.Tensor]] = {}
         self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
+        self.publish()
 
     def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
         """How often the DTensors, the local tensors and their storages are referred to."""

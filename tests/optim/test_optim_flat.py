@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch.optim import lr_scheduler
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.optim import Muon, flat_step, local_step
+from fsdp2.optim import Muon, flat_plan, flat_runs, flat_step, local_step
+from fsdp2.runtime.unit import unit_of
+from fsdp2.sharding.bucket import resize
 from harness import cached_mesh, cpu_only, distributed, shared_folder
 from optimizers import Lion, OwnOptimizer
 
@@ -101,6 +104,18 @@ def backward(model: nn.Module, step: int, **kwargs: Any) -> Tensor:
     return loss
 
 
+def in_place_and_copied(body: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on the memory of the blocks, and with small blocks copied together."""
+
+    @wraps(body)
+    def run(*args: Any, **kwargs: Any) -> None:
+        for nbytes in (0, 4096):
+            with mock.patch.object(flat_runs, "SMALL_BYTES", nbytes):
+                body(*args, **kwargs)
+
+    return run
+
+
 def step_both(
     nets: tuple[nn.Module, ...],
     optimizers: Iterable[torch.optim.Optimizer],
@@ -163,6 +178,7 @@ FUSED_ADAGRAD = pytest.param(
     "name", [FUSED_ADAGRAD if name == "adagrad fused" else name for name in [*OPTIMIZERS, "own"]]
 )
 @distributed(2, 3)
+@in_place_and_copied
 def test_bit_for_bit_the_step_on_each_parameter(name: str) -> None:
     nets, optimizers = both(*OPTIMIZERS.get(name, (KeepsGradients, {"lr": 0.01})))
     for step in range(5):
@@ -174,6 +190,7 @@ def test_bit_for_bit_the_step_on_each_parameter(name: str) -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_a_unit_whose_shards_have_no_padding_is_one_tensor() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
     optimizer = flat_step(torch.optim.AdamW(model.parameters()))
@@ -185,6 +202,7 @@ def test_a_unit_whose_shards_have_no_padding_is_one_tensor() -> None:
 
 
 @distributed(2, 3)
+@in_place_and_copied
 def test_missing_gradients() -> None:
     for kwargs in ({}, {"set_to_none": False}):
         nets, optimizers = both(torch.optim.AdamW, ADAM)
@@ -197,6 +215,7 @@ def test_missing_gradients() -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_groups_schedulers_and_frozen_parameters() -> None:
     nets = make_net(), make_net()
     optimizers = []
@@ -219,6 +238,7 @@ def test_groups_schedulers_and_frozen_parameters() -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_closures() -> None:
     nets, optimizers = both(torch.optim.AdamW, ADAM)
     for step in range(4):
@@ -237,6 +257,7 @@ def test_closures() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @distributed(2)
+@in_place_and_copied
 def test_gradient_scalers_skip_and_step(fused: bool) -> None:
     nets, optimizers = both(torch.optim.AdamW, {**ADAM, "fused": fused})
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in nets]
@@ -249,6 +270,10 @@ def test_gradient_scalers_skip_and_step(fused: bool) -> None:
                     p.grad.to_local().fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
+        # A fused step writes the gradients: without their scale.
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+        for optimizer in optimizers:
             optimizer.zero_grad()
         assert_same(*optimizers)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
@@ -275,6 +300,7 @@ def test_state_goes_to_and_from_optimizers_without_flat_tensors() -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_state_that_users_write_counts() -> None:
     nets, optimizers = both(torch.optim.AdamW, ADAM)
     for step in range(5):
@@ -312,6 +338,7 @@ def test_checkpoints() -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_gradients_of_a_users_own_and_kept_gradients() -> None:
     nets, optimizers = both(torch.optim.AdamW, ADAM)
     kept = []
@@ -329,7 +356,174 @@ def test_gradients_of_a_users_own_and_kept_gradients() -> None:
         assert torch.equal(grad.to_local(), value.to_local())
 
 
+def one(param: Any, value: float) -> DTensor:
+    """A gradient of a user's own."""
+    local = torch.full_like(param.to_local(), value)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+
+
+def put(net: Any) -> None:
+    net.blocks[0][0].weight.grad = one(net.blocks[0][0].weight, 0.5)
+
+
+def put_beside(net: Any) -> None:
+    """The memory is that of other gradients: of the same parameters in the block before."""
+    for mine, other in zip(net.blocks[1].parameters(), net.blocks[0].parameters(), strict=True):
+        mine.grad = other.grad
+
+
+def take(net: Any) -> None:
+    net.blocks[1][1].weight.grad = None
+
+
+def take_a_units(net: Any) -> None:
+    for p in net.blocks[2].parameters():
+        p.grad = None
+
+
+def write(net: Any) -> None:
+    net.blocks[0][2].weight.grad.mul_(3.0)
+    net.blocks[1][2].weight.grad.to_local().fill_(0.25)
+
+
+def take_and_put_back(net: Any) -> None:
+    kept = [(p, p.grad) for p in net.parameters()]
+    net.zero_grad()
+    for p, grad in kept:
+        p.grad = grad
+
+
+CHANGES: list[Callable[[Any], None]]
+CHANGES = [put, put_beside, take, take_a_units, write, take_and_put_back]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @distributed(2)
+@in_place_and_copied
+def test_what_users_do_to_gradients_between_backward_and_step_counts(make: Make) -> None:
+    nets, optimizers = both(make, {"lr": 0.1})
+    step = 0
+    for change in (*CHANGES, *CHANGES):
+        for again in range(3):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                backward(net, step)
+                if again == 1:
+                    change(net)
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+        assert_same(*optimizers)
+
+
+@distributed(2)
+@in_place_and_copied
+def test_what_users_do_to_groups_and_parameters_between_steps_counts() -> None:
+    nets = make_net(), make_net()
+    optimizers = tuple(
+        wrap(torch.optim.AdamW([{"params": [*net.blocks.parameters()]}], **ADAM))
+        for wrap, net in zip((flat_step, local_step), nets, strict=True)
+    )
+
+    def freeze(net: Any, optimizer: Any) -> None:
+        net.blocks[0][0].weight.requires_grad_(False)
+
+    def thaw(net: Any, optimizer: Any) -> None:
+        net.blocks[0][0].weight.requires_grad_(True)
+
+    def add(net: Any, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": [net.seldom, net.scale], "lr": 0.3})
+
+    def move(net: Any, optimizer: Any) -> None:
+        first, second = optimizer.param_groups
+        second["params"] += [first["params"].pop(3), first["params"].pop()]
+
+    def swap(net: Any, optimizer: Any) -> None:
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+
+    def drop_state(net: Any, optimizer: Any) -> None:
+        del optimizer.state[net.blocks[1][0].weight]
+
+    def load(net: Any, optimizer: Any) -> None:
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["exp_avg"] *= 0.5
+        optimizer.load_state_dict(state)
+
+    def load_model(net: Any, optimizer: Any) -> None:
+        values = {key: value.clone() * 0.9 for key, value in net.state_dict().items()}
+        net.load_state_dict(values, assign=True)
+
+    step = 0
+    for change in (freeze, thaw, add, move, swap, drop_state, load, load_model):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            change(net, optimizer)
+        for _ in range(3):
+            step_both(nets, optimizers, step)
+            step += 1
+        assert_same(*optimizers)
+
+
+@distributed(2)
+@in_place_and_copied
+def test_units_that_take_turns_are_not_planned_anew_in_each_step() -> None:
+    """As experts do: an expert without a token has no gradients."""
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        nets, optimizers = both(make, {"lr": 0.1})
+        with mock.patch.object(flat_plan, "find_runs", wraps=flat_plan.find_runs) as find:
+            for step in range(40):
+                for net, optimizer in zip(nets, optimizers, strict=True):
+                    backward(net, step)
+                    for p in net.blocks[step % 3].parameters():
+                        p.grad = None
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if step in (3, 20, 39):
+                    assert_same(*optimizers)
+        assert find.call_count < 20
+        assert num_shown(optimizers[0]) >= 2
+
+
+@distributed(2)
+@in_place_and_copied
+def test_gradients_that_are_never_a_units_own_are_found_without_new_plans() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    kept = []
+    with mock.patch.object(flat_plan, "find_runs", wraps=flat_plan.find_runs) as find:
+        for step in range(40):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                backward(net, step)
+                kept.append([p.grad for p in net.parameters()])  # the next ones lie elsewhere
+                optimizer.step()
+                optimizer.zero_grad()
+            if step in (3, 39):
+                assert_same(*optimizers)
+    assert find.call_count < 12
+
+
+@distributed(2)
+@in_place_and_copied
+def test_gradients_whose_memory_moves_are_followed() -> None:
+    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    addresses, in_the_way = set(), []
+    for step in range(5):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            backward(net, step)
+            addresses.add((id(net), net.blocks[0][0].weight.grad.to_local().data_ptr()))
+            optimizer.step()
+            optimizer.zero_grad()
+            for bucket in (b for module in (net, *net.blocks) for b in unit_of(module).buckets):
+                if step == 2:
+                    resize(bucket.grads.storage, 0)
+                    in_the_way.append(torch.empty_like(bucket.shards))
+        assert_same(*optimizers)
+    assert len(addresses) > 2
+
+
+@distributed(2)
+@in_place_and_copied
 def test_no_memory_of_gradients_is_held_between_steps() -> None:
     nets, optimizers = both(torch.optim.AdamW, ADAM)
     addresses = set()
@@ -342,6 +536,7 @@ def test_no_memory_of_gradients_is_held_between_steps() -> None:
 
 
 @distributed(2)
+@in_place_and_copied
 def test_steps_count_as_writes_to_the_shards() -> None:
     nets, optimizers = both(torch.optim.SGD, {"lr": 0.1})
     for step in range(3):
@@ -352,6 +547,7 @@ def test_steps_count_as_writes_to_the_shards() -> None:
 
 
 @distributed(2, 4)
+@in_place_and_copied
 def test_meshes_and_offloading() -> None:
     cases: list[dict[str, Any]] = [{"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
     if dist.get_world_size() == 4:
