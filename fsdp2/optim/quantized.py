@@ -142,7 +142,9 @@ class Trials:
         state: defaultdict[Any, Any] = defaultdict(dict)
         with isolated(self._optimizer, [{**options, "params": [plain]}], state), quietly():
             try:
-                raw_step(type(self._optimizer))(self._optimizer)
+                # Numbers that a step makes: those of a GPU do not mix with meta tensors.
+                with torch.device("cpu"):
+                    raw_step(type(self._optimizer))(self._optimizer)
             except Exception:
                 return None
         return {

@@ -5,8 +5,9 @@ What is compared with one process, and how, is in `benchmarks/optimizer_training
 
 from __future__ import annotations
 
+import importlib
 import re
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ SOME: dict[tuple[str, str], tuple[str, str, str, str]] = {
 
 
 def installed(library: str) -> bool:
-    return find_spec(library.split(".")[0]) is not None
+    with suppress(ImportError):  # of the package, or of what it needs
+        importlib.import_module(library)
+        return True
+    return False
 
 
 @pytest.mark.long
