@@ -66,7 +66,7 @@ class MixedPrecisionPolicy:
         check_dtypes(self)
 
 
-def check_dtypes(policy: Any) -> None:
+def check_dtypes(policy: MixedPrecisionPolicy) -> None:
     """Check that ``policy``, ours or torch's, names dtypes that forward can compute in.
 
     Raises:

@@ -7,12 +7,13 @@ sharded module's own class as ``type(module).__mro__[2]``, right after `FSDPModu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ..comm.custom import AllGather, ReduceScatter
+from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
@@ -40,7 +41,9 @@ def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
         ...             output_tensor, input_tensor, group=group, async_op=async_op)
         >>> model.layers[0].set_custom_all_gather(Counted())
     """
-    _change(unit_of(self), "set_custom_all_gather", one_mesh=True, all_gather=comm)
+    unit = unit_of(self)
+    options = replace(unit.config.comm_options, all_gather=comm)
+    _change(unit, "set_custom_all_gather", options, one_mesh=True)
 
 
 def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
@@ -52,7 +55,9 @@ def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
     Raises:
         ValueError: if parameters of this module are on different meshes.
     """
-    _change(unit_of(self), "set_custom_reduce_scatter", one_mesh=True, reduce_scatter=comm)
+    unit = unit_of(self)
+    options = replace(unit.config.comm_options, reduce_scatter=comm)
+    _change(unit, "set_custom_reduce_scatter", options, one_mesh=True)
 
 
 def set_all_reduce_hook(
@@ -83,7 +88,9 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
 
     Some implementations (NCCL's zero-copy transfers) support only SUM.
     """
-    _change(unit_of(self), "set_force_sum_reduction_for_comms", sum_only=enable)
+    unit = unit_of(self)
+    options = replace(unit.config.comm_options, sum_only=enable)
+    _change(unit, "set_force_sum_reduction_for_comms", options)
 
 
 def set_separate_reduce_scatter_group(
@@ -101,7 +108,7 @@ def set_separate_reduce_scatter_group(
     """
     method = "set_separate_reduce_scatter_group"
     for unit in _units(self, recurse):
-        _change(unit, method, separate_reduce_group=enable)
+        _change(unit, method, replace(unit.config.comm_options, separate_reduce_group=enable))
 
 
 def set_reduce_scatter_max_input_buffers(
@@ -154,13 +161,13 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     return units_in(module) if recurse else [unit_of(module)]
 
 
-def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) -> None:
+def _change(unit: Unit, method: str, options: CommOptions, *, one_mesh: bool = False) -> None:
     """Change a unit's communication options from the next gather on.
 
     Args:
         method: the public method that was called, for messages.
+        options: what they are to be.
         one_mesh: whether the option needs all parameters on one mesh.
-        options: fields of `CommOptions`.
     """
     if one_mesh:
         _check_one_mesh(unit, method)
@@ -173,7 +180,7 @@ def _change(unit: Unit, method: str, *, one_mesh: bool = False, **options: Any) 
     # Waits for a gather in flight: it was started by transports that are about to be dropped.
     if unit.runtime is not None:
         runtime_of(unit).reshard(unit)
-    unit.param_group.change_comm_options(**options)
+    unit.param_group.change_comm_options(options)
 
 
 def _check_one_mesh(unit: Unit, method: str) -> None:
@@ -206,4 +213,4 @@ def _change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
             f"{method} needs CUDA and NCCL, but this module is on '{unit.device.type}' with "
             f"'{backend}'"
         )
-    _change(unit, method, memory=kind if enable else None)
+    _change(unit, method, replace(options, memory=kind if enable else None))

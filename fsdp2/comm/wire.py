@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from ..common.failures import explained
 from ..common.memory import current_device
 from ..dtensor.placement import this_rank
 from .transports import backend_name, take_tags
+
+_T = TypeVar("_T")
 
 _CALL = "a message of full_state_dict or load_full_state_dict, a call of all ranks,"
 
@@ -96,22 +98,23 @@ class Wire:
             posted.clear()
         self._numbers.clear()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: _T) -> list[_T]:
         """The values of all ranks, in the order of ``ranks``: small objects, which are pickled."""
         if len(self.ranks) == 1:
             return [value]
-        values: list[Any] = [None] * len(self.ranks)
+        values = [value] * len(self.ranks)
         with explained(_CALL, self.group):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def share(self, value: Any, source: int) -> Any:
-        """What ``source`` has, on all ranks."""
-        if len(self.ranks) == 1:
-            return value
-        values, device = [value], self._device(torch.device("cpu"))
-        with explained(_CALL, self.group):
-            dist.broadcast_object_list(values, source, group=self.group, device=device)
+    def share(self, value: _T | None, source: int) -> _T:
+        """What ``source`` has, on all ranks; others may give None."""
+        values = [value]
+        if len(self.ranks) > 1:
+            device = self._device(torch.device("cpu"))
+            with explained(_CALL, self.group):
+                dist.broadcast_object_list(values, source, group=self.group, device=device)
+        assert values[0] is not None
         return values[0]
 
     def _post(self, op: Any, data: Tensor, peer: int, pair: tuple[int, int]) -> None:

@@ -103,7 +103,7 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
     return found | order
 
 
-def _as_text(value: Any, names: Names) -> str:
+def _as_text(value: object, names: Names) -> str:
     """A setting as text without addresses of objects, which differ between processes."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = (f"{f.name}={_as_text(getattr(value, f.name), names)}" for f in fields(value))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..comm.streams import Streams
 from ..sharding.bucket import Bucket
@@ -45,23 +44,25 @@ def mixes_frozen(buckets: Sequence[Bucket]) -> bool:
     return any(len(kind) > 1 for kind in kinds)
 
 
-def choose_cached(units: Iterable[Any]) -> dict[Any, list[Bucket]]:
-    """For each unit that has a limit, the buckets to keep gathered."""
+def choose_cached(units: Iterable[tuple[KeepFrozen | None, Sequence[Bucket]]]) -> set[Bucket]:
+    """The buckets to keep gathered.
+
+    Args:
+        units: the limit of each unit, if it has one, and its buckets; in module order.
+    """
     # Greedily in module order: what runs first has nothing before it that could hide its gather.
     # Sizes and what is frozen decide, so all ranks choose the same buckets.
     used: dict[KeepFrozen, int] = {}
-    chosen: dict[Any, list[Bucket]] = {}
-    for unit in units:
-        budget: KeepFrozen | None = unit.config.keep_frozen
+    chosen: set[Bucket] = set()
+    for budget, buckets in units:
         if budget is None:
             continue
-        chosen[unit] = []
-        for bucket in unit.buckets:
+        for bucket in buckets:
             nbytes = bucket.gathered_bytes
             if not nbytes or any(param.sharded.requires_grad for param in bucket.params):
                 continue
             total = used.get(budget, 0) + nbytes
             if budget.max_bytes is None or total <= budget.max_bytes:
                 used[budget] = total
-                chosen[unit].append(bucket)
+                chosen.add(bucket)
     return chosen

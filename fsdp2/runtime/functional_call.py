@@ -8,7 +8,7 @@ sharded like it. None of this runs in an ordinary forward.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from types import FrameType
 
 import torch
 from torch._C import _functorch as functorch
@@ -25,7 +25,7 @@ def in_functional_call() -> bool:
     """Whether this runs inside `torch.func.functional_call`."""
     # It puts tensors into modules as any user could, and only the stack tells the two apart. Users'
     # assignments after sharding are refused: the next forward would overwrite them.
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CODE:
             return True
@@ -33,7 +33,7 @@ def in_functional_call() -> bool:
     return False
 
 
-def fits(given: Any, param: ShardedParam) -> bool:
+def fits(given: object, param: ShardedParam) -> bool:
     """Whether ``given`` may compute in place of ``param``.
 
     It must be laid out like the sharded parameter, or be what the parameter was before sharding:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
@@ -44,7 +46,7 @@ class UnitHooks:
         self._inside_method = False  # of one registered by `wrap_method`
         # For units whose inputs need no gradient.
         self._watching = False
-        self._watched: list[Any] = []
+        self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
         self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
@@ -210,7 +212,7 @@ class UnitHooks:
         accumulates = unit.gradients.are_accumulated()
         runtime.pre_backward(unit, forward, accumulates=accumulates)
 
-    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Any) -> None:
+    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Callable[[Any], None]) -> None:
         """Watch the node that made ``base``, of which an output is a view.
 
         Changing the view in place rewrites its history, and the hook on it is lost.
@@ -429,7 +431,7 @@ class StateDictHooks:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._entered: list[Any] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def install(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self.before_save)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
-from ..comm.mesh_transports import MeshTransports, make_groups
+from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
@@ -30,6 +30,11 @@ from .frozen_cache import mixes_frozen
 from .registration import Registration
 from .unit_config import UnitConfig, direct_min_bytes_for
 from .unwritten import Mark
+
+# Parameters of one bucket have the same mesh, dtypes of computation, shards and gradients (set, and
+# which), and are trained or not; an extension is alone in its own.
+_Grad = tuple[bool, torch.dtype | None]
+_Kind = tuple[DataParallelMesh, torch.dtype, torch.dtype, bool, _Grad, ShardedParam | None]
 
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
@@ -85,7 +90,8 @@ class ParamGroup:
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
-        self._secondary_for: Any = None  # what the parameters to show were made for
+        # What the parameters to show were made for.
+        self._secondary_for: tuple[int, list[bool]] | None = None
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class ParamGroup:
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
         config, policy = self._config, self._config.mp_policy
-        groups: dict[tuple[Any, ...], list[ShardedParam]] = {}
+        groups: dict[_Kind, list[ShardedParam]] = {}
         for param in self.params:
             # The class decides what is gathered in its place, and how many tensors that is.
             alone = param if param.extension else None
@@ -232,14 +238,9 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.keeps_storage = keep
 
-    def change_comm_options(self, **options: Any) -> None:
-        """Communicate in another way from the next gather on.
-
-        Args:
-            options: fields of `CommOptions`.
-        """
-        config = self._config
-        config.comm_options = replace(config.comm_options, **options)
+    def change_comm_options(self, options: CommOptions) -> None:
+        """Communicate as ``options`` say from the next gather on."""
+        self._config.comm_options = options
         # The next `materialize` keeps transports that are there, with the options they were made
         # with. The plans depend on transports: on what these must copy in, and cast.
         self.transports.clear()

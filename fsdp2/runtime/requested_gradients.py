@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ..sharding.param import ShardedParam, managed_param
 
+_Found = list[tuple[ShardedParam, nn.Parameter]]  # with the unsharded ones
+
 _INPUTS = 3  # the place of `inputs` among the engine's arguments after the outputs
 _installed = False
 
@@ -48,8 +50,8 @@ def look_at_requests() -> None:
         vars(module)["_engine_run_backward"] = run
 
 
-def _sharded_among(inputs: Sequence[Any]) -> list[tuple[ShardedParam, nn.Parameter]]:
-    """The sharded parameters that have computed, with the unsharded ones."""
+def _sharded_among(inputs: Sequence[Any]) -> _Found:
+    """The sharded parameters that have computed."""
     found = []
     for tensor in inputs:
         param = managed_param(tensor) if isinstance(tensor, DTensor) else None
@@ -58,17 +60,17 @@ def _sharded_among(inputs: Sequence[Any]) -> list[tuple[ShardedParam, nn.Paramet
     return found
 
 
-def _asking_for(more: Sequence[Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _asking_for(more: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:_INPUTS], (*args[_INPUTS], *more), *args[_INPUTS + 1 :])
 
 
-def _backward(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward(run: Any, params: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # The shards are asked for, too: a penalty may be computed from the sharded parameters, and
     # then they are leaves of the graph. Where they are not, ``backward`` ignores them.
     return run(*_asking_for([unsharded for _, unsharded in params], args), **kwargs)
 
 
-def _grad(run: Any, params: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grad(run: Any, params: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     asked = _asking_for([unsharded for _, unsharded in params], args)
     num_inputs, allow_unused = len(args[_INPUTS]), args[_INPUTS + 1]
     # Unused ones are allowed in the run itself: usually either a sharded parameter or its unsharded

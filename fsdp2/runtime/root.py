@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -74,7 +73,7 @@ class Runtime:
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
-        self._end: weakref.ref[Any] = weakref.ref(self)  # dead once a backward is over or raised
+        self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self.num_backwards = 0
         self.forwards = Forwards()
@@ -516,8 +515,10 @@ class Runtime:
 
     def choose_cached(self) -> None:
         """Choose again which frozen parameters stay gathered."""
-        for unit, buckets in choose_cached(self.units).items():
-            unit.keep(buckets, self.streams)
+        chosen = choose_cached((unit.config.keep_frozen, unit.buckets) for unit in self.units)
+        for unit in self.units:
+            if unit.config.keep_frozen is not None:
+                unit.keep(chosen, self.streams)
 
     # -- recovery ---------------------------------------------------------------------------
 

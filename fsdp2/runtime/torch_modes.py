@@ -13,12 +13,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import checkpoint as _checkpoint
+
+_P = ParamSpec("_P")
+_Ts = TypeVarTuple("_Ts")
+_R = TypeVar("_R")
 
 # The modes under which selective checkpointing runs a forward and its recomputation. Looked up by
 # name, as they are private and hooks work without: `common/torch_private.py` lists them.
@@ -36,7 +40,7 @@ NOT_TRACED = (
 )
 
 
-def skip_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+def skip_compile(hook: Callable[[*_Ts], _R]) -> Callable[[*_Ts], _R]:
     """``hook``, as a function that torch.compile calls and does not trace.
 
     There are two cases. If the call of the module is compiled (`Module.compile`), the hook is a
@@ -45,7 +49,7 @@ def skip_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(hook)
-    def call(*args: Any) -> Any:
+    def call(*args: *_Ts) -> _R:
         if torch.compiler.is_compiling():
             # The tracer inlines calls, and marks on code do not stop it: only `disable` breaks the
             # graph. An exported program has no place for a break.
@@ -84,7 +88,7 @@ def type_checker() -> Any:
     return spmd if spmd is not None and spmd.is_type_checking() else None
 
 
-def outside_torch_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def outside_torch_modes(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Call ``function`` on plain tensors, unseen by selective checkpointing and type checkers."""
     # Inside a transform, collectives on memory of ours would be recorded as a part of it. Were a
     # gather cached by a checkpoint, the recomputation would get the cached result, and no memory.

@@ -15,10 +15,16 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+
+
+class Named(Protocol):
+    """What messages need of a `ShardedParam`, whose file imports this one."""
+
+    fqn: str
 
 
 class TensorHooks(OrderedDict):
@@ -30,7 +36,7 @@ class TensorHooks(OrderedDict):
 
     registered: ClassVar[bool] = False
 
-    def __init__(self, param: Any) -> None:
+    def __init__(self, param: Named) -> None:
         super().__init__()
         # Weak: the garbage collector does not see what a tensor's hooks hold, so a cycle through
         # them (parameter, its hooks, parameter) would keep the shards of a deleted model for ever.
@@ -61,7 +67,7 @@ class UserHooks:
             self._on_tensor = original._backward_hooks
             self._after_accumulation = original._post_accumulate_grad_hooks
 
-    def carry_to(self, sharded: torch.Tensor, param: Any) -> None:
+    def carry_to(self, sharded: torch.Tensor, param: Named) -> None:
         """Make them hooks of ``sharded``, the sharded form of ``param``."""
         if self._on_tensor:
             TensorHooks.registered = True

@@ -239,7 +239,7 @@ def _name(purpose: str, ranks: Sequence[int]) -> str:
 
 
 # By default group, whose store has the keys: after a new ``init_process_group`` names start again.
-_num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[Any, ...]]] = WeakKeyDictionary()
+_num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = WeakKeyDictionary()
 
 
 def _register(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
