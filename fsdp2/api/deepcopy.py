@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import nn
 from ..common.classes import original_class
 from ..runtime.hooks import UnitHooks, hooks_of
 from ..runtime.root import runtime_of
-from ..runtime.unit import Unit, units_in
-from ..sharding.param import ORIGINS, ShardedParam
+from ..runtime.unit import ORIGINS, Unit, units_in
+from ..sharding.param import ShardedParam
 from ..sharding.tensor_subclass import copy_of
 from .torch_compat import publish_state
 
@@ -117,7 +118,7 @@ def _copy_object(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
     """Copy a unit's storages and parameters; the copy still refers to the modules of ``unit``."""
-    config = unit.config.for_copy()
+    config = replace(unit.config)
     if config.shared_streams is None and unit.runtime is not None:
         # Shared streams: each can reuse at once what the other frees.
         config.shared_streams = runtime_of(unit).streams
@@ -169,8 +170,8 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
         wrapped = hooks.wrap_method(memo[id(module)], name, copy.deepcopy(method, memo))
         setattr(memo[id(module)], name, MethodType(wrapped, memo[id(module)]))
     for chosen, earlier in (
-        (new.config.forward_prefetch, unit.config.forward_prefetch),
-        (new.config.backward_prefetch, unit.config.backward_prefetch),
+        (new.forward_prefetch, unit.forward_prefetch),
+        (new.backward_prefetch, unit.backward_prefetch),
     ):
         chosen += [memo[id(other)] for other in earlier if id(other) in memo]
     publish_state(new)

@@ -16,10 +16,10 @@ from ..runtime.building import name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks
 from ..runtime.optimizer_checks import watch_flattening
 from ..runtime.requested_gradients import look_at_requests
-from ..runtime.unit import Unit, set_unit, units_in
+from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh, replicated, resolve_mesh
-from ..sharding.param import ORIGINS, ShardedParam
+from ..sharding.param import ShardedParam
 from .arguments import (
     check_direct_min_bytes,
     check_modules_are_free,

@@ -57,8 +57,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     if not units:
         return
     first = units[0]
-    streams = first.config.shared_streams or (first.runtime and runtime_of(first).streams)
-    streams = streams or streams_for(first.device)
+    streams = first.config.shared_streams
+    if streams is None:
+        running = first.runtime is not None
+        streams = runtime_of(first).streams if running else streams_for(first.device)
     for unit in units:
         unit.config.shared_streams = streams
         if unit.runtime is not None:

@@ -339,7 +339,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        unit_of(self).config.forward_prefetch = units_of_all(modules)
+        unit_of(self).forward_prefetch = units_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather ``modules`` when this module's backward begins.
@@ -349,7 +349,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if one of them is no FSDPModule.
         """
-        unit_of(self).config.backward_prefetch = units_of_all(modules)
+        unit_of(self).backward_prefetch = units_of_all(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the gradient sum by ``factor`` instead of by the number of ranks.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..sharding.bucket import Bucket
+from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import as_real, mean_over
 from .transports import Finish, Transport, ended
@@ -106,10 +107,11 @@ class FlatTransport:
         self._reduce_scatter = reduce_scatter
         self._sum_only = sum_only
 
-    def all_gather(self, plan: Any, tag: int) -> Finish:
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         comm = self._all_gather
         if comm is None:
             return self.base.all_gather(plan, tag)
+        assert isinstance(plan, GatherPlan)  # batches are for transports that coalesce
         num_ranks = self.group.size()
         numels = [source.numel() for source in plan.source]
         dtype = plan.outputs[0].dtype

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..dtensor.from_local import local_of
 from ..sharding.bucket import Bucket, resize
+from ..sharding.gather_plan import GatherPlan
 from ..sharding.param import EXTENSION_METHODS, is_extension
 from ..sharding.tensor_subclass import contiguous_strides, inner_tensors, own_shard, write_into
 from .transports import sum_together
@@ -34,7 +35,7 @@ MAX_TENSORS = 16
 _EXPECTED = "(tensors to gather, metadata)"
 
 
-class ExtensionPlan:
+class ExtensionPlan(GatherPlan):
     """A gather whose sizes the parameter decides; all bytes, so that dtypes may be mixed."""
 
     # What the class returns is other memory each time, while plans hold fixed views. So it is
@@ -43,7 +44,6 @@ class ExtensionPlan:
 
     def __init__(self, bucket: ExtensionBucket, outputs: list[torch.Tensor]) -> None:
         num_shards, rank = bucket.mesh.num_shards, bucket.rank
-        self.messages: Any = None
         self.outputs = [output.view(-1).view(torch.uint8) for output in outputs]
         numels = [output.numel() // num_shards for output in self.outputs]
         self.own = [
@@ -52,7 +52,10 @@ class ExtensionPlan:
         ]
         self.inputs = self.source = self.own
         self.rows = [[own.numel()] * num_shards for own in self.own]
-        self.unpack = bucket.unpack
+        self._bucket = bucket
+
+    def unpack(self) -> None:
+        self._bucket.unpack()
 
 
 class ExtensionBucket(Bucket):
@@ -84,7 +87,7 @@ class ExtensionBucket(Bucket):
         self.secondary = None
         self._references = {}
         self.fills_own_slices = True
-        self.plan: Any = None
+        self.plan: GatherPlan = None  # type: ignore[assignment]
         self._outputs: list[torch.Tensor] = []
         self._replaced: list[torch.Tensor] = []
         self._metadata: Any = None

@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from ..common.failures import explained
 from ..policy import exchanged_sum_dtype
 from ..sharding.bucket import Bucket
-from ..sharding.gather_plan import GatherBatch, GatherPlan
+from ..sharding.gather_plan import GatherBatch, GatherPlan, Messages
 from ..sharding.process_groups import native_backend, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import Mean, as_real, mean_over
@@ -255,8 +255,8 @@ class GroupTransport:
 
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:
-            plan.messages = plan.messages or GatherBatch([plan])  # of bytes
-            plan = plan.messages
+            plan.as_bytes = plan.as_bytes or GatherBatch([plan])
+            plan = plan.as_bytes
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
 
         def finish() -> None:
@@ -352,7 +352,8 @@ class Exchange:
         # rank.
         self.peers = [r for r in range(self.size) if r != self.rank]
 
-    def all_gather(self, plan: Any, tag: int) -> Finish:
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
+        assert isinstance(plan, GatherPlan)  # batches are for transports that coalesce
         if plan.messages is None:
             plan.messages = self._gather_messages(plan, tag)
         with record_function("fsdp2::exchange"):
@@ -368,8 +369,9 @@ class Exchange:
 
         return finish
 
-    def _gather_messages(self, plan: GatherPlan, tag: int):
-        sends, receives = [], []
+    def _gather_messages(self, plan: GatherPlan, tag: int) -> tuple[Messages, Messages]:
+        sends: Messages = []
+        receives: Messages = []
         for i, (mine, output, rows) in enumerate(
             zip(plan.inputs, plan.outputs, plan.rows, strict=True)
         ):
@@ -383,7 +385,7 @@ class Exchange:
                     sends.append(([mine[: rows[self.rank]]], peer, tag + i))
         return sends, receives
 
-    def _start(self, sends, receives) -> list[dist.Work]:
+    def _start(self, sends: Messages, receives: Messages) -> list[dist.Work]:
         group = self.group
         works = [group.recv(*message) for message in receives]
         works += [group.send(*message) for message in sends]

@@ -218,8 +218,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 unshard_in_backward=config.unshard_in_backward,
                 offload=config.offload,
                 reshard_after_backward=config.reshard_after_backward,
-                forward_prefetch=_unit_names(config.forward_prefetch, names) or None,
-                backward_prefetch=_unit_names(config.backward_prefetch, names) or None,
+                forward_prefetch=_unit_names(unit.forward_prefetch, names) or None,
+                backward_prefetch=_unit_names(unit.backward_prefetch, names) or None,
             )
         )
     root = units[0]

@@ -202,8 +202,8 @@ def _set_prefetch(
     order = sorted(range(len(units)), key=lambda i: place[descriptions[i].modules[0]])
     ordered = [units[i] for i in order]
     for i, unit in enumerate(ordered):
-        unit.config.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
-        unit.config.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
+        unit.forward_prefetch = [*ordered[i + 1 : i + 1 + depth]]
+        unit.backward_prefetch = [*ordered[max(0, i - depth) : i][::-1]]
 
 
 class _ReplayRuntime(Runtime):

@@ -251,7 +251,8 @@ class CountedReduction(Reduction):
         self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
         if not self.in_place:
             nbytes = self.bucket.layout.shard_numel * self.dtype.itemsize
-            self.flat = Held(self.bucket.replay.account, "communication buffers", nbytes)
+            account = self.bucket.replay.account
+            self.flat = Held(account, "communication buffers", nbytes)  # type: ignore[assignment]
 
     def _copy_to_output(self) -> None:
         self._allocate_output()

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..sharding.param import ORIGINS
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
 from .optimizer_checks import watch_originals, watch_quantized
 from .root import Runtime, runtime_of
-from .unit import Unit, unit_of, units_in
+from .unit import ORIGINS, Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
 
 

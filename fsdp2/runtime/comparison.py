@@ -68,8 +68,6 @@ _SETTINGS = (
     "keep_frozen",
     "gathered_once",
     "manual_finalization",
-    "forward_prefetch",
-    "backward_prefetch",
     "comm_options",
 )
 
@@ -85,6 +83,8 @@ def describe(units: Sequence[Unit], names: Names) -> dict[str, str]:
         found[f"mesh of '{name}'"] = f"{unit.mesh.num_replicas} x {unit.mesh.num_shards}"
         for key in _SETTINGS:
             found[f"{key} of '{name}'"] = _as_text(getattr(unit.config, key), names)
+        found[f"forward_prefetch of '{name}'"] = _as_text(unit.forward_prefetch, names)
+        found[f"backward_prefetch of '{name}'"] = _as_text(unit.backward_prefetch, names)
         for i, param in enumerate(unit.params):
             its_name = full_name(param, names)
             found[f"unit of '{its_name}'"] = f"'{name}'"

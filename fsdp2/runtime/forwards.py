@@ -12,45 +12,14 @@ from __future__ import annotations
 import sys
 import weakref
 from types import FrameType
-from typing import Any
 
 from torch import nn
+
+from .unit import Forward, Unit, is_awaited
 
 _METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
-
-
-class Forward:
-    """One forward of ``unit``.
-
-    Attributes:
-        previous: the forward that ended before this one in the same pass; its graph may be gone.
-        noted: it has ended.
-        entered: backward has reached it.
-    """
-
-    __slots__ = ("__weakref__", "entered", "noted", "previous", "unit")
-
-    def __init__(self, unit: Any, *, entered: bool = False) -> None:
-        self.unit = unit
-        self.entered = entered
-        self.noted = False
-        self.previous: Forward | None = None
-
-    def unit_before(self) -> Any:
-        """The unit that backward will reach after this one; None if that is not known."""
-        # Backward need not follow the order of forwards. Where it has been already, nothing would
-        # use a gather.
-        before = self.previous
-        return None if before is None or before.entered else before.unit
-
-    def follows(self, unit: Any) -> bool:
-        """Whether ``unit`` ran before in this pass, and backward has not reached that forward."""
-        before = self.previous
-        while before is not None and (before.unit is not unit or before.entered):
-            before = before.previous
-        return before is not None
 
 
 class Forwards:
@@ -63,10 +32,10 @@ class Forwards:
 
     def __init__(self) -> None:
         self._last: Forward | None = None
-        self._began: set[Any] = set()
+        self._began: set[Unit] = set()
         self._ungraphed: list[Forward] = []
 
-    def begin(self, unit: Any) -> None:
+    def begin(self, unit: Unit) -> None:
         """An outermost forward, of ``unit``, begins.
 
         If the unit had one before in this pass, this is another pass over the model. (A pass may
@@ -83,7 +52,7 @@ class Forwards:
         # hold the forwards of all earlier steps.
         self._last = None
 
-    def note(self, unit: Any, forward: Forward | None) -> None:
+    def note(self, unit: Unit, forward: Forward | None) -> None:
         """A forward has ended.
 
         Args:
@@ -98,10 +67,10 @@ class Forwards:
         forward.previous, self._last = self._last, forward
         # The references of graphs that were dropped go here, or evaluations without `no_grad` would
         # leave one per call.
-        unit.forwards = [ref for ref in unit.forwards if _is_awaited(ref)]
+        unit.forwards = [ref for ref in unit.forwards if is_awaited(ref)]
         unit.forwards.append(weakref.ref(forward))
 
-    def enter(self, unit: Any, forward: Forward | None) -> Forward | None:
+    def enter(self, unit: Unit, forward: Forward | None) -> Forward | None:
         """Backward has reached ``forward``, or the forward that this one recomputes.
 
         Returns:
@@ -110,7 +79,7 @@ class Forwards:
         # One that is not noted ran inside backward: it recomputes activations. What it repeats is
         # the last forward of the unit that backward has not reached.
         if forward is None or not (forward.noted or forward.entered):
-            forward = next((f for ref in reversed(unit.forwards) if (f := _is_awaited(ref))), None)
+            forward = next((f for ref in reversed(unit.forwards) if (f := is_awaited(ref))), None)
         if forward is None or forward.entered:
             return None
         forward.entered = True
@@ -122,16 +91,6 @@ class Forwards:
             if not forward.entered:
                 forward.unit.recomputes_all = False
         self._ungraphed.clear()
-
-
-def are_awaited(forwards: list[weakref.ref[Forward]]) -> bool:
-    """Whether backward may still reach any of them."""
-    return any(map(_is_awaited, forwards))
-
-
-def _is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
-    forward = ref()
-    return None if forward is None or forward.entered else forward
 
 
 def modules_being_called() -> set[nn.Module]:

@@ -23,10 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from .building import build_runtime
-from .forwards import Forward
 from .root import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
-from .unit import Unit
+from .unit import Forward, Unit
 
 
 class UnitHooks:

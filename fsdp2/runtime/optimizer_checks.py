@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..sharding.param import ORIGINS, ShardedParam, managed_param
-from .unit import Unit
+from ..sharding.param import ShardedParam, managed_param
+from .unit import ORIGINS, Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter

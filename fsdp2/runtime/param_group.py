@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
 from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
-from ..sharding.gather_plan import GatherBatch
+from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.initial_values import InitialValues, whole_of
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
@@ -86,7 +85,7 @@ class ParamGroup:
         self.incomplete = False
         self.generation = 0
         self._reduce_plans: dict[tuple[int, bool, tuple[int, ...]], ReducePlan] = {}
-        self._gather_batches: dict[tuple[Any, ...], GatherBatch] = {}
+        self._gather_batches: dict[tuple[GatherPlan, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
@@ -263,7 +262,7 @@ class ParamGroup:
         self._reduce_plans.clear()
         self._gather_batches.clear()
 
-    def gather_batch(self, plans: Sequence[Any]) -> GatherBatch:
+    def gather_batch(self, plans: Sequence[GatherPlan]) -> GatherBatch:
         """The gathers of several buckets over the same ranks, as one batch that is made once."""
         # Which plans come together varies: a cached bucket sits a gather out, and secondary shards
         # have a plan of their own.

@@ -87,8 +87,9 @@ class Reduction:
         self.nbytes = plan.numel * bucket.gather_dtype.itemsize
         self.dtensors: Sequence[torch.Tensor] | dict[int, torch.Tensor] = ()
         self.outs: list[torch.Tensor] = []
-        self.flat: Any = None
-        self._held: Any = None
+        # None before the output is chosen and after the release, where nothing reads it.
+        self.flat: torch.Tensor = None  # type: ignore[assignment]
+        self._held: torch.Tensor | None = None
         self.in_place = False
         self._fresh: Collection[int] = ()  # whose result is in `dtensors`, not added to ``.grad``
         self._finish: Finish = done
@@ -201,7 +202,7 @@ class Reduction:
     def _release(self) -> None:
         self.grads, self.outs = (), []
         self._held = None
-        self.flat = None
+        self.flat = None  # type: ignore[assignment]
         self.bucket.in_flight -= self.covered
 
     def _conclude(self) -> None:

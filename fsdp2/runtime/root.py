@@ -21,11 +21,11 @@ from ..common.failures import accumulation_lost
 from .deferred_reductions import run_deferred
 from .finalization import Finalization, GradientReductionHandle
 from .first_forward import FirstForward
-from .forwards import Forward, Forwards, modules_being_called
+from .forwards import Forwards, modules_being_called
 from .frozen_cache import choose_cached
 from .reduction import ReductionsInFlight
 from .torch_modes import NOT_TRACED, outside_torch_modes
-from .unit import GATHERED, RESHARDED, AfterForward, State, Unit
+from .unit import GATHERED, RESHARDED, AfterForward, Forward, State, Unit
 from .unwritten import warn_of_unwritten
 
 # How many units' worth of gradients may be on their way before compute waits for the oldest.
@@ -102,7 +102,7 @@ class Runtime:
         unit.running += 1
         order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
-        by_hand = unit.config.forward_prefetch
+        by_hand = unit.forward_prefetch
         if by_hand:
             self._prefetch(by_hand)
             return
@@ -249,11 +249,11 @@ class Runtime:
         # If some were freed early, all that backward reads is there still.
         if unit.state is not State.PARTLY_FREED and config.unshard_in_backward:
             unit.unshard(self.streams)
-        if config.backward_prefetch:
+        if unit.backward_prefetch:
             if entered is not None:
                 # Not those that have been through backward already: their gathers would go
                 # unused, and an optimizer in backward may be writing their shards.
-                self._prefetch(filter(entered.follows, config.backward_prefetch))
+                self._prefetch(filter(entered.follows, unit.backward_prefetch))
         elif before is not None and before.config.unshard_in_backward:
             self._prefetch((before,))
         unit.next_in_backward = before

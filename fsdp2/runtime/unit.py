@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
 from ..sharding.bucket import Bucket
+from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
-from .forwards import Forward, are_awaited
 from .freed_params import FreedParameterProxy
 from .frozen_cache import free_cached
 from .param_group import ParamGroup
@@ -41,6 +42,10 @@ from .unit_config import UnitConfig
 from .unit_grads import Taken, UnitGrads
 
 _KEY = "_fsdp2_unit"  # of a module's `__dict__`
+# Of original parameters. Sharding takes the original out of the modules it reaches. So an entry
+# lives on only if another module still holds the original, which means that the parameter is tied
+# across units.
+ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
 
 
 class State(Enum):
@@ -101,6 +106,44 @@ class AccumulationHooks(Protocol):
     def notice_accumulation(self) -> None: ...
 
 
+class Forward:
+    """One forward of ``unit``.
+
+    Attributes:
+        previous: the forward that ended before this one in the same pass; its graph may be gone.
+        noted: it has ended.
+        entered: backward has reached it.
+    """
+
+    __slots__ = ("__weakref__", "entered", "noted", "previous", "unit")
+
+    def __init__(self, unit: Unit, *, entered: bool = False) -> None:
+        self.unit = unit
+        self.entered = entered
+        self.noted = False
+        self.previous: Forward | None = None
+
+    def unit_before(self) -> Unit | None:
+        """The unit that backward will reach after this one; None if that is not known."""
+        # Backward need not follow the order of forwards. Where it has been already, nothing would
+        # use a gather.
+        before = self.previous
+        return None if before is None or before.entered else before.unit
+
+    def follows(self, unit: Unit) -> bool:
+        """Whether ``unit`` ran before in this pass, and backward has not reached that forward."""
+        before = self.previous
+        while before is not None and (before.unit is not unit or before.entered):
+            before = before.previous
+        return before is not None
+
+
+def is_awaited(ref: weakref.ref[Forward]) -> Forward | None:
+    """The forward, if backward may still reach it."""
+    forward = ref()
+    return None if forward is None or forward.entered else forward
+
+
 class Unit:
     """The parameters of one call of `fully_shard` and their state.
 
@@ -116,6 +159,8 @@ class Unit:
         hooks: the hooks on ``modules``. Code above them calls `hooks.hooks_of`.
         enclosing: units whose modules contain this one's.
         encloses: whether other units are inside this one.
+        forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
+            begins, instead of the one that the order of the last forward predicts.
     """
 
     param_group_type: type[ParamGroup] = ParamGroup
@@ -142,6 +187,8 @@ class Unit:
         self.hooks: AccumulationHooks = None  # type: ignore[assignment]
         self.enclosing: tuple[Unit, ...] = ()
         self.encloses = False
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
         # The state.
         self.state = State.SHARDED
         self._freed: set[ShardedParam] = set()  # those that may have been freed early
@@ -161,7 +208,7 @@ class Unit:
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
         self.reduced = False  # whether this backward has reduced anything of this unit
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict) -> Registration:
         """Only of a module inside: `deepcopy` puts copies of whole units into ``memo`` before."""
         return copy.deepcopy(self.registration, memo)
 
@@ -181,7 +228,7 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether a graph exists through which backward may still reach this unit."""
-        return are_awaited(self.forwards)
+        return any(map(is_awaited, self.forwards))
 
     def after_forward(
         self, *, differentiable: bool, runs_next: bool, ends_forward: bool
@@ -283,7 +330,7 @@ class Unit:
         """Start the all-gathers of the buckets with these indices: those over the same ranks in one
         call, where the transport can."""
         param_group = self.param_group
-        to_gather: dict[Transport, list[tuple[Any, int]]] = {}
+        to_gather: dict[Transport, list[tuple[GatherPlan, int]]] = {}
         group = self.mesh.shard_group
         try:
             for index in gathering:
@@ -291,15 +338,16 @@ class Unit:
                 group = transports.mesh.shard_group
                 transport, plan = self._prepare(bucket, transports)
                 if transport is not None:
+                    assert plan is not None
                     tagged = (plan, param_group.gather_tags[index])
                     to_gather.setdefault(transport, []).append(tagged)
             for transport, plans in to_gather.items():
                 group = transport.group
+                gathers: Sequence[tuple[GatherPlan | GatherBatch, int]] = plans
                 if transport.coalesces and len(plans) > 1:
-                    batch = param_group.gather_batch([plan for plan, _ in plans])
-                    plans = [(batch, plans[0][1])]
-                for plan, tag in plans:
-                    finish = transport.all_gather(plan, tag)
+                    gathers = [(param_group.gather_batch([p for p, _ in plans]), plans[0][1])]
+                for gather, tag in gathers:
+                    finish = transport.all_gather(gather, tag)
                     if finish is not done:
                         self._gather_finish.append(finish)
         except RuntimeError as error:
@@ -319,7 +367,9 @@ class Unit:
             if bucket.has_own_pack:
                 bucket.free_pack()
 
-    def _prepare(self, bucket: Bucket, transports: MeshTransports) -> tuple[Transport | None, Any]:
+    def _prepare(
+        self, bucket: Bucket, transports: MeshTransports
+    ) -> tuple[Transport | None, GatherPlan | None]:
         """Allocate for the gather of a bucket and fill what it reads.
 
         Returns:
@@ -513,7 +563,7 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
     vars(module)[_KEY] = unit
 
 
-def unit_of(module: Any) -> Unit:
+def unit_of(module: nn.Module) -> Unit:
     """The unit of ``module``, which is sharded."""
     return vars(module)[_KEY]
 

@@ -8,12 +8,13 @@ set per unit is a field here, so that no other place lists the settings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..comm.mesh_transports import CommOptions
+from ..comm.streams import Streams
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .frozen_cache import KeepFrozen
 
@@ -38,8 +39,6 @@ class UnitConfig:
         reshard_after_forward: the same; None: False for the root, else True.
         reshard_after_backward: whether parameters are freed after backward.
         unshard_in_backward: whether they are gathered for backward.
-        forward_prefetch, backward_prefetch: units to gather when forward or backward of this one
-            begins, instead of the one that the order of the last forward predicts.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
         keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
         strategy: the name passed to `shard_model`; only displayed.
@@ -66,8 +65,6 @@ class UnitConfig:
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    forward_prefetch: list[Any] = field(default_factory=list)
-    backward_prefetch: list[Any] = field(default_factory=list)
     keep_unsharded_storage: bool = False
     keep_frozen: KeepFrozen | None = None
     strategy: str | None = None
@@ -85,7 +82,7 @@ class UnitConfig:
     max_input_buffers: int | None = None
     # How to communicate.
     comm_options: CommOptions = field(default_factory=CommOptions)
-    shared_streams: Any = None
+    shared_streams: Streams | None = None
 
     @property
     def offload(self) -> bool:
@@ -118,7 +115,3 @@ class UnitConfig:
             self.reduce_grads = self.sync_grads or self.accumulate_sharded
 
         return restore
-
-    def for_copy(self) -> UnitConfig:
-        """The settings for a copy of the unit, without the units of this model to prefetch."""
-        return replace(self, forward_prefetch=[], backward_prefetch=[])

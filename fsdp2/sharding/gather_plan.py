@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from .layout import BucketLayout, Slot
+
+Messages = list[tuple[list[torch.Tensor], int, int]]
 
 
 class Gathered(Protocol):
@@ -28,14 +30,17 @@ class GatherPlan:
         inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
         own, source: this rank's slices of ``outputs`` and where their data comes from.
         rows: for each output, how many elements each rank has that are not padding.
-        messages: what a transport keeps with the plan, so that it is made once; None at first.
+        messages, as_bytes: what transports keep with the plan, so that it is made once: messages to
+            send and to receive, as (tensors, peer, tag), or the same gather of bytes.
     """
+
+    messages: tuple[Messages, Messages] | None = None
+    as_bytes: GatherBatch | None = None
 
     def __init__(
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
     ) -> None:
         self.cast = shards.dtype != gathered.dtype
-        self.messages: Any = None
         num_shards = layout.num_shards
         spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]
         starts = [layout.slots[i].full_offset for i in layout.direct]
@@ -106,7 +111,7 @@ class GatherBatch:
         plans: allocated, since views of their tensors are made.
     """
 
-    def __init__(self, plans: Sequence[Any]) -> None:
+    def __init__(self, plans: Sequence[GatherPlan]) -> None:
         self.plans = tuple(plans)
         # As bytes, so that one call takes buckets of several dtypes: gloo's coalesced calls promote
         # mixed dtypes and corrupt data without an error, and of NCCL's torch does not say.

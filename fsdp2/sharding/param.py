@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..common.failures import explained
 from ..dtensor.boxes import strides
@@ -34,10 +33,6 @@ from .mesh import DataParallelMesh, concatenate
 from .parameter_hooks import UserHooks
 from .tensor_subclass import attach_attributes, is_wrapper, plain_gradient, user_attributes
 
-# Original parameter -> (unit, its ShardedParam). Sharding takes the original out of the modules it
-# reaches. So an entry lives on only if another module still holds the original, which means that
-# the parameter is tied across units.
-ORIGINS: Any = WeakTensorKeyDictionary()
 # By id, since tensors compare elementwise; an id that was given out again is found out by identity.
 _managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()
 

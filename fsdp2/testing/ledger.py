@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.forwards import Forward
-from ..runtime.unit import Unit
+from ..runtime.unit import Forward, Unit
 from ..sharding.param import ShardedParam
 
 # The places of gradients that are not reduced yet, with the text of the error.

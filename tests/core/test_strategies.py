@@ -343,13 +343,13 @@ def test_the_reshard_policy_may_be_chosen_per_unit() -> None:
 def test_units_gathered_ahead() -> None:
     model = shard_model(Even(), cached_mesh(2), wrap=Block, prefetch=2, direct_min_bytes=0)
     blocks = units_in(model)[1:]
-    assert [u.config.forward_prefetch for u in blocks] == [
+    assert [u.forward_prefetch for u in blocks] == [
         blocks[1:3],
         blocks[2:4],
         blocks[3:],
         [],
     ]
-    assert [u.config.backward_prefetch for u in blocks] == [
+    assert [u.backward_prefetch for u in blocks] == [
         [],
         [blocks[0]],
         [blocks[1], blocks[0]],

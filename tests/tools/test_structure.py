@@ -39,8 +39,8 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    assert core().code_lines <= 6700  # with the warning of state that is quantized shard by shard
-    assert core().functions <= 723
+    assert core().code_lines <= 6720  # with the types of what passes between files, not Any
+    assert core().functions <= 722
 
 
 def test_no_function_of_the_core_is_long() -> None:
