@@ -211,7 +211,7 @@ class UnitHooks:
         accumulates = unit.gradients.are_accumulated()
         runtime.pre_backward(unit, forward, accumulates=accumulates)
 
-    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Callable[[Any], None]) -> None:
+    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Callable[..., None]) -> None:
         """Watch the node that made ``base``, of which an output is a view.
 
         Changing the view in place rewrites its history, and the hook on it is lost.
@@ -302,7 +302,9 @@ class _Border(torch.autograd.Function):
     """Identity on several tensors, with one node; its backward reports and passes gradients."""
 
     @staticmethod
-    def forward(ctx: Any, leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, leave: Callable[..., None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # else an input that is not used costs a tensor of zeros
         ctx.leave = leave
         return tensors
@@ -323,7 +325,7 @@ class _TransformedBorder(_Border):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(leave: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(leave: Callable[..., None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tensors
 
     @staticmethod
@@ -338,7 +340,7 @@ class _Entrance(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(enter: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(enter: Callable[..., None], tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod

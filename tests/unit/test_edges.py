@@ -1,0 +1,107 @@
+"""Between files of the core no class of ours is passed as `Any`: a type checker sees every use.
+
+A class that stands later in the layers is a protocol beside its user, as `TreeRuntime` is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    import pytest
+
+    pytest.skip("fsdp2 only: about its annotations", allow_module_level=True)
+
+from benchmarks.structure import PACKAGE, core_files
+
+# By file, what may be annotated with `Any`: variables, arguments and functions that return it.
+ALLOWED = {
+    # What users pass: checked where it comes in, or handed on as it is.
+    "policy.py": "placement mesh mesh_info",
+    "api/fully_shard.py": "own placement",
+    "api/module.py": "modules args kwargs options state_dict fn protocol "
+    "__new__() load_state_dict() _apply() __reduce_ex__()",
+    "runtime/unit_config.py": "all_reduce_stream",
+    # Users' tensor subclasses: their methods and attributes.
+    "sharding/tensor_subclass.py": "attributes user_attributes() a b before",
+    "comm/extension.py": "local arguments self._metadata",
+    # The package spmd_types, which need not be installed.
+    "sharding/annotations.py": "spmd attributes others axes axis own types its_type "
+    "completed() _joined()",
+    "runtime/torch_modes.py": "type_checker()",
+    # JSON, and values of which only a checksum or the text counts.
+    "comm/store_exchange.py": "store self._store verdict found value ranks _wait_for_verdict()",
+    "runtime/comparison.py": "data",
+    # What torch has no stubs for: specs, process groups' backends, operations of reductions.
+    "sharding/param.py": "_specs",
+    "sharding/process_groups.py": "only native_backend() _options()",
+    "sharding/references.py": "tensor",
+    "comm/custom.py": "op backend pool",
+    "comm/means.py": "operation",
+    "comm/transports.py": "works",
+    "comm/wire.py": "op self.group",
+    # The same: device modules with their streams and events.
+    "comm/streams.py": "Event Kept _simulated module then_on device_module() compute()",
+    # The same: autograd's engine, nodes and contexts; modules' dictionaries; what hooks are given.
+    "sharding/parameter_hooks.py": "key hook",
+    "runtime/freed_params.py": "ctx func types args kwargs "
+    "__torch_function__() __torch_dispatch__()",
+    "runtime/hooks.py": "ctx grad inputs output value states checker method args kwargs _ "
+    "self.methods post_forward() wrap_method() call()",
+    "runtime/optimizer_checks.py": "_installed args kwargs param",
+    "runtime/reduction.py": "ctx _ backward()",
+    "runtime/registration.py": "args expected self._fast self._expected self._guarded "
+    "take_overrides()",
+    "runtime/requested_gradients.py": "inputs outputs run args kwargs "
+    "_asking_for() _backward() _grad() run()",
+    "runtime/unit_grads.py": "accumulator _accumulator() self._accumulators",
+}
+
+
+def uses(annotation: ast.AST | None) -> int:
+    """How often ``annotation`` has the name `Any`."""
+    nodes = ast.walk(annotation) if annotation is not None else ()
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+
+
+def annotated(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    """Everything that has an annotation, and aliases of types."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg, node.annotation
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{node.name}()", node.returns
+        elif isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target), node.annotation
+        elif isinstance(node, ast.Assign):
+            yield ast.unparse(node.targets[0]), node.value
+
+
+def untyped(path: Path) -> set[str]:
+    """What ``path`` annotates with `Any`; "" for other places (a cast, a base class)."""
+    tree = ast.parse(path.read_text())
+    found = [(name, uses(annotation)) for name, annotation in annotated(tree)]
+    elsewhere = uses(tree) - sum(number for _, number in found)
+    return {name for name, number in found if number} | ({""} if elsewhere else set())
+
+
+def test_any_stands_for_no_class_of_the_core() -> None:
+    found = {str(path.relative_to(PACKAGE)): untyped(path) for path in core_files()}
+    allowed = {file: set(names.split()) for file, names in ALLOWED.items()}
+    assert {file: names for file, names in found.items() if names} == allowed
+
+
+def test_any_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "Alias = dict[str, Any]\n"
+        "def f(x: int, *args: Any, y: list[Any] | None = None) -> Any:\n"
+        "    self.z: Any = 1\n"
+    )
+    assert untyped(file) == {"Alias", "args", "y", "f()", "self.z"}
+    file.write_text("def f(x: int) -> int:\n    return cast(Any, x).y\n")
+    assert untyped(file) == {""}
