@@ -83,7 +83,7 @@ def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
         )
     if value == 1:
         warnings.warn(
-            "reshard_after_forward=1 (int) means resharding to one rank, which keeps everything: "
+            "reshard_after_forward=1 (int) means resharding to one rank, which frees nothing: "
             "the same as False. For resharding to all ranks pass True",
             stacklevel=3,
         )
