@@ -47,7 +47,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="ranks per node, for the strategy hybrid",
     )
-    parser.add_argument("--strategy", choices=STRATEGIES, default="full")
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="full",
+        help="what is sharded over the ranks (default: full)",
+    )
     parser.add_argument(
         "--wrap",
         default="auto",
@@ -64,7 +69,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="replicate parameters of fewer bytes on every rank: 64KiB, ...",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda; cpu means gloo"
+    )
 
 
 def parse_number(text: str) -> int:

@@ -28,9 +28,14 @@ def add_estimate(groups: Any) -> None:
     parser = groups.add_parser("estimate", help=about, description=f"{about[0].upper()}{about[1:]}")
     add_model(parser)
     _add_step(parser)
-    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="none")
     parser.add_argument(
-        "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default 8"
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        default="none",
+        help="activation checkpointing (default: none)",
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default: 8"
     )
     _add_output(parser)
     parser.set_defaults(run=run_estimate)
@@ -56,7 +61,7 @@ def add_plan(groups: Any) -> None:
         "--checkpointing",
         choices=CHECKPOINTING,
         action="append",
-        help="a mode to choose from (repeat for several; default: all)",
+        help="activation checkpointing to consider (repeat for several; default: all)",
     )
     _add_step(parser)
     parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
@@ -78,9 +83,18 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="function of the model's output (default: its .loss, the output itself if it is one "
         "number, or its sum)",
     )
-    parser.add_argument("--micro-batches", type=parse_number, default=1, metavar="N")
     parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd", "momentum", "none"), default="adamw"
+        "--micro-batches",
+        type=parse_number,
+        default=1,
+        metavar="N",
+        help="micro-batches per optimizer step (default: 1)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "sgd", "momentum", "none"),
+        default="adamw",
+        help="optimizer whose state is counted (default: adamw)",
     )
 
 

@@ -182,8 +182,8 @@ def _follows(
 
 def _misfit(name: str, part: str, why: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"The inner tensor '{part}' of '{name}' cannot be put together for other shards than were "
-        f"saved: {why}. Load with as many ranks as saved it"
+        f"The inner tensor '{part}' of '{name}' cannot be assembled for shards other than those "
+        f"saved: {why}. Load it on the same number of ranks as it was saved on"
     )
 
 
