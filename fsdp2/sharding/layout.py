@@ -255,7 +255,9 @@ def _secondary_shape(slot: Slot, num_shards: int) -> tuple[int, ...]:
     return (slot.full_numel,)
 
 
-def _finish(num_shards, slots, shard_end: int, full_end: int, align: int) -> BucketLayout:
+def _finish(
+    num_shards: int, slots: Sequence[Slot | None], shard_end: int, full_end: int, align: int
+) -> BucketLayout:
     """Close a layout whose slots are placed: find the tail, fill up the pack, add it up."""
     done: list[Slot] = [slot for slot in slots if slot is not None]
     packed = [slot.shard_offset for slot in done if not slot.direct]

@@ -1,4 +1,5 @@
 """Between files of the core no class of ours is passed as `Any`: a type checker sees every use.
+What has no annotation at all counts as `Any`, which a type checker takes it for.
 
 A class that stands later in the layers is a protocol beside its user, as `TreeRuntime` is.
 """
@@ -86,7 +87,17 @@ def untyped(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     found = [(name, uses(annotation)) for name, annotation in annotated(tree)]
     elsewhere = uses(tree) - sum(number for _, number in found)
-    return {name for name, number in found if number} | ({""} if elsewhere else set())
+    return {name for name, number in found if number} | ({""} if elsewhere else set()) | bare(tree)
+
+
+def bare(tree: ast.AST) -> set[str]:
+    """Arguments without an annotation, and functions that do not say what they return."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = {f"{f.name}()" for f in functions if f.returns is None and f.name != "__init__"}
+    for f in functions:
+        given = ast.walk(f.args)
+        found |= {a.arg for a in given if isinstance(a, ast.arg) and a.annotation is None}
+    return found - {"self", "cls"}
 
 
 def test_any_stands_for_no_class_of_the_core() -> None:
@@ -105,3 +116,5 @@ def test_any_is_found_wherever_it_stands(tmp_path: Path) -> None:
     assert untyped(file) == {"Alias", "args", "y", "f()", "self.z"}
     file.write_text("def f(x: int) -> int:\n    return cast(Any, x).y\n")
     assert untyped(file) == {""}
+    file.write_text("class A:\n    def __init__(self, x): ...\n    def f(self): ...\n")
+    assert untyped(file) == {"x", "f()"}
