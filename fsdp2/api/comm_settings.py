@@ -69,7 +69,8 @@ def set_all_reduce_hook(
         hook: gets contiguous 1-D parts of this rank's gradient shard, in the reduce dtype,
             after the reduce-scatter (and the all-reduce over replicas, if any), and may
             change them in place, for example all-reduce them over other ranks. It is called
-            once per part; large units of several dtypes have several parts.
+            once per part; large units of several dtypes have several parts. All ranks set it,
+            also where only one does something in it.
         stream: the stream to run it on, with a 1-D mesh. None: the reduction's stream.
 
     Raises:
@@ -188,8 +189,8 @@ def _check_one_mesh(unit: Unit, method: str) -> None:
     meshes = {param.mesh for param in unit.params}
     if len(meshes) > 1:
         raise ValueError(
-            f"{method} is not supported where shard_placement_fn puts parameters on "
-            f"different meshes: it would be called for each of {len(meshes)}"
+            f"{method} is not supported with multiple param groups: shard_placement_fn puts "
+            f"parameters on {len(meshes)} meshes, and it would be called for each of them"
         )
 
 

@@ -50,9 +50,8 @@ def full_name(param: ShardedParam, names: Names) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# The fields of `UnitConfig` that decide what a unit communicates, and when. The others decide what
-# a rank keeps in memory, waits for or shows; a hook may be there on one rank alone, to look at
-# reduced gradients.
+# The fields of `UnitConfig` that decide what a unit communicates, when, and what it makes of it.
+# The others decide what a rank keeps in memory, waits for or shows.
 _SETTINGS = (
     "mp_policy",
     "offload_policy",
@@ -63,6 +62,7 @@ _SETTINGS = (
     "accumulate_sharded",
     "all_reduce_grads",
     "divide_factor",
+    "all_reduce_hook",  # it changes gradients, may communicate, and takes away a late sum
     "unshard_in_backward",
     "reduce_unused",
     "keep_frozen",

@@ -88,14 +88,15 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             # gradient itself: the reduction would then average what is summed already.
             if its_type is not spmd.R:
                 raise ValueError(
-                    f"Parameter '{name}': expected spmd.R on the data-parallel axis {axis} but got "
-                    f"{its_type}: there, fully_shard itself shards it and sums gradients"
+                    f"Parameter '{name}': Expected spmd.R on FSDP DP axis {axis} but got "
+                    f"{its_type}. FSDP requires DP parameters to be R: there, it shards them "
+                    "itself and sums gradients"
                 )
         elif axis in axes.of_dims:
             others[axis] = _placements(spmd, its_type, name)
         else:
             raise ValueError(
-                f"Parameter '{name}' has an annotation of spmd_types on the axis {axis}, which is "
+                f"Parameter '{name}' has spmd_types annotation on axis {axis}, which is "
                 f"not a dim of fully_shard's mesh, {axes.mesh}. Call fully_shard with mesh=<the "
                 "mesh with all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., "
                 "replicate=...), which names the data-parallel ones"
@@ -115,7 +116,7 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             both.append((Replicate(), Replicate()))
         else:
             raise ValueError(
-                f"Parameter '{name}' has incomplete annotations of spmd_types, {types}: they do "
+                f"Parameter '{name}' has incomplete spmd_types annotations, {types}: they do "
                 f"not say what it is on {axis}, a dim of {mesh.full_mesh} that is not data parallel"
             )
     is_summed = any(placement.is_partial() for _, placement in others.values())

@@ -128,6 +128,10 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _after(mlp(), lambda m: m.set_modules_to_forward_prefetch([m[0]])),
         r"forward_prefetch of '\(root\)': \[\] .*, \['0'\] ",
     ),
+    "a hook": (
+        lambda: _after(mlp(), lambda m: m.set_all_reduce_hook(len)),
+        r"all_reduce_hook of '\(root\)': None .*, len ",
+    ),
     "mesh": (
         lambda: _replicated(mlp()),
         r"mesh of '\(root\)': 1 x 3 .*, 3 x 1 ",

@@ -179,8 +179,8 @@ def test_annotations_that_do_not_fit_are_refused() -> None:
         return change
 
     dp = spmd.MeshAxis.of(mesh.get_group("dp"))
-    refuse(annotate("gain", {dp: spmd.V}), "'gain': expected spmd.R on the data-parallel axis")
-    refuse(annotate("gain", {dp: spmd.R}), "'gain' has incomplete annotations")
+    refuse(annotate("gain", {dp: spmd.V}), "'gain': Expected spmd.R on FSDP DP axis")
+    refuse(annotate("gain", {dp: spmd.R}), "'gain' has incomplete spmd_types")
     tp = spmd.MeshAxis.of(mesh.get_group("tp"))
     refuse(annotate("gain", {tp: spmd.V}), "'gain' is annotated as .*no layout of a parameter")
     refuse(
