@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..common.failures import explained
 from ..common.memory import usual_device
-from ..dtensor.placement import own_part
+from ..common.pytree import map_tensors
+from ..dtensor.placement import is_gathered_part, own_part
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import units_in
 from ..runtime.unwritten import never_written
+from .torch_errors import items_reach_shards
 
 
 @contextmanager
@@ -34,7 +38,8 @@ def init_on_whole_tensors(seed: int) -> Iterator[None]:
     parallel) and order of units, as long as the initialization does the same operations on
     parameters of the same device and dtype. In-place random operations (``normal_``, ``uniform_``
     and so on, which all of ``torch.nn.init`` uses) and ``rand_like``, ``randn_like`` of a DTensor
-    draw the whole tensor; one whole tensor at a time is in memory.
+    draw the whole tensor; one whole tensor at a time is in memory. Writes to rows
+    (``weight[padding_idx].zero_()``) reach the shards, which outside of this context they do not.
 
     Args:
         seed: seeds the default generators inside the context; must be equal on all ranks. On
@@ -51,17 +56,57 @@ def init_on_whole_tensors(seed: int) -> Iterator[None]:
         >>> with init_on_whole_tensors(seed=0):
         ...     model.init_weights()
     """
-    with torch.random.fork_rng(), _WholeTensors():
+    with torch.random.fork_rng(), _WholeTensors(), items_reach_shards():
         torch.manual_seed(seed)
         yield
 
 
 class _WholeTensors(TorchDispatchMode):
-    """Runs random operations on DTensors on whole plain tensors instead."""
+    """Runs random operations on DTensors, and writes to parts of them, on whole plain tensors.
+
+    A part on the dim that is sharded (``weight[padding_idx]``) is a gathered copy: DTensor would
+    write to it, and no shard would change.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What each copy is a part of, and how it was taken.
+        self._parts = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if isinstance(first, DTensor) and not first.is_meta:
+            if func.is_view:
+                result = func(*args, **kwargs)
+                self._note_parts(first, result, lambda whole: func(whole, *args[1:], **kwargs))
+                return result
+            if first in self._parts and func._schema.name.endswith("_"):
+                return self._write(first, func, args[1:], kwargs)
+        return self._run(func, first, args, kwargs)
+
+    def _note_parts(self, base: DTensor, result: Any, take: Callable[[Any], Any]) -> None:
+        several = isinstance(result, list | tuple)
+        for i, part in enumerate(result if several else [result]):
+            if isinstance(part, DTensor) and (base in self._parts or is_gathered_part(part, base)):
+                self._parts[part] = base, partial(_item_of, take, i) if several else take
+
+    def _write(self, part: DTensor, func: Any, args: Any, kwargs: Any) -> DTensor:
+        """Do the operation on the part of the whole tensor; keep this rank's part of that."""
+        steps, base = [], part
+        while base in self._parts:
+            base, take = self._parts[base]
+            steps.append(take)
+        whole = base.full_tensor().clone()
+        inside = whole
+        for take in reversed(steps):
+            inside = take(inside)
+        func(inside, *map_tensors(_plain, args), **map_tensors(_plain, kwargs))
+        for tensor, values in ((base, whole), (part, inside)):
+            tensor._local_tensor.copy_(own_part(values, tensor)._local_tensor)
+        return part
+
+    def _run(self, func: Any, first: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(first, DTensor):
             # ``if not mask.any()`` in a rejection loop must ask all ranks, not only this one.
             with explained("init_on_whole_tensors", first.device_mesh.get_group(0)):
@@ -85,6 +130,14 @@ class _WholeTensors(TorchDispatchMode):
             f"{name} on a DTensor in init_on_whole_tensors: only in-place random operations, "
             "rand_like and randn_like are supported"
         )
+
+
+def _item_of(take: Callable[[Any], Any], i: int, whole: Any) -> Any:
+    return take(whole)[i]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _draw(operation: Any, into: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
+from ..common.failures import reraise
+from ..dtensor.placement import is_gathered_part
 from ..runtime.freed_params import FreedParameterProxy
 from ..runtime.hooks import unit_holding
 from ..sharding.param import managed_param, param_gathered_as
 
 _installed = False
+_items_reach_shards: list[bool] = []
 
 
 def explain_errors() -> None:
@@ -41,6 +46,9 @@ def explain_errors() -> None:
         for cls in (nn.Parameter, FreedParameterProxy):
             setattr(cls, name, _OfDTensors(name))
     _refuse_in_torchs_fully_shard()
+    _wrap_collective(DTensor, "full_tensor", "full_tensor(), a call of all ranks,")
+    for name in ("_get_total_norm", "_clip_grads_with_norm_"):
+        _wrap_collective(clip_grad, name, "torch's clip_grad_norm_, a call of all ranks,")
 
 
 # -- methods of DTensors ---------------------------------------------------------------------------
@@ -90,11 +98,11 @@ def _refuse_lost_items() -> None:
         # On a dim that ranks share, DTensor gathers what is indexed and writes to that. (With
         # tensors as indices it calls other operators, which write to shards or raise.)
         parts = index if isinstance(index, tuple) else (index,)
-        if all(part is None or type(part) in (int, slice, EllipsisType) for part in parts):
+        basic = all(part is None or type(part) in (int, slice, EllipsisType) for part in parts)
+        if basic and not _items_reach_shards:
             with torch.no_grad():
                 indexed = cast(DTensor, self[index])
-            after = indexed.placements
-            if any(after[dim].is_replicate() for dim in range(len(after)) if _is_cut(self, dim)):
+            if is_gathered_part(indexed, self):
                 raise RuntimeError(
                     f"{_subject(self)}: writing to the index {index} would change a gathered copy "
                     "of it and no shard. Write to the whole tensor: whole = param.full_tensor(), "
@@ -106,8 +114,14 @@ def _refuse_lost_items() -> None:
     DTensor.__setitem__ = set_item  # type: ignore[method-assign,assignment]
 
 
-def _is_cut(tensor: DTensor, mesh_dim: int) -> bool:
-    return tensor.device_mesh.size(mesh_dim) > 1 and not tensor.placements[mesh_dim].is_replicate()
+@contextmanager
+def items_reach_shards() -> Iterator[None]:
+    """Context in which ``param[index] = value`` is let through: something writes it to shards."""
+    _items_reach_shards.append(True)
+    try:
+        yield
+    finally:
+        _items_reach_shards.pop()
 
 
 def _load(tensor: DTensor) -> str:
@@ -148,6 +162,35 @@ class _OfDTensors:
                 "it as it is, or call reshard() on its module first, which brings the DTensor back"
             )
         raise AttributeError(text, name=self._name, obj=tensor)
+
+
+# -- collectives of DTensors that one rank may call alone -----------------------------------------
+
+
+def _wrap_collective(owner: Any, name: str, what: str) -> None:
+    inherited = getattr(owner, name, None)
+    if inherited is None:
+        return
+
+    @functools.wraps(inherited)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inherited(tensors, *args, **kwargs)
+        except RuntimeError as error:
+            first = tensors if isinstance(tensors, DTensor) else _first_of(tensors)
+            if first is None:
+                raise
+            param = managed_param(first) if tensors is first else None
+            of = f" of '{param.fqn}'" if param is not None else ""
+            words = what.replace("()", f"(){of}")
+            reraise(error, words, tuple(first.device_mesh.mesh.flatten().tolist()))
+
+    setattr(owner, name, call)
+
+
+def _first_of(tensors: Any) -> DTensor | None:
+    tensors = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
 
 
 # -- torch's fully_shard of what is sharded --------------------------------------------------------

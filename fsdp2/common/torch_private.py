@@ -178,6 +178,12 @@ DISTRIBUTED = (
         without="torch raises `TypeError: Invariant encountered`",
     ),
     *_names(
+        "timeouts in torch's `clip_grad_norm_`, with the ranks that it waited for",
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+        without="the error of the backend alone",
+    ),
+    *_names(
         "`set_symm_mem_for_comm`",
         "torch.distributed._symmetric_memory",
         without="an ImportError where it is called",

@@ -170,6 +170,17 @@ def _is_strided(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def is_gathered_part(part: DTensor, whole: DTensor) -> bool:
+    """Whether ``part``, a view of ``whole`` to its operator, is a gathered copy of that part.
+
+    That is so where it was taken on a dim that ranks share.
+    """
+    return any(
+        new.is_replicate() and not old.is_replicate() and whole.device_mesh.size(mesh_dim) > 1
+        for mesh_dim, (new, old) in enumerate(zip(part.placements, whole.placements, strict=True))
+    )
+
+
 def all_ranks() -> tuple[int, ...]:
     """The ranks of the default process group; (0,) without one."""
     if dist.is_available() and dist.is_initialized():

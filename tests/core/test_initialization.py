@@ -46,6 +46,20 @@ def random_values(model: nn.Module) -> None:
             functions[i % len(functions)](parameter)
 
 
+def rows(model: nn.Module) -> None:
+    """Writes to parts of parameters, on the dim that is sharded and on others."""
+    with torch.no_grad():
+        for weight in (param for param in model.parameters() if param.ndim == 2):
+            weight[0].zero_()
+            weight.data[1:3].normal_()
+            weight[-1] = weight[0] + 2
+            weight[1:4][0].copy_(weight[2].sum())
+            weight[:, 1].fill_(0.5)
+            first, second = weight.chunk(2)
+            first.mul_(3)
+            second.uniform_()
+
+
 def on_one_process(model: nn.Module, init: Callable[[nn.Module], None]) -> None:
     state = torch.get_rng_state()
     torch.manual_seed(3)
@@ -53,7 +67,7 @@ def on_one_process(model: nn.Module, init: Callable[[nn.Module], None]) -> None:
     torch.set_rng_state(state)
 
 
-@pytest.mark.parametrize("init", [reset, random_values])
+@pytest.mark.parametrize("init", [reset, random_values, rows])
 @distributed(2, 3, long=(1,))
 def test_weights_of_one_process(init: Callable[[nn.Module], None]) -> None:
     """Uneven rows, ties, a model made on the meta device; then it trains."""
@@ -93,6 +107,17 @@ def test_replicas_and_tensor_parallelism() -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(whole(parameter), plain.get_parameter(name)), name
     assert_same_parameters(replicated, plain, bitwise=True)
+
+
+@distributed(2, 3)
+def test_the_row_of_padding_is_zero() -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Embedding(7, 4, padding_idx=1))
+    fsdp2.materialize(model, seed=3)
+    plain = nn.Embedding(7, 4, padding_idx=1)
+    on_one_process(plain, reset)
+    assert not plain.weight[1].any()
+    assert torch.equal(whole(model.weight), plain.weight)
 
 
 @distributed(2)
