@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Protocol
@@ -395,13 +396,14 @@ class Unit:
     def wait_unshard(self, streams: Streams) -> None:
         """Let compute use what `start_unshard` gathers."""
         assert self.state is State.GATHERING
+        launched = bool(self._gather_finish)
         try:
-            for finish in self._gather_finish:
-                finish()
+            while self._gather_finish:
+                self._gather_finish.pop(0)()
         except RuntimeError as error:
+            self._give_up_gather(streams)
             reraise(error, self._current_gather(), self.mesh.shard_group)
-        if self._gather_finish:
-            self._gather_finish.clear()
+        if launched:
             self._free_packs()
         # If all was cached, nothing was launched, and the event is that of an earlier gather.
         if self._waits_for_gather and streams.stream_ordered:
@@ -413,6 +415,20 @@ class Unit:
         if self.param_group.incomplete:
             self.param_group.complete()
             self.runtime.choose_cached()
+
+    def _give_up_gather(self, streams: Streams) -> None:
+        """After a wait that raised: to SHARDED, so that a later forward gathers anew."""
+        # The other messages still write to the memory that is freed here, and a second wait for any
+        # of them would write again.
+        while self._gather_finish:
+            with suppress(RuntimeError):
+                self._gather_finish.pop(0)()
+        self._free_packs()
+        for secondary in self.param_group.secondary:
+            secondary.free()
+        self.drop_cache(streams)
+        self._transition("wait_unshard")
+        self.reshard(streams)
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""

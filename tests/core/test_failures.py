@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from harness import RUNS_ON_TORCH, distributed, ours_only, shared_folder
+from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only, shared_folder
+from models import TRANSFORMER
+from reference import assert_same_gradients, assert_sharded, pair, run_both
 
 pytestmark = ours_only("messages of its own")
 
@@ -26,6 +30,7 @@ if not RUNS_ON_TORCH:
     from fsdp2.common.failures import explained
     from fsdp2.experts import TokenExchange
     from fsdp2.optim import Muon, whole_step
+    from fsdp2.runtime.unit import State, unit_of
 
 
 def short_mesh() -> DeviceMesh:
@@ -79,6 +84,10 @@ def test_a_call_of_one_rank_that_all_have_to_make() -> None:
     model = sharded(short_mesh())
     step(model)
     failure(lambda: clip_grad_norm_(model.parameters(), 1.0), "a norm's all-reduce")
+    model = sharded(short_mesh())
+    step(model)
+    torchs = torch.nn.utils.clip_grad_norm_
+    failure(lambda: torchs(model.parameters(), 1.0), "torch's clip_grad_norm_")
     mesh = short_mesh()
     failure(lambda: full_state_dict(sharded(mesh), group=mesh.get_group()), "full_state_dict")
     model = sharded(short_mesh(), replicate)
@@ -101,6 +110,68 @@ def test_a_call_of_one_rank_that_all_have_to_make() -> None:
             with pytest.raises(RuntimeError, match=AGREEING):
                 Checkpointer(folder)
         dist.barrier()
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+@distributed(4)
+def test_a_unit_whose_gather_was_waited_for_in_vain_is_gathered_anew(reshard: Any) -> None:
+    """In forward and in backward. All its other messages are waited for, once."""
+    case = TRANSFORMER
+    model, plain = pair(case, reshard_after_forward=reshard)
+    run_both(case, model, plain, 0)
+    model.zero_grad()
+    plain.zero_grad()
+    unit = unit_of(model.get_submodule("blocks.0"))
+    for step, in_backward in ((1, False), (2, True)):
+        waited: list[int] = []
+
+        def spoil(unit: Any = unit, waited: list[int] = waited, phase: bool = in_backward) -> None:
+            if not waited and unit.runtime.in_backward is phase:
+                finishes = [partial(waited.append, i) for i in range(2)]
+                unit._gather_finish[:] = [finishes[0], lose, finishes[1], *unit._gather_finish]
+
+        with pytest.MonkeyPatch.context() as patch:
+            wait = unit.wait_unshard
+            patch.setattr(
+                unit, "wait_unshard", lambda s, w=wait, f=spoil: (f(), w(s)), raising=True
+            )
+            batch = case.batch(step, dist.get_rank(), torch.float64)
+            with pytest.raises(
+                RuntimeError, match=r"all-gather of unit 'blocks.0' in .*gloo: lost"
+            ):
+                case.loss(model, *batch).backward()
+        assert waited == [0, 1]
+        assert (unit.state, unit._gather_finish) == (State.SHARDED, [])
+        assert_sharded(model.get_submodule("blocks.0"))
+        model.zero_grad()
+        run_both(case, model, plain, step)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@distributed(2)
+def test_a_whole_tensor_that_one_rank_asks_for() -> None:
+    param: Any = sharded(cached_mesh(2))[0].weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "redistribute", lose)
+        for tensor, words in (
+            (param, "full_tensor() of '0.weight'"),
+            (param.data, "full_tensor()"),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                tensor.full_tensor()
+            start = (
+                f"Rank {dist.get_rank()}: {words}, a call of all ranks, failed, waiting for rank"
+            )
+            assert str(caught.value).startswith(start), str(caught.value)
+            assert "gloo: lost" in str(caught.value)
+            assert "watch_ranks" in str(caught.value)
+    assert param.full_tensor().shape == (6, 4)
+
+
+def lose(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("gloo: lost")
 
 
 AGREEING = (

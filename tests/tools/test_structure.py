@@ -39,8 +39,9 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    assert core().code_lines <= 6720  # with the types of what passes between files, not Any
-    assert core().functions <= 722
+    # With the types of what passes between files, not Any, and the end of a gather that failed.
+    assert core().code_lines <= 6735
+    assert core().functions <= 723
 
 
 def test_no_function_of_the_core_is_long() -> None:
