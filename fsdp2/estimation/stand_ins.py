@@ -25,7 +25,7 @@ from ..runtime.reduction import Reduction
 from ..runtime.unit import Unit
 from ..runtime.unit_config import UnitConfig
 from ..runtime.unit_grads import UnitGrads
-from ..sharding.bucket import Bucket
+from ..sharding.bucket import FREE_MIN_BYTES, Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
 from .account import Account, Held
@@ -127,6 +127,9 @@ class _GradientStore:
             self._held = Held(self._world.account, "gradients", self._nbytes)
 
     def free(self) -> None:
+        # As `GradientStore.free`, for new memory that has another address, which it mostly has.
+        if self._nbytes < FREE_MIN_BYTES * len(self.dtensors):
+            return
         if self._on_host and self._held is not None:
             self._world.account.host["gradients"] -= self._nbytes
         self._held = None

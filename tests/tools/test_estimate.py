@@ -149,7 +149,9 @@ def test_sixteen_thousand_ranks_and_uneven_rows() -> None:
 
 
 def test_more_ranks_need_less_and_more_batch_needs_more() -> None:
-    peaks = [of_blocks(n).worst.peak.total for n in (1, 2, 4, 8)]
+    # (Small gradients keep their memory between steps, on one rank there are none to keep.)
+    wide = on_meta(rows=512, width=256)
+    peaks = [of_blocks(n, wide).worst.peak.total for n in (1, 2, 4, 8)]
     assert peaks == sorted(peaks, reverse=True)
     large = estimate(on_meta(), 4, TOKENS.repeat(8, 1))
     assert large.worst.forward.parts["activations"] == pytest.approx(
@@ -288,6 +290,15 @@ def test_a_meter_counts_storages_while_they_live() -> None:
         assert done is not None
         assert (done.peak, done.net) == (0, -2048)
         assert len(done.operations) == 1
+
+
+def test_small_gradients_keep_their_memory_between_steps() -> None:
+    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    for model, kept in ((small, 1), (wide, 0)):
+        made = estimate(model, 2, torch.zeros(2, model[0].in_features), wrap="root")
+        shard = sum(p.nbytes for p in model.parameters()) // 2
+        assert made.worst.forward.parts.get("gradients", 0) == kept * shard
 
 
 @pytest.mark.parametrize("reduces_in", [torch.float32, torch.bfloat16])
