@@ -37,7 +37,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
-	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers docs clean
+	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing optimizers subclasses docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -131,6 +131,9 @@ bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the exa
 
 optimizers: $(FOR_CLIENTS)  ## train with every optimizer of six libraries; writes docs/optimizers.md
 	$(PY) -m benchmarks.optimizers --write docs/optimizers.md $(ARGS)
+
+subclasses: $(FOR_TEST)  ## write the tables of docs/subclasses.md, whose cells are tests
+	PYTHONPATH=.:tests/support $(PY) -m subclass_matrix docs/subclasses.md
 
 dist-check: $(FOR_DEV)  ## build wheel and sdist, install and import them on each Python there is
 	$(PY) tools/dist_check.py $(ARGS)

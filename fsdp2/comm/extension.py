@@ -20,13 +20,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..dtensor.from_local import local_of
 from ..sharding.bucket import Bucket, resize
 from ..sharding.gather_plan import GatherPlan
+from ..sharding.mesh import mesh_of_shards
 from ..sharding.param import EXTENSION_METHODS, is_extension
-from ..sharding.tensor_subclass import contiguous_strides, inner_tensors, own_shard, write_into
+from ..sharding.tensor_subclass import (
+    contiguous_strides,
+    inner_tensors,
+    is_wrapper,
+    own_shard,
+    write_into,
+)
 from .transports import sum_together
 
 # A message needs a tag of its own. Tags are reserved before the first gather, and that first tells
@@ -71,7 +77,7 @@ class ExtensionBucket(Bucket):
         (param,), (slot,), (source,) = self.params, self.layout.slots, sources
         local = source
         if whole:
-            local = own_shard(source, slot, self.rank, self.mesh.num_shards)
+            local = own_shard(source, slot, self.rank, self.mesh.num_shards, param.fqn)
         if local.device != self.shard_device and not local.is_meta:
             local = local.to(self.shard_device)
         param.attach(local)
@@ -109,6 +115,13 @@ class ExtensionBucket(Bucket):
         (param,) = self.params
         local: Any = param.local
         if not is_extension(local, param.fqn):
+            if not is_wrapper(local):
+                raise ValueError(
+                    f"Parameter '{param.fqn}' was sharded as a tensor subclass and is a plain "
+                    f"{type(local).__name__} of dtype {local.dtype} now. Some classes become plain "
+                    "tensors when model.to(dtype) converts them (NF4): convert the model before "
+                    "fully_shard"
+                )
             raise ValueError(
                 f"Parameter '{param.fqn}' is a {type(local).__name__}, a tensor subclass with "
                 "inner tensors: only its class knows how they are gathered. Define "
@@ -124,6 +137,7 @@ class ExtensionBucket(Bucket):
                 "mp_policy)"
             )
         self._takes_mesh_only = num == 1
+        self._shard_mesh = mesh_of_shards(self.mesh)
         release = getattr(
             local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None
         )
@@ -151,6 +165,10 @@ class ExtensionBucket(Bucket):
 
     # -- gathering --------------------------------------------------------------------------
 
+    # The shard requires a gradient, and what it sends is no function of it. And what is made in an
+    # evaluation in inference mode, like the unsharded parameter, could never be trained.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def fill_own_slices(self) -> None:
         inputs = self._inputs()
         if self.plan is None:
@@ -180,14 +198,11 @@ class ExtensionBucket(Bucket):
         local: Any = param.local
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
-        arguments: tuple[Any, ...] = (_shard_mesh(self.mesh.mesh),)
+        arguments: tuple[Any, ...] = (self._shard_mesh,)
         if not self._takes_mesh_only:
             size, module = torch.Size(param.full_shape), param.owners[0][0]
             arguments = (*arguments, size, contiguous_strides(size), module, self.mp_policy)
-        with (
-            torch.no_grad()
-        ):  # the shard requires a gradient, and what it sends is no function of it
-            given = local.fsdp_pre_all_gather(*arguments)
+        given = local.fsdp_pre_all_gather(*arguments)
         if (
             not isinstance(given, Sequence)
             or len(given) != 2
@@ -215,7 +230,27 @@ class ExtensionBucket(Bucket):
             torch.empty((num_shards * size, *t.shape[1:]), dtype=t.dtype, device=self.device)
             for t, size in zip(inputs, self._chunks, strict=True)
         ]
+        self._wholes = self._plan_joins(inputs)
         self.plan = ExtensionPlan(self, self._outputs)
+
+    def _plan_joins(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gathered tensors as they are whole; most are what a gather brings."""
+        # A gather puts the parts of the ranks one after the other, which is the whole of what was
+        # sharded on dim 0. Of a parameter that is sharded on another dim, what has that dim is
+        # joined along it, as in torch's FSDP2. What has fewer dims (a scale) stays one per rank.
+        dim, num_shards = self.layout.slots[0].dim, self.mesh.num_shards
+        self._pieces: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        if not dim or num_shards == 1:
+            return self._outputs
+        wholes = list(self._outputs)
+        for i, (given, output) in enumerate(zip(inputs, self._outputs, strict=True)):
+            if given.ndim > dim:
+                shape = [n * num_shards if d == dim else n for d, n in enumerate(given.shape)]
+                wholes[i] = output.new_empty(shape)
+                self._pieces[0].extend(wholes[i].chunk(num_shards, dim))
+                self._pieces[1].extend(output.chunk(num_shards))
+                self._whole_rows[i] = shape[0]
+        return wholes
 
     def _plan_rows(self, rows: Sequence[int]) -> None:
         """Find out which tensors are padded here to be sent, as the last ranks have fewer rows."""
@@ -249,17 +284,20 @@ class ExtensionBucket(Bucket):
 
     # -- after the gather -------------------------------------------------------------------
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def unpack(self) -> None:
         """Let the class make the whole parameter of what was gathered."""
         computing = self.params[0].unsharded
-        with torch.no_grad():
-            if computing is None:
-                self._make_unsharded()
-            else:
-                self._make_again(computing)
+        if self._pieces[0]:
+            torch._foreach_copy_(*self._pieces)
+        if computing is None:
+            self._make_unsharded()
+        else:
+            self._make_again(computing)
         self._metadata = None
         if self._releases_outputs and not self.keeps_storage:
-            for output in self._outputs:
+            for output in (*self._outputs, *self._wholes):
                 resize(output.untyped_storage(), 0)
 
     def _make_unsharded(self) -> None:
@@ -268,9 +306,9 @@ class ExtensionBucket(Bucket):
         # Tensors with version counters of their own: what `fill_own_slices` writes through the
         # outputs must not look like a change of what autograd has saved.
         self._rows = tuple(
-            output.new_empty(0).set_(output.untyped_storage(), 0, shape, output.stride())
-            for output, rows in zip(self._outputs, self._whole_rows, strict=True)
-            for shape in [(rows, *output.shape[1:])]
+            whole.new_empty(0).set_(whole.untyped_storage(), 0, shape, whole.stride())
+            for whole, rows in zip(self._wholes, self._whole_rows, strict=True)
+            for shape in [(rows, *whole.shape[1:])]
         )
         made = local.fsdp_post_all_gather(self._rows, self._metadata, self.gather_dtype)
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], torch.Tensor):
@@ -283,7 +321,8 @@ class ExtensionBucket(Bucket):
         # What is freed with the unit: our buffers and what the class says it owns. Never a storage
         # of the shard, which a class may hand through.
         of_shard = {_key(t) for t in inner_tensors(local)}
-        mine = {_key(t): t for given in (*self._outputs, *owned) for t in inner_tensors(given)}
+        buffers = (*self._outputs, *self._wholes, *owned)
+        mine = {_key(t): t for given in buffers for t in inner_tensors(given)}
         self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._written = list(owned)
@@ -322,12 +361,6 @@ class ExtensionBucket(Bucket):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1 or mesh.mesh_dim_names is None:
-        return mesh
-    return mesh[mesh.mesh_dim_names[-1]]
 
 
 def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

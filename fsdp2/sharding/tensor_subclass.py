@@ -79,23 +79,53 @@ def _attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def own_shard(whole: torch.Tensor, slot: Slot, rank: int, num_shards: int) -> torch.Tensor:
-    """The part of a whole parameter that ``rank`` holds, in memory of its own."""
+def own_shard(
+    whole: torch.Tensor, slot: Slot, rank: int, num_shards: int, name: str
+) -> torch.Tensor:
+    """The part of a whole parameter that ``rank`` holds, in memory of its own.
+
+    Args:
+        name: of the parameter.
+
+    Raises:
+        ValueError: on every rank, if the class does not split it into the shards of all of them.
+    """
     if slot.dim is None:
         return copy_of(whole)
+    dim = slot.dim
+    wanted = [slot.local_shape(other)[dim] for other in range(num_shards)]
+    if dim and min(wanted) != max(wanted):
+        # What the class sends is joined along that dim, and may have less of it than the shard
+        # (packed bits): where the padding would be, only the class knows.
+        raise ValueError(
+            f"FSDP does not support uneven sharding on dim {dim} of a tensor subclass: parameter "
+            f"'{name}' ({type(whole).__name__}) would have shards of {wanted}. Shard it on dim 0"
+        )
     # ``chunk`` and a full-sized ``new_zeros``, as torch's FSDP2: sizes that the class can surely
-    # make.
-    chunks = torch.chunk(whole, num_shards, slot.dim)
-    padded = whole.new_zeros(chunks[0].shape)
-    size = 0
-    if rank < len(chunks):
-        size = chunks[rank].shape[slot.dim]
-    if size == padded.shape[slot.dim]:
-        padded.copy_(chunks[rank])
-        return padded
-    if size:
-        padded.narrow(slot.dim, 0, size).copy_(chunks[rank])
-    return padded.narrow(slot.dim, 0, size)
+    # make. Each rank also makes the shorter shards of others: a class that refuses one (NF4, whose
+    # blocks do not end there) would raise on that rank only, and the rest would wait for it.
+    try:
+        chunks = torch.chunk(whole, num_shards, dim)
+        # Classes round as they like: NF4 cuts 80 rows for 3 ranks into two parts of 40.
+        found = [chunk.shape[dim] for chunk in chunks]
+        found += [0] * (num_shards - len(found))
+        if found != wanted:
+            raise ValueError(f"torch.chunk gave {found} of dim {dim}")
+        padded = whole.new_zeros(chunks[0].shape)
+        parts = {
+            size: padded if size == wanted[0] else padded.narrow(dim, 0, size) for size in wanted
+        }
+    except Exception as error:
+        raise ValueError(
+            f"Parameter '{name}' of shape {tuple(whole.shape)} ({type(whole).__name__}) cannot be "
+            f"split into shards of {wanted} on dim {dim}: {type(error).__name__}: {error}. If its "
+            "class only splits where blocks end, use a number of ranks for which shards end there "
+            "too, or pass the parameter in ignored_params, which keeps it whole on every rank"
+        ) from error
+    own = parts[wanted[rank]]
+    if wanted[rank]:
+        own.copy_(chunks[rank])
+    return own
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,9 @@ class Scaled(torch.Tensor):
     parameter does, bit for bit.
     """
 
-    KEEP = ("detach", "slice", "copy_", "new_zeros", "empty_like", "view", "split", "zero_",
-            "_to_copy", "as_strided", "add_", "sub_", "mul_", "addcdiv_", "lerp_")  # fmt: skip
+    KEEP = ("detach", "clone", "slice", "copy_", "new_zeros", "empty_like", "view", "split",
+            "zero_", "_to_copy", "as_strided", "add_", "sub_", "mul_", "addcdiv_",
+            "lerp_")  # fmt: skip
     data_: Tensor
     scale_: Tensor
 
@@ -215,3 +216,35 @@ def plain_values(local: Tensor) -> Tensor:
         assert torch.equal(local.a, local.b)
         return local.a
     return local.data_ / local.scale_ if isinstance(local, Scaled) else local
+
+
+class Nested(OfModule):
+    """A `Scaled` whose data is a `TwoTensor`: a subclass with another one inside."""
+
+    data_: TwoTensor  # type: ignore[assignment]
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        data, scale = self._travelling()
+        return (data.a, scale, data.b), None  # type: ignore[attr-defined]
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        a, scales, b = outputs
+        scale = scales[:1].reshape(()).clone()
+        if out is None:
+            return type(self)(TwoTensor(a, b), scale), (a, b)
+        assert out.data_.a.data_ptr() == a.data_ptr()
+        out.scale_ = scale
+        return None
+
+
+def with_nested(model: nn.Module) -> nn.Module:
+    """The weights of all linear layers become `Nested`."""
+    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        data = layer.weight.detach()
+        two = TwoTensor(data.clone(), data.clone())
+        layer.weight = nn.Parameter(Nested(two, torch.ones((), dtype=data.dtype)))
+    return model

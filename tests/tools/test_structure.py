@@ -39,8 +39,9 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    # With the types of what passes between files, not Any, and the end of a gather that failed.
-    assert core().code_lines <= 6735
+    # With the types of what passes between files, not Any, and subclasses on dims other than 0.
+    assert core().code_lines <= 6795
+    assert core().functions <= 724
     assert core().functions <= 723
 
 
