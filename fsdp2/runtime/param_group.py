@@ -84,7 +84,7 @@ class ParamGroup:
         self.materialized = False
         self.incomplete = False
         self.generation = 0
-        self._reduce_plans: dict[tuple[int, bool, tuple[int, ...]], ReducePlan] = {}
+        self._reduce_plans: dict[tuple[int, bool, torch.dtype, tuple[int, ...]], ReducePlan] = {}
         self._gather_batches: dict[tuple[GatherPlan, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
@@ -278,10 +278,12 @@ class ParamGroup:
         Args:
             sums: whether they may be sums of micro-batches, already in the dtype of the reduction.
         """
-        key = (index, sums, tuple(present))
+        bucket = self.buckets[index]
+        # With the dtype, which gradients that are wider than any before them change.
+        key = (index, sums, bucket.reduce_dtype, tuple(present))
         plan = self._reduce_plans.get(key)
         if plan is None:
-            bucket, scatter = self.buckets[index], self.transports[index].scatter
+            scatter = self.transports[index].scatter
             must_copy_in = () if scatter is None else scatter.must_copy_in(bucket)
             casts = scatter is not None and not sums and scatter.casts(bucket)
             plan = ReducePlan(bucket.layout, sorted(present), must_copy_in, casts=casts, sums=sums)

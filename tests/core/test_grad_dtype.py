@@ -128,6 +128,24 @@ def test_any_dtype() -> None:
     assert found["wide"].dtype == FULL
 
 
+@distributed(2)
+def test_a_wider_gradient_makes_another_plan() -> None:
+    """What is cast anyway goes through the buffer: which is asked anew where the dtype is."""
+    model = fully_shard(nn.Linear(2, 4))
+    model(torch.ones(1, 2)).sum().backward()
+    group = vars(model)["_fsdp2_unit"].param_group
+    bucket, asked = group.buckets[0], []
+    with pytest.MonkeyPatch.context() as patch:
+        scatter = group.transports[0].scatter
+        patch.setattr(scatter, "casts", lambda bucket: asked.append(bucket.reduce_dtype))
+        group._reduce_plans.clear()
+        for wide in (FULL, torch.float64):
+            bucket.widen([torch.zeros(1, dtype=wide)])
+            plan = group.reduce_plan(0, [0, 1], sums=False)
+            assert group.reduce_plan(0, [0, 1], sums=False) is plan
+    assert asked == [FULL, torch.float64]
+
+
 @distributed(4)
 def test_replicas() -> None:
     mesh = cached_mesh(2, 2, names=("replicate", "shard"))
