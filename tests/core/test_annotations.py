@@ -182,7 +182,7 @@ def test_annotations_that_do_not_fit_are_refused() -> None:
     refuse(annotate("gain", {dp: spmd.V}), "'gain': Expected spmd.R on FSDP DP axis")
     refuse(annotate("gain", {dp: spmd.R}), "'gain' has incomplete spmd_types")
     tp = spmd.MeshAxis.of(mesh.get_group("tp"))
-    refuse(annotate("gain", {tp: spmd.V}), "'gain' is annotated as .*no layout of a parameter")
+    refuse(annotate("gain", {tp: spmd.V}), "'gain' is annotated as .*not a layout of a parameter")
     refuse(
         lambda model: None, "dp_mesh_dims=DataParallelMeshDims", mesh=mesh["dp"], dp_mesh_dims=None
     )
