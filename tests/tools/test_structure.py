@@ -39,10 +39,10 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
-    # With the types of what passes between files, not Any, and subclasses on dims other than 0.
+    # With the types of what passes between files, not Any, the end of a gather that failed, and
+    # subclasses on dims other than 0.
     assert core().code_lines <= 6795
     assert core().functions <= 724
-    assert core().functions <= 723
 
 
 def test_no_function_of_the_core_is_long() -> None:
