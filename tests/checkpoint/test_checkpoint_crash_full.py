@@ -58,7 +58,7 @@ def small_disk(root: Path) -> Iterator[Path]:
 
 def assert_told(handle: SaveHandle) -> None:
     start = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"will not be committed|given up"):
+    with pytest.raises(CheckpointError, match=r"will not be committed|was abandoned"):
         handle.wait_committed(30.0)
     assert time.monotonic() - start < 5.0
 
