@@ -12,7 +12,7 @@ from torch import nn
 
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
-from .optimizer_checks import watch_originals, watch_quantized
+from .optimizer_checks import refuse_gathered, watch_originals, watch_quantized
 from .root import Runtime, runtime_of
 from .unit import ORIGINS, Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
@@ -63,6 +63,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     runtime.first_forward = FirstForward.of(root_module, units)
     watch_originals(units)
     watch_quantized()
+    refuse_gathered()
     # The forward that begins compares what modules hold with what they should: that is how it
     # learns of what functional_call lends it.
     for parameters, name, value in lent:

@@ -2,6 +2,8 @@
 
 - One that was built before `fully_shard` holds parameters that nothing computes with: training
   runs and learns nothing.
+- One that is built while parameters are gathered holds plain tensors: gradients go to the sharded
+  parameters, and its step would change nothing.
 - LBFGS makes one vector of all gradients. DTensors support that if all ranks have equally many
   rows, with the result of one process; otherwise torch fails with an internal error.
 - One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
@@ -9,10 +11,12 @@
 
 torch calls hooks before the steps of all optimizers of a process, so each check is installed only
 once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
+What is gathered is looked for when an optimizer is built, and not in its steps.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -21,10 +25,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..sharding.param import ShardedParam, managed_param
+from ..sharding.param import ShardedParam, managed_param, param_gathered_as
+from .freed_params import FreedParameterProxy
 from .unit import ORIGINS, Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
+_replaced: set[Callable[..., None]] = set()  # by what `add_param_group` was replaced
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
 
 
@@ -36,6 +42,32 @@ def watch_originals(units: Sequence[Unit]) -> None:
     """
     if any(unit in units for unit, _ in ORIGINS.values()):
         _install(_check_originals)
+
+
+def refuse_gathered() -> None:
+    """Make optimizers refuse gathered parameters from now on: ``add_param_group`` raises."""
+    if Optimizer.add_param_group in _replaced:
+        return
+    inherited = Optimizer.add_param_group
+
+    @functools.wraps(inherited)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        inherited(self, param_group)
+        for param in self.param_groups[-1]["params"]:  # in the form that torch has checked
+            freed = isinstance(param, FreedParameterProxy)
+            managed = param._param if freed else param_gathered_as(param)
+            if managed is not None:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{type(self).__name__} was given the gathered form of parameter "
+                    f"'{managed.fqn}', but gradients go to the sharded parameters, so its step "
+                    "would change nothing. Build it before the first forward, or free what a "
+                    "forward or unshard() has left gathered: call reshard() on each FSDPModule "
+                    "of the model, then model.parameters()"
+                )
+
+    _replaced.add(add_param_group)
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def watch_flattening(params: Iterable[ShardedParam]) -> None:

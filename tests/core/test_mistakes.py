@@ -23,6 +23,7 @@ pytestmark = ours_only("messages of its own")
 
 if not RUNS_ON_TORCH:
     from fsdp2 import DataParallelMeshDims, load_full_state_dict, replicate, shard_model
+    from fsdp2.runtime.freed_params import FreedParameterProxy
 
 
 def mlp() -> nn.Sequential:
@@ -501,6 +502,40 @@ def test_optimizers_that_hold_originals_and_are_right() -> None:
         assert of_teacher not in optimizer_checks._fine, step
         for optimizer in (early, late, of_teacher):
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["evaluation", "unshard", "forward", "freed"])
+@distributed(1, 2)
+def test_an_optimizer_built_while_parameters_are_gathered(way: str) -> None:
+    model: Any = mlp()
+    x = torch.ones(2, 4)
+    if way == "freed":
+        model = nn.Sequential(nn.Embedding(65536, 8), nn.Linear(8, 4))
+        x = torch.zeros(2, 3, dtype=torch.long)
+    for module in (model[1], model):
+        fully_shard(module, reshard_after_forward=False if way == "evaluation" else None)
+    sharded = list(model.parameters())
+    optimizer = torch.optim.SGD(sharded[:1], lr=0.1)
+    if way == "unshard":
+        model.unshard()
+        model[1].unshard()
+    elif way == "evaluation":
+        with torch.no_grad():
+            model(x)
+    else:
+        loss = model(x).sum()
+    gathered = list(model.parameters())
+    if way == "freed":
+        assert type(gathered[0]) is FreedParameterProxy
+    words = ("SGD", "gathered form of parameter '", "reshard()")
+    error_of(lambda: torch.optim.SGD(gathered, lr=0.1), ValueError, *words)
+    error_of(lambda: optimizer.add_param_group({"params": gathered[:1]}), ValueError, *words)
+    assert [group["params"] for group in optimizer.param_groups] == [sharded[:1]]
+    if way in ("forward", "freed"):
+        loss.backward()
+    for module in (model, model[1]):
+        module.reshard()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # these are the sharded ones again
 
 
 @distributed(2)

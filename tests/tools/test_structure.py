@@ -40,9 +40,9 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
     # With the types of what passes between files, not Any, the end of a gather that failed, and
-    # subclasses on dims other than 0.
-    assert core().code_lines <= 6795
-    assert core().functions <= 724
+    # subclasses on dims other than 0, and optimizers of gathered parameters.
+    assert core().code_lines <= 6820
+    assert core().functions <= 726
 
 
 def test_no_function_of_the_core_is_long() -> None:
