@@ -53,7 +53,7 @@ ALLOWED = {
     "__torch_function__() __torch_dispatch__()",
     "runtime/hooks.py": "ctx grad inputs output value states checker method args kwargs _ "
     "self.methods post_forward() wrap_method() call()",
-    "runtime/optimizer_checks.py": "_installed args kwargs param",
+    "runtime/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
     "runtime/registration.py": "args expected self._fast self._expected self._guarded "
     "take_overrides()",
