@@ -471,7 +471,7 @@ def test_tensors_that_a_hook_derives_from_the_meta_device(tmp_path: Path) -> Non
     model.register_state_dict_post_hook(
         lambda module, state, *_: state.update(weight=state["weight"] * 1)
     )
-    with pytest.raises(CheckpointError, match=r"no parameters or buffers of the model: 'weight'"):
+    with pytest.raises(CheckpointError, match=r"not parameters or buffers of the model: 'weight'"):
         load_model(model, tmp_path / "weights")
     assert model.weight.is_meta
 
