@@ -20,28 +20,12 @@ import harness
 from fsdp2 import checkpoint, full_state_dict, fully_shard, load_full_state_dict
 from harness import cached_mesh, distributed
 from reference import average_gradients
+from subclass_models import Lora
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
 STEPS = 4
 MESHES = {1: (), 2: (), 4: (2, 2)}
-
-
-class Lora(nn.Module):
-    """A frozen NF4 weight and a trained low-rank one."""
-
-    def __init__(self, size_in: int, size_out: int) -> None:
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-
-        super().__init__()
-        self.base = nn.Linear(size_in, size_out, bias=False)
-        base = to_nf4(self.base.weight.detach(), 64, 4)
-        self.base.weight = nn.Parameter(base, requires_grad=False)
-        self.down = nn.Parameter(torch.randn(4, size_in) * 0.1)
-        self.up = nn.Parameter(torch.zeros(size_out, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
 
 
 def converted(kind: str) -> nn.Module:
