@@ -30,7 +30,7 @@ from .freed_params import FreedParameterProxy
 from .unit import ORIGINS, Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
-_replaced: set[Callable[..., None]] = set()  # by what `add_param_group` was replaced
+_refuses_gathered = False
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
 
 
@@ -46,8 +46,10 @@ def watch_originals(units: Sequence[Unit]) -> None:
 
 def refuse_gathered() -> None:
     """Make optimizers refuse gathered parameters from now on: ``add_param_group`` raises."""
-    if Optimizer.add_param_group in _replaced:
+    global _refuses_gathered
+    if _refuses_gathered:
         return
+    _refuses_gathered = True
     inherited = Optimizer.add_param_group
 
     @functools.wraps(inherited)
@@ -66,7 +68,6 @@ def refuse_gathered() -> None:
                     "of the model, then model.parameters()"
                 )
 
-    _replaced.add(add_param_group)
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
@@ -87,7 +88,7 @@ def watch_quantized() -> None:
     if any(not kind.__module__.startswith(("torch.", "fsdp2.")) for kind in kinds):
         from ..optim.quantized import may_quantize
 
-        if any(map(may_quantize, kinds)):
+        if _check_quantized not in _installed and any(map(may_quantize, kinds)):
             _install(_check_quantized)
 
 
