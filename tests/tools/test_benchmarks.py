@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import copies, report, suite
+from benchmarks import copies, floors, report, suite
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
+from benchmarks.ranks import run_ranks
 from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
 
@@ -258,6 +259,13 @@ def test_copies_are_counted_once_and_by_place() -> None:
     assert counted["largest_bytes"] == 800
     inside = {(e["operator"], e["inside"]): e["bytes"] for e in counted["outside"]}
     assert inside["aten::cat", "outer"] == 800
+
+
+def test_the_floor_of_a_step_sends_the_bytes_of_the_step() -> None:
+    arguments = {"bf16": False, "config": TINY.lm, "rounds": 1, "iters": 1}
+    found = run_ranks(floors.measure_lm, 2, arguments)
+    assert found["messages"]["sent_bytes"] == found[OURS]["sent_bytes"] > 0
+    assert all(found[name]["rounds_s"] for name in ("plain", "messages", OURS))
 
 
 def test_results_are_json_without_special_numbers(records: dict[str, dict[str, Any]]) -> None:
