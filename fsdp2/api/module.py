@@ -414,8 +414,12 @@ class FSDPModule(_Base):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients: of all sharded parameters, registered now or not, and those
-        accumulated without gradient sync."""
-        for unit in self._units(recurse=True):
+        accumulated without gradient sync.
+
+        With ``set_to_none`` their memory is freed, unless something else refers to a gradient.
+        """
+        units = self._units(recurse=True)
+        for unit in units:
             if unit.gradients.earlier_are_left():
                 unit.gradients.drop()
             # What modules hold now may be unsharded: ``parameters()``, which the method of
@@ -427,6 +431,8 @@ class FSDPModule(_Base):
                 elif grad is not None:
                     grad.requires_grad_(False).zero_()
         super().zero_grad(set_to_none)  # parameters that no unit has
+        for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
+            runtime.release_gradients()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""

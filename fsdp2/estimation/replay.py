@@ -257,6 +257,7 @@ class _Player:
         for unit in self.units:
             for param in unit.params:
                 param.sharded.grad = None
+        self.runtime.release_gradients()
 
     def _micro_batch(self) -> None:
         self._enter_phase("forward")

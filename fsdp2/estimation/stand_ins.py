@@ -112,6 +112,10 @@ class _GradientStore:
         self.dtensors = [object()] * len(bucket.params)
         self.flat = None
 
+    @property
+    def is_free(self) -> bool:
+        return self._held is None
+
     def referenced_outside(self, detached: Any = None, *, idle: bool = True) -> bool:
         return False
 

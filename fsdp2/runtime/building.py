@@ -12,7 +12,12 @@ from torch import nn
 
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
-from .optimizer_checks import refuse_gathered, watch_originals, watch_quantized
+from .optimizer_checks import (
+    follow_zero_grad,
+    refuse_gathered,
+    watch_originals,
+    watch_quantized,
+)
 from .root import Runtime, runtime_of
 from .unit import ORIGINS, Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
@@ -64,6 +69,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     watch_originals(units)
     watch_quantized()
     refuse_gathered()
+    follow_zero_grad(runtime)
     # The forward that begins compares what modules hold with what they should: that is how it
     # learns of what functional_call lends it.
     for parameters, name, value in lent:

@@ -1,4 +1,4 @@
-"""Optimizers that cannot train a sharded model, or do it differently: their step says what to do.
+"""What optimizers must know of sharded models, and mostly what to do about those that do not.
 
 - One that was built before `fully_shard` holds parameters that nothing computes with: training
   runs and learns nothing.
@@ -8,6 +8,8 @@
   rows, with the result of one process; otherwise torch fails with an internal error.
 - One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
   gives other steps than in one process.
+
+And `Optimizer.zero_grad` tells the roots, which then free the gradients that were dropped.
 
 torch calls hooks before the steps of all optimizers of a process, so each check is installed only
 once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
@@ -27,11 +29,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
 from .freed_params import FreedParameterProxy
-from .unit import ORIGINS, Unit
+from .torch_modes import skip_compile
+from .unit import ORIGINS, TreeRuntime, Unit
 
 _installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
 _refuses_gathered = False
+_follows_zero_grad = False
 _fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
+_trees: WeakSet[TreeRuntime] = WeakSet()  # whose gradients `Optimizer.zero_grad` may have dropped
 
 
 def watch_originals(units: Sequence[Unit]) -> None:
@@ -69,6 +74,31 @@ def refuse_gathered() -> None:
                 )
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def follow_zero_grad(runtime: TreeRuntime) -> None:
+    """Let `Optimizer.zero_grad` free what it drops of the gradients of this tree."""
+    # All trees are told, not those of the optimizer's parameters: finding these would cost per
+    # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
+    global _follows_zero_grad
+    _trees.add(runtime)
+    if _follows_zero_grad:
+        return
+    _follows_zero_grad = True
+    inherited = Optimizer.zero_grad
+
+    @functools.wraps(inherited)
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        inherited(self, set_to_none)
+        _release_gradients()
+
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+@skip_compile
+def _release_gradients() -> None:
+    for runtime in list(_trees):
+        runtime.release_gradients()
 
 
 def watch_flattening(params: Iterable[ShardedParam]) -> None:

@@ -95,6 +95,7 @@ class Reduction:
         self._finish: Finish = done
         self._event: Event = None
         self._advanced = False
+        self._called_hooks = False
         self._attached: list[nn.Parameter] = []
 
     def collides(self) -> bool:
@@ -177,6 +178,8 @@ class Reduction:
         if not self.waits:
             self._attach()
         self._release()
+        if self._called_hooks:  # of an optimizer in backward, which may have dropped them again
+            self.bucket.release_gradients()
         return self._attached
 
     def discard(self, streams: Streams) -> None:
@@ -409,6 +412,7 @@ class Reduction:
                 sharded.grad = self.dtensors[i]
             hooks = sharded._post_accumulate_grad_hooks
             if hooks:  # as autograd would call them
+                self._called_hooks = True
                 for hook in tuple(hooks.values()):
                     hook(sharded)
 

@@ -139,10 +139,17 @@ class Runtime:
         for other in self.units:
             if other.weight_grads_deferred:
                 self.take_weight_gradients(other)
-            # Not in `zero_grad`, which the library does not see: gradients that were dropped there
-            # still have their memory.
-            for bucket in other.param_group.buckets:
-                bucket.release_gradients()
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients that were dropped.
+
+        `zero_grad` of modules and optimizers calls it; a forward does for what was dropped by hand.
+        """
+        for unit in self.units:
+            for bucket in unit.param_group.buckets:
+                if bucket.grads is not None and not bucket.grads.is_free:
+                    bucket.release_gradients()
 
     def _free_written(self, unit: Unit) -> None:
         """Free what was gathered before its shards were written: it has to be gathered again."""

@@ -100,6 +100,8 @@ class TreeRuntime(Protocol):
 
     def wait_unshard(self, unit: Unit) -> None: ...
 
+    def release_gradients(self) -> None: ...
+
 
 class AccumulationHooks(Protocol):
     """What the runtime needs of the hooks of a unit: of `hooks.UnitHooks`."""

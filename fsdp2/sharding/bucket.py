@@ -116,7 +116,7 @@ class GradientStore(Pack):
         self.storage = flat.untyped_storage()
         self._address = self.storage.data_ptr()
         self._moves = False  # whether new memory has ever had another address
-        self._is_free = False
+        self.is_free = False
         self._slots, self._rank = layout.slots, rank
         self.locals = [_slice_with_own_storage(flat, slot, rank) for slot in layout.slots]
         self._parts = [local.untyped_storage() for local in self.locals]
@@ -156,7 +156,7 @@ class GradientStore(Pack):
             detached: the parameters to look at, which have no ``.grad``; None: no parameter has.
             idle: no reduction that writes here is in flight, holding views of its own.
         """
-        if self._is_free:
+        if self.is_free:
             return False  # it was freed without references, and none can be taken since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
@@ -166,7 +166,7 @@ class GradientStore(Pack):
 
     def allocate(self) -> None:
         """Give it memory, for a reduction: what is attached after that may be kept by users."""
-        self._is_free = False
+        self.is_free = False
         nbytes = self.flat.nbytes
         if self.storage.nbytes() != nbytes:
             resize(self.storage, nbytes)
@@ -187,7 +187,7 @@ class GradientStore(Pack):
 
     def free(self) -> None:
         """Free it, where that pays; to be called while nothing outside refers to a gradient."""
-        self._is_free = True
+        self.is_free = True
         if not self.storage.resizable():
             return  # page-locked, in a block with others: to unlock and lock again exceeds a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):

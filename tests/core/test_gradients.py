@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from harness import cpu_only, distributed
+from harness import cpu_only, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
 from reference import (
     assert_same,
@@ -57,6 +58,86 @@ def test_zero_grad_forgets_the_last_step(set_to_none: bool) -> None:
         plain.zero_grad(set_to_none=set_to_none)
         run_both(EVEN_MLP, model, plain, step)
         assert_same_gradients(model, plain)
+
+
+def gradient_bytes(model: Any) -> int:
+    """Bytes of memory of the sharded gradients that the library holds, attached or not."""
+    stores = [bucket.grads for unit in model._units(True) for bucket in unit.buckets]
+    return sum(store.storage.size() for store in stores if store is not None)
+
+
+# Gradients that are as small as those of the test models would keep their memory.
+FREE_SMALL = mock.patch("fsdp2.sharding.bucket.FREE_MIN_BYTES", 0)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model", "subclass"])
+@ours_only("memory of gradients")
+@distributed(2)
+@FREE_SMALL
+def test_zero_grad_frees_the_memory(way: str) -> None:
+    """Of what it drops: not of another model's, nor of a gradient that a user holds."""
+
+    class Doubled(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none=set_to_none)
+
+    model, plain = pair(EVEN_MLP)
+    other, other_plain = pair(EVEN_MLP)
+    make = Doubled if way == "subclass" else torch.optim.SGD
+    optimizers = [make(net.parameters(), lr=0.1) for net in (model, plain)]
+    for step in range(3):
+        run_both(EVEN_MLP, model, plain, step)
+        run_both(EVEN_MLP, other, other_plain, step)
+        whole_bytes = gradient_bytes(model)
+        assert whole_bytes > 0
+        for each in optimizers:
+            each.step()
+        optimizers[0].zero_grad(set_to_none=False)
+        assert gradient_bytes(model) == whole_bytes
+        kept = local_of(local_gradients(model)[0]) if step == 2 else None
+        model.zero_grad() if way == "model" else optimizers[0].zero_grad()
+        plain.zero_grad()
+        assert gradient_bytes(model) == 0
+        assert kept is None or not kept.any()
+        assert gradient_bytes(other) == whole_bytes
+        assert_same_gradients(other, other_plain)
+        other.zero_grad()
+        other_plain.zero_grad()
+
+
+@ours_only("memory of gradients")
+@distributed(2)
+@FREE_SMALL
+def test_an_optimizer_in_backward_frees_the_memory() -> None:
+    model, plain = pair(EVEN_MLP)
+    for each in model.parameters():
+        optimizer = torch.optim.SGD([each], lr=0.1)
+
+        def step_and_drop(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        each.register_post_accumulate_grad_hook(step_and_drop)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        run_both(EVEN_MLP, model, plain, step)
+        reference.step()
+        reference.zero_grad()
+        assert gradient_bytes(model) == 0
+    for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(whole(sharded), parameter, "parameter")
+
+
+@ours_only("memory of gradients")
+@distributed(2)
+@FREE_SMALL
+def test_gradients_dropped_by_hand_are_freed_by_the_next_forward() -> None:
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(EVEN_MLP.batch(1, dist.get_rank(), torch.float64)[0])
+    assert gradient_bytes(model) == 0
 
 
 @pytest.mark.parametrize("dropped_before", [0, 2])

@@ -40,9 +40,10 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     assert core().files <= 46
     # With the types of what passes between files, not Any, the end of a gather that failed, and
-    # subclasses on dims other than 0, and optimizers of gathered parameters.
-    assert core().code_lines <= 6820
-    assert core().functions <= 726
+    # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
+    # that frees.
+    assert core().code_lines <= 6860
+    assert core().functions <= 732
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -54,13 +55,14 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 325
+    assert len(measured[FIRST].functions) <= 331
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
-    assert len(measured[STEADY].files) <= 16 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 125 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 433 + 14 * OLDER_TORCH
+    # `zero_grad` is a part of the step, and frees what it drops.
+    assert len(measured[STEADY].files) <= 17 + OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 127 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 438 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
