@@ -28,6 +28,7 @@ if harness.RUNS_ON_TORCH:
 
 from example_runs import EXAMPLES, TIMEOUT_S, environment, free_port
 from fsdp2.checkpoint import Checkpointer
+from fsdp2.cli.main import _make_parser
 from pages import ROOT, blocks, commands, is_quoted
 
 CLUSTERS = EXAMPLES / "clusters"
@@ -330,6 +331,8 @@ def ray_script(reports: list[dict[str, Any]]) -> ModuleType:
 
 def test_code_on_the_page_is_that_of_the_scripts() -> None:
     for block in blocks(PAGE):
+        if block.language == "text":
+            continue  # what the doctor prints: tests/unit/test_doctor_checks.py
         if block.language != "sh":
             assert is_quoted(block, PAGE), f"in no file that the page links to:\n{block.code}"
 
@@ -340,5 +343,9 @@ def test_commands_on_the_page_start_these_scripts() -> None:
             continue
         words = [word for word in shlex.split(command) if "=" not in word]
         assert words[:2] == ["bash", "examples/clusters/nodes.sh"], command
+        if words[2] == "-m":  # it runs in tests/tools/test_doctor.py
+            assert words[3:5] == ["fsdp2", "doctor"]
+            assert _make_parser().parse_args(words[4:]).need == 2 * 10**12
+            continue
         assert (ROOT / words[2]).is_file()
     assert set(NOT_RUN) <= set(commands(PAGE))

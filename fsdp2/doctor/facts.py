@@ -1,0 +1,189 @@
+"""What a rank can tell of itself and its host, without asking any other rank."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.versions import __version__
+
+# Settings that change what ranks send to each other, or how.
+_SHARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FSDP2_", "RCCL_", "UCX_", "FI_")
+# Of these, the ones that name what differs from host to host by nature.
+_OF_HOSTS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank and the host that it runs on; bytes and seconds.
+
+    Attributes:
+        host: the name of the host; ``boot`` tells hosts of one name apart.
+        address: where other ranks will find this one, as far as gloo decides it: the address of
+            ``GLOO_SOCKET_IFNAME``, or what the host name means; "" if that cannot be resolved.
+        device, device_id: name of the rank's accelerator, "" on the CPU; what tells it from others.
+        num_devices: accelerators that this rank sees.
+        device_used, device_bytes: memory of it in use (by anyone) and in all.
+        threads: of torch, for one operator.
+        open_files, locked_bytes: limits of the process; -1: none.
+        shm_bytes: what is free in ``/dev/shm``, through which ranks of a host share memory.
+        settings: environment variables that must be the same on all ranks.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    boot: str
+    pid: int
+    address: str
+    fsdp2: str
+    torch: str
+    python: str
+    nccl: str
+    device: str
+    device_id: str
+    num_devices: int
+    device_used: int
+    device_bytes: int
+    cores: int
+    threads: int
+    memory_free: int
+    memory_bytes: int
+    open_files: int
+    locked_bytes: int
+    shm_bytes: int
+    settings: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Facts:
+        """From what a rank wrote, perhaps one with another version of this class."""
+        nothing = {"int": 0, "str": "", "dict[str, str]": {}}
+        values = {f.name: found.get(f.name, nothing[str(f.type)]) for f in fields(cls)}
+        return cls(**values)
+
+    @property
+    def on(self) -> str:
+        """The host, as one word."""
+        return f"{self.host}/{self.boot}"
+
+
+def facts_of(rank: int, world_size: int, local_rank: int) -> Facts:
+    """Gather the facts of this process."""
+    total, free = _memory()
+    name, identity, count, used, size = _device(local_rank)
+    return Facts(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        boot=_boot(),
+        pid=os.getpid(),
+        address=_address(),
+        fsdp2=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        nccl=_nccl(),
+        device=name,
+        device_id=identity,
+        num_devices=count,
+        device_used=used,
+        device_bytes=size,
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        memory_free=free,
+        memory_bytes=total,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        shm_bytes=_free_bytes("/dev/shm"),
+        settings={
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(_SHARED_PREFIXES) and key not in _OF_HOSTS
+        },
+    )
+
+
+def _boot() -> str:
+    """What differs between hosts of the same name: containers, or clones of one image."""
+    identity = ""
+    with suppress(OSError):
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    # Containers of one machine share its boot. What they do not share is a network.
+    with suppress(OSError):
+        identity += "-" + str(os.stat("/proc/self/ns/net").st_ino)
+    return identity
+
+
+def _address() -> str:
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with suppress(OSError):
+        if name:
+            return _address_of_interface(name)
+        return socket.gethostbyname(socket.gethostname())
+    return ""
+
+
+def _address_of_interface(name: str) -> str:
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("256s", name[:15].encode())
+        answer = fcntl.ioctl(sock.fileno(), 0x8915, asked)  # SIOCGIFADDR
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    with suppress(Exception):
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return ""
+
+
+def _device(local_rank: int) -> tuple[str, str, int, int, int]:
+    """Name, identity, number of accelerators, used and all bytes of this rank's."""
+    if not torch.cuda.is_available():
+        return "", "", 0, 0, 0
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        return "", "", count, 0, 0
+    about = torch.cuda.get_device_properties(local_rank)
+    free, total = torch.cuda.mem_get_info(local_rank)
+    identity = str(getattr(about, "uuid", f"device {local_rank}"))
+    return about.name, identity, count, total - free, total
+
+
+def _memory() -> tuple[int, int]:
+    """All and available bytes of the host, or of the container's limit."""
+    found = {}
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found[key] = int(value.split()[0]) * 1024
+    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    with suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, limit - used)
+    return total, free
+
+
+def _free_bytes(path: str) -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(path).free
+    return 0

@@ -1,0 +1,172 @@
+"""The ranks meet in a key-value store, phase by phase, so that one that hangs can be named.
+
+Each phase is run by all ranks; each writes how it went, rank 0 reads it and decides whether the
+next one begins. Only the store is needed for that: it works where the phase, say the making of
+a communicator, hangs or fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+# How much longer than for a phase itself its end is waited for, at most.
+MAX_GRACE_S = 5.0
+
+
+class NoMeetingError(RuntimeError):
+    """This rank cannot reach the others at all. The message says what to do."""
+
+
+class Meeting:
+    """The ranks of a job, as the launcher's environment names them.
+
+    Attributes:
+        rank, world_size, local_rank: of this process.
+        timeout_s: how long to wait for a rank in a phase, in seconds.
+        grace_s: how much longer rank 0 waits for the end of a phase, in seconds.
+        store: keys and values that all ranks see; None in a world of one.
+    """
+
+    def __init__(self, timeout_s: float, environment: Mapping[str, str] = os.environ) -> None:
+        self.timeout_s = timeout_s
+        self.grace_s = min(MAX_GRACE_S, timeout_s)
+        self.rank = int(environment.get("RANK", 0))
+        self.world_size = int(environment.get("WORLD_SIZE", 1))
+        self.local_rank = int(environment.get("LOCAL_RANK", 0))
+        self.store: dist.Store | None = None
+        if self.world_size > 1:
+            self.store = self._connect(environment)
+
+    def _connect(self, environment: Mapping[str, str]) -> dist.Store:
+        missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(key)]
+        if missing:
+            raise NoMeetingError(
+                f"{' and '.join(missing)} are not set. Start fsdp2 doctor with the job's launcher: "
+                "torchrun ... -m fsdp2 doctor"
+            )
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        # torchrun may run the server in its agent, for all attempts of a job.
+        by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = self.rank == 0 and not by_agent
+        try:
+            # Not waiting for workers: which of them are missing is what is to be found out.
+            store: dist.Store = dist.TCPStore(
+                address,
+                port,
+                self.world_size,
+                is_master=serves,
+                timeout=timedelta(seconds=self.timeout_s),
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            does = "serve at" if serves else "reach"
+            raise NoMeetingError(
+                f"Rank {self.rank} cannot {does} {address}:{port} (MASTER_ADDR and MASTER_PORT): "
+                f"{_first_line(error)}. Check that rank 0 is running, that the name means "
+                "an address of its host, and that no firewall closes the port"
+            ) from error
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"fsdp2/doctor/{attempt}", store)
+
+    def phase(self, name: str, work: Callable[[], Any]) -> dict[int, Any] | None:
+        """Run one phase on all ranks.
+
+        Args:
+            work: what this rank does; the result must be writable as JSON.
+
+        Returns:
+            On every rank None if the phase ended the meeting. Otherwise, on rank 0 the results by
+            rank, on the others their own.
+
+        Raises:
+            PhaseError: on rank 0, if ranks failed or are missing.
+        """
+        try:
+            told = {"value": work()}
+        except Exception as error:  # whatever it is, the others have to hear of it
+            told = {"error": f"{type(error).__name__}: {_first_line(error)}"}
+        if self.store is None:
+            if "error" in told:
+                raise PhaseError(name, {0: told["error"]}, [])
+            return {0: told["value"]}
+        self.store.set(f"{name}/{self.rank}", json.dumps(told))
+        if self.rank:
+            return {self.rank: told.get("value")} if self._decided(name) else None
+        said, missing = self._collect(name)
+        failed = {rank: each["error"] for rank, each in said.items() if "error" in each}
+        self.store.set(f"{name}/go", json.dumps(not (failed or missing)))
+        if failed or missing:
+            raise PhaseError(name, failed, missing)
+        return {rank: each["value"] for rank, each in said.items()}
+
+    def _collect(self, name: str) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        assert self.store is not None
+        deadline = time.monotonic() + self.timeout_s + self.grace_s
+        said, missing = {}, []
+        for rank in range(self.world_size):
+            key = f"{name}/{rank}"
+            # One after the other: who has come while another was waited for answers at once.
+            if self._wait(key, max(0.01, deadline - time.monotonic())):
+                said[rank] = json.loads(self.store.get(key))
+            else:
+                missing.append(rank)
+        return said, missing
+
+    def _decided(self, name: str) -> bool:
+        assert self.store is not None
+        # Rank 0 may be in the phase for as long as its timeout, and then wait for the others.
+        patience = 2 * self.timeout_s + 2 * self.grace_s
+        return self._wait(f"{name}/go", patience) and json.loads(self.store.get(f"{name}/go"))
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
+        assert self.store is not None
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+        except RuntimeError:  # (a DistStoreError)
+            return False
+        return True
+
+    def end(self, code: int) -> int:
+        """Agree on the exit code of rank 0; the server stays until all have read it."""
+        if self.store is None:
+            return code
+        try:
+            if self.rank == 0:
+                self.store.set("code", str(code))
+                deadline = time.monotonic() + self.grace_s
+                for rank in range(1, self.world_size):
+                    self._wait(f"bye/{rank}", max(0.01, deadline - time.monotonic()))
+                return code
+            if not self._wait("code", 2 * self.timeout_s + 2 * self.grace_s):
+                return 1
+            code = int(self.store.get("code"))
+            self.store.set(f"bye/{self.rank}", "")
+        except RuntimeError:
+            return 1  # rank 0 is gone
+        return code
+
+
+def _first_line(error: Exception) -> str:
+    """Of its message: C++ adds a trace."""
+    return next(iter(str(error).splitlines()), "")
+
+
+class PhaseError(RuntimeError):
+    """A phase that failed, or that ranks did not come out of.
+
+    Attributes:
+        name: of the phase.
+        failed: messages by rank.
+        missing: ranks of which nothing was heard.
+    """
+
+    def __init__(self, name: str, failed: dict[int, str], missing: list[int]) -> None:
+        super().__init__(name)
+        self.name, self.failed, self.missing = name, failed, missing
