@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .optim import clip_grad_norm_, get_total_norm
     from .planner import Hardware, Plan, plan
     from .policy import (
+        CommPolicy,
         CPUOffloadPolicy,
         DataParallelMeshDims,
         MixedPrecisionPolicy,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CommPolicy",
     "DataParallelMeshDims",
     "Estimate",
     "Explanation",
@@ -85,6 +87,7 @@ __all__ = [
 # The file or folder that defines each name.
 _HOME = {
     "CPUOffloadPolicy": "policy",
+    "CommPolicy": "policy",
     "DataParallelMeshDims": "policy",
     "Estimate": "estimation",
     "Explanation": "describe.explanation",

@@ -15,6 +15,7 @@ from torch import nn
 from ..comm.custom import AllGather, ReduceScatter
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
+from ..policy import CommPolicy, check_comm_policy
 from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
 
@@ -58,6 +59,35 @@ def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
     unit = unit_of(self)
     options = replace(unit.config.comm_options, reduce_scatter=comm)
     _change(unit, "set_custom_reduce_scatter", options, one_mesh=True)
+
+
+def set_comm_policy(self: nn.Module, policy: CommPolicy | None, *, recurse: bool = True) -> None:
+    """Send fewer bytes from the next gather on; residuals of error feedback start from zero.
+
+    All ranks call it. Collective over the ranks of the mesh where groups must be made, for
+    ``ranks_per_node``.
+
+    Args:
+        policy: None: send everything in full again.
+        recurse: whether to set it for sharded submodules too.
+
+    Raises:
+        TypeError: if it is not a `CommPolicy`.
+        ValueError: if a parameter cannot be sent so (a tensor subclass, a complex one), or with a
+            custom collective. No unit has been changed then.
+
+    Example:
+        >>> model.set_comm_policy(CommPolicy(gather=torch.int8, reduce=torch.int8))
+        >>> model.layers[0].set_comm_policy(None)  # this one in full
+    """
+    check_comm_policy(policy)
+    changes = [
+        (unit, replace(unit.config.comm_options, policy=policy)) for unit in _units(self, recurse)
+    ]
+    for unit, options in changes:
+        unit.param_group.check_comm_policy(unit.params, options)
+    for unit, options in changes:
+        _change(unit, "set_comm_policy", options)
 
 
 def set_all_reduce_hook(

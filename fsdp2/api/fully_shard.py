@@ -10,8 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 
+from ..comm.mesh_transports import CommOptions
 from ..common.classes import class_for
-from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from ..policy import (
+    CommPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+    check_comm_policy,
+)
 from ..runtime.building import name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks
 from ..runtime.optimizer_checks import watch_flattening
@@ -55,6 +63,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
+    comm_policy: CommPolicy | None = None,
 ) -> M:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -84,6 +93,7 @@ def fully_shard(
             dtype) is gathered straight into place; smaller ones are packed, which costs a copy and
             saves messages. 0 gathers every eligible parameter directly, a huge number none. At
             most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB.
+        comm_policy: send weights and gradients in fewer bytes. None: in full.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
@@ -117,6 +127,7 @@ def fully_shard(
             offload_policy,
             direct_min_bytes=direct_min_bytes,
             reshard_after_forward=reshard,
+            comm_options=CommOptions(policy=comm_policy),
         ),
     )
     return module
@@ -133,6 +144,7 @@ def replicate(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    comm_policy: CommPolicy | None = None,
 ) -> M:
     """Keep the parameters of ``module`` whole on every rank, and all-reduce their gradients.
 
@@ -156,6 +168,7 @@ def replicate(
             CPU.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
+        comm_policy: send gradients in fewer bytes. None: in full.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
@@ -183,7 +196,7 @@ def replicate(
         replicated(resolve_mesh(mesh, dp_mesh_dims)),
         ignored,
         None,
-        UnitConfig(mp_policy, offload_policy),
+        UnitConfig(mp_policy, offload_policy, comm_options=CommOptions(policy=comm_policy)),
     )
     return module
 
@@ -200,11 +213,13 @@ def _make_unit(
     # same modules in another way.
     device = checked_device(mesh)
     check_policies(config.mp_policy, config.offload_policy)
+    check_comm_policy(config.comm_options.policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
     unit = Unit(modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
         found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        unit.param_group.check_comm_policy([item.managed for item in found], config.comm_options)
         # Groups connect now: at the first gather their communicators would take their buffers when
         # memory is at its peak.
         unit.param_group.make_groups(item.managed.mesh for item in found)

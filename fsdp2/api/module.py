@@ -449,6 +449,7 @@ class FSDPModule(_Base):
 
     set_custom_all_gather = comm_settings.set_custom_all_gather
     set_custom_reduce_scatter = comm_settings.set_custom_reduce_scatter
+    set_comm_policy = comm_settings.set_comm_policy
     set_all_reduce_hook = comm_settings.set_all_reduce_hook
     set_force_sum_reduction_for_comms = comm_settings.set_force_sum_reduction_for_comms
     set_separate_reduce_scatter_group = comm_settings.set_separate_reduce_scatter_group

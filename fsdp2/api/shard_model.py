@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from ..common.suggestions import did_you_mean
-from ..policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from ..policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
@@ -109,6 +109,7 @@ def shard_model(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
+    comm_policy: CommPolicy | None = None,
 ) -> M:
     """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
@@ -133,7 +134,7 @@ def shard_model(
         wrap: which modules become units; see `units_of`.
         mp_policy, offload_policy, shard_placement_fn, ignored_params: as in `fully_shard`, for all
             units.
-        dp_mesh_dims, direct_min_bytes: as in `fully_shard`, for all units.
+        dp_mesh_dims, direct_min_bytes, comm_policy: as in `fully_shard`, for all units.
         replicate_below: parameters of fewer bytes (whole, in the dtype they are stored in) are
             kept whole on every rank and their gradients all-reduced. This saves one message per
             gather and costs only the memory of small parameters.
@@ -165,6 +166,7 @@ def shard_model(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "dp_mesh_dims": dp_mesh_dims,
+        "comm_policy": comm_policy,
     }
     if chosen.sharded:
         options["shard_placement_fn"] = _placement(shard_placement_fn, replicate_below)

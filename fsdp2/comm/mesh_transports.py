@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..policy import CommPolicy, hops_of
 from ..sharding.mesh import DataParallelMesh, subgroup_mesh
-from ..sharding.process_groups import connect_group
+from ..sharding.process_groups import connect_group, own_group
+from .compressed import CompressedTransport, Hops
 from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
 from .transports import Transport, check_backend, make_transport, separate_group
 
@@ -27,6 +30,7 @@ class CommOptions:
         all_gather, reduce_scatter: replace the collective and the memory it works on.
         separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
         sum_only: reduce with SUM only, and divide afterwards.
+        policy: send fewer bytes; see `CommPolicy`.
         memory: where flat buffers of collectives come from: "group" (the process group's
             allocator) or "symmetric" (symmetric memory); None: no flat buffers.
     """
@@ -36,6 +40,7 @@ class CommOptions:
     separate_reduce_group: bool | None = None
     sum_only: bool = False
     memory: str | None = None
+    policy: CommPolicy | None = None
 
 
 class MeshTransports:
@@ -59,15 +64,26 @@ class MeshTransports:
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
-            self.gather = self._customized(make_transport(group, device))
+            self.gather = self._compressed(self._customized(make_transport(group, device)))
             # Backward gathers the next unit while it reduces this one. On one communicator the two
             # would take turns.
             group = separate_group(group, device, options.separate_reduce_group)
-            self.scatter = self._customized(make_transport(group, device, sum_only=sum_only))
+            self.scatter = self._compressed(
+                self._customized(make_transport(group, device, sum_only=sum_only)),
+                hops=_hops(mesh, device, options.policy),
+            )
         if mesh.replicate_group is not None and mesh.num_replicas > 1:
             # Not customized: it works in place on the result of the reduce-scatter, without a flat
             # buffer that could be replaced.
-            self.replicate = make_transport(mesh.replicate_group, device, sum_only=sum_only)
+            self.replicate = self._compressed(
+                make_transport(mesh.replicate_group, device, sum_only=sum_only)
+            )
+
+    def _compressed(self, transport: Transport, *, hops: Hops | None = None) -> Transport:
+        policy = self.options.policy
+        if policy is None:
+            return transport
+        return CompressedTransport(transport, self.device, policy, hops=hops)
 
     def _customized(self, transport: Transport) -> Transport:
         options = self.options
@@ -146,9 +162,40 @@ def groups_of(
     if mesh.shard_group is not None and mesh.num_shards > 1:
         yield "all-gather", mesh.shard_group
         group = separate_group(mesh.shard_group, device, options.separate_reduce_group)
-        yield "reduce-scatter", group
+        hops = _hops(mesh, device, options.policy)
+        if hops is None:
+            yield "reduce-scatter", group
+        else:
+            yield f"reduce within {hops.within.size()} ranks", hops.within
+            yield f"reduce across {hops.across.size()} nodes", hops.across
     if mesh.replicate_group is not None and mesh.num_replicas > 1:
         yield "all-reduce", mesh.replicate_group
     size = _secondary_size(mesh, secondary_size)
     if size is not None:
         yield f"all-gather within {size} ranks", subgroup_mesh(mesh, size).get_group(1)
+
+
+_hop_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Hops]] = WeakKeyDictionary()
+
+
+def _hops(mesh: DataParallelMesh, device: torch.device, policy: CommPolicy | None) -> Hops | None:
+    """The groups of a reduction over ``mesh`` in two hops; None: in one.
+
+    Collective over the ranks of the mesh at the first call for a number of ranks per node.
+    """
+    shards = mesh.shard_group
+    if policy is None or policy.ranks_per_node is None or shards is None:
+        return None
+    size = hops_of(policy, mesh.num_shards)
+    if size == 1:
+        return None
+    made = _hop_groups.setdefault(shards, {})
+    if size not in made:
+        ranks = dist.get_process_group_ranks(shards)
+        node, place = divmod(mesh.shard_rank, size)
+        within = ranks[node * size : (node + 1) * size]
+        made[size] = Hops(
+            own_group(shards, device, "fsdp2_reduce_within", within),
+            own_group(shards, device, "fsdp2_reduce_across", ranks[place::size]),
+        )
+    return made[size]

@@ -12,7 +12,15 @@ from math import prod
 
 import torch
 
-from ..policy import compute_dtype, exchanged_sum_dtype, sum_dtype, wire_dtype
+from ..comm.quantize import Cut, cut_reduction, gather_row
+from ..policy import (
+    CommPolicy,
+    compute_dtype,
+    exchanged_sum_dtype,
+    hops_of,
+    sum_dtype,
+    wire_dtype,
+)
 from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
 from ..sharding.reduce_plan import ReducePlan
 
@@ -30,6 +38,7 @@ class BucketFacts:
         kept: frozen, and kept gathered from step to step.
         exchanged: ranks exchange messages in pairs instead of using collectives; low-precision
             gradients are sent uncast and added in float32.
+        policy: in which fewer bytes weights and gradients are sent, if any.
     """
 
     names: tuple[str, ...]
@@ -43,6 +52,7 @@ class BucketFacts:
     aliased: bool
     exchanged: bool
     kept: bool = False
+    policy: CommPolicy | None = None
 
     @property
     def numel(self) -> int:
@@ -77,6 +87,10 @@ class BucketFacts:
     @property
     def sent_by_gather(self) -> int:
         """Bytes that a rank sends (and receives) in one all-gather, padding included."""
+        policy = self.policy
+        if policy is not None and policy.gather and policy.gathers(self.gather_dtype):
+            row = gather_row(self.layout, policy.gather, policy.block)
+            return (self.num_shards - 1) * row.nbytes
         return _sent_by_gather(self.layout, self.gather_dtype)
 
     def sent_by_regather(self, num_ranks: int) -> int:
@@ -85,6 +99,10 @@ class BucketFacts:
             return self.sent_by_gather
         itemsizes = [d.itemsize for d in (self.gather_dtype, self.orig_dtype, self.reduce_dtype)]
         layout = secondary_layout(self.layout, num_ranks, itemsizes=itemsizes)
+        policy = self.policy
+        if policy is not None and policy.secondary and policy.keeps(self.gather_dtype):
+            row = gather_row(layout, policy.secondary, policy.block)
+            return (num_ranks - 1) * row.nbytes
         return _sent_by_gather(layout, self.gather_dtype)
 
     @property
@@ -94,6 +112,8 @@ class BucketFacts:
 
     def sent_in_reduce(self, plan: ReducePlan) -> int:
         """The same for the gradients of one reduction."""
+        if self._narrow is not None and plan.spans:
+            return self._hops[1] * self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)))
         wire = self.reduce_dtype
         if self.exchanged:
             wire = wire_dtype(self.gather_dtype, wire)
@@ -111,17 +131,67 @@ class BucketFacts:
         """The same for the gradients of one reduction."""
         if self.num_replicas == 1:
             return 0
+        if self._narrow is not None and plan.spans:
+            # In two phases: the terms to their owners, and the means back.
+            nbytes = self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)), self.num_replicas)
+            return 2 * (self.num_replicas - 1) * nbytes
         dtype = self.reduce_dtype
         if self.exchanged:
             dtype = exchanged_sum_dtype(dtype, self.orig_dtype)
         numel = sum(numel for _, numel in plan.ranges)
         return 2 * numel * dtype.itemsize * (self.num_replicas - 1) // self.num_replicas
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that error feedback keeps: what rounding took from the last gradients."""
+        policy, plan = self.policy, self._reduced
+        if policy is None or not policy.error_feedback or self._narrow is None or not plan.spans:
+            return 0
+        cut = cut_reduction(self.layout, *_cut_of(plan))
+        numel, itemsize = sum(numel for _, numel in cut.spans), torch.float32.itemsize
+        of_shards = 0
+        if self.num_shards > 1:
+            node = self._hops[0]
+            of_shards = self.num_shards * numel + (
+                self.num_shards // node * numel if node > 1 else 0
+            )
+        of_replicas = 0
+        if self.num_replicas > 1:
+            share = sum(-(-numel // self.num_replicas) for _, numel in cut.spans)
+            of_replicas = (self.num_replicas + 1) * share
+        return (of_shards + of_replicas) * itemsize
+
+    @cached_property
+    def _narrow(self) -> CommPolicy | None:
+        """The policy, if it narrows these gradients."""
+        policy = self.policy
+        return policy if policy is not None and policy.reduces(self.reduce_dtype) else None
+
+    def _row_bytes(self, cut: Cut, num_ranks: int = 1) -> int:
+        policy = self._narrow
+        assert policy is not None
+        assert policy.reduce is not None
+        return cut.row(policy.reduce, policy.block, num_ranks).nbytes
+
+    @cached_property
+    def _hops(self) -> tuple[int, int]:
+        """Ranks per node of a reduction in two hops (1: in one), and how many rows a rank sends."""
+        node = 1 if self.policy is None else hops_of(self.policy, self.num_shards)
+        if node == 1:
+            return 1, self.num_shards - 1
+        nodes = self.num_shards // node
+        return node, (node - 1) * nodes + nodes - 1
+
     @cached_property
     def _reduced(self) -> ReducePlan:
         present = [i for i, trained in enumerate(self.trained) if trained]
-        must_copy_in = self.layout.packed if self.exchanged else self.layout.tail
+        exchanged = self.exchanged and self._narrow is None
+        must_copy_in = self.layout.packed if exchanged else self.layout.tail
         return ReducePlan(self.layout, present, must_copy_in if self.num_shards > 1 else ())
+
+
+def _cut_of(plan: ReducePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return plan.direct, plan.copied_in
 
 
 def _sent_by_gather(layout: BucketLayout, dtype: torch.dtype) -> int:
@@ -160,6 +230,7 @@ def buckets_of(
     direct_min_bytes: int,
     exchanged: bool = False,
     offloaded: bool = False,
+    comm_policy: CommPolicy | None = None,
 ) -> list[BucketFacts]:
     """The buckets that `Unit` would make for these parameters.
 
@@ -170,6 +241,7 @@ def buckets_of(
         direct_min_bytes: as in `fully_shard`; not None.
         exchanged: see `BucketFacts`.
         offloaded: whether shards are in host memory.
+        comm_policy: as in `fully_shard`.
     """
     groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
     for param in params:
@@ -198,6 +270,7 @@ def buckets_of(
                 num_replicas=num_shards * num_replicas if replicated else num_replicas,
                 aliased=shards == 1 and gather == orig and not offloaded,
                 exchanged=exchanged,
+                policy=comm_policy,
             )
         )
     return buckets

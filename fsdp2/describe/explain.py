@@ -8,7 +8,7 @@ allocated, so both work on the meta device.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from torch import nn
 from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
 from ..comm.mesh_transports import groups_of
 from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, param_dtype_of
+from ..policy import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_comm_policy,
+    param_dtype_of,
+)
 from ..runtime.root import runtime_of
 from ..runtime.unit import Unit, units_in
 from ..runtime.unit_config import direct_min_bytes_for
@@ -38,6 +45,7 @@ def explain(
     reshard_after_forward: ReshardChoice = None,
     ignored_params: Collection[nn.Parameter] = (),
     direct_min_bytes: int | None = None,
+    comm_policy: CommPolicy | None = None,
     device_type: str = "cuda",
 ) -> Explanation:
     """Report a model's units, the memory they hold, and what a step communicates.
@@ -49,8 +57,8 @@ def explain(
             are needed.
         strategy, wrap, mp_policy, offload_policy, replicate_below: as in `shard_model`; only with
             ``mesh_shape``.
-        reshard_after_forward, ignored_params, direct_min_bytes: as in `shard_model`; only with
-            ``mesh_shape``.
+        reshard_after_forward, ignored_params, direct_min_bytes, comm_policy: as in `shard_model`;
+            only with ``mesh_shape``.
         device_type: with ``mesh_shape``, the device type, which determines the transport;
             ``"cpu"`` means gloo.
 
@@ -77,6 +85,7 @@ def explain(
         )
     if mesh_shape is None:
         return _explain_sharded(model, units)
+    check_comm_policy(comm_policy)
     config = _Settings(
         strategy=find_strategy(strategy),
         num_dims=1 if isinstance(mesh_shape, int) else 2,
@@ -85,6 +94,7 @@ def explain(
         replicate_below=replicate_below,
         reshard_after_forward=reshard_after_forward,
         direct_min_bytes=direct_min_bytes,
+        comm_policy=comm_policy,
         device_type=device_type,
     )
     num_replicas, num_shards = _checked_shape(mesh_shape, config.strategy.hybrid)
@@ -145,6 +155,7 @@ class _Settings:
     replicate_below: int
     reshard_after_forward: ReshardChoice
     direct_min_bytes: int | None
+    comm_policy: CommPolicy | None
     device_type: str
 
 
@@ -173,6 +184,7 @@ def _draft(
         direct_min_bytes=least,
         exchanged=to.device_type == "cpu" and few,
         offloaded=to.offload and to.device_type != "cpu",
+        comm_policy=to.comm_policy,
     )
     reshard = None
     if to.strategy.sharded:
@@ -188,6 +200,7 @@ def _draft(
         reshard=(not unit.is_root) if reshard is None else reshard,
         unshard_in_backward=any(type(m) is not nn.Embedding for m in modules),
         offload=to.offload,
+        comm_policy=to.comm_policy,
     )
 
 
@@ -217,6 +230,7 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
                 reshard=inside if policy is None else policy,
                 unshard_in_backward=config.unshard_in_backward,
                 offload=config.offload,
+                comm_policy=config.comm_options.policy,
                 reshard_after_backward=config.reshard_after_backward,
                 forward_prefetch=_unit_names(unit.forward_prefetch, names) or None,
                 backward_prefetch=_unit_names(unit.backward_prefetch, names) or None,
@@ -266,6 +280,7 @@ def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFact
         aliased=bucket.aliases_shards,
         kept=bucket.cached,
         exchanged=gloo and max(sizes) <= EXCHANGE_MAX_RANKS,
+        policy=unit.config.comm_options.policy,
     )
 
 
@@ -295,6 +310,7 @@ class _Draft:
     reshard: bool | int
     unshard_in_backward: bool
     offload: bool
+    comm_policy: CommPolicy | None = None
     reshard_after_backward: bool = True
     forward_prefetch: tuple[str, ...] | None = None
     backward_prefetch: tuple[str, ...] | None = None
@@ -329,6 +345,8 @@ class _Draft:
             sent_by_gathers=sent,
             sent_by_reduction=sum(b.sent_by_reduce for b in self.buckets),
             sent_by_all_reduction=sum(b.sent_by_all_reduce for b in self.buckets),
+            comm_policy=_show_policy(self.comm_policy),
+            residual_bytes=sum(b.residual_bytes for b in self.buckets),
         )
 
     def _params(self) -> tuple[ParameterReport, ...]:
@@ -368,6 +386,18 @@ def _finish(strategy: str | None, drafts: list[_Draft], order: Sequence[str]) ->
     first = drafts[0]
     totals = Totals(first.num_shards * first.num_replicas, **{f: total(f) for f in fields})
     return Explanation(strategy, tuple(reports), tuple(order), totals)
+
+
+def _show_policy(policy: CommPolicy | None) -> str | None:
+    """Those settings of ``policy`` that are not its defaults."""
+    if policy is None:
+        return None
+    chosen = [
+        f"{field.name}={getattr(policy, field.name)}".replace("torch.", "")
+        for field in fields(policy)
+        if getattr(policy, field.name) != field.default
+    ]
+    return ", ".join(chosen) or "nothing"
 
 
 def _dtypes(dtypes: Any) -> tuple[str, ...]:

@@ -52,6 +52,8 @@ class UnitReport:
         num_gathers: all-gathers in a step of one micro-batch; 0 if nothing is gathered.
         sent_by_gathers, sent_by_reduction, sent_by_all_reduction: bytes that a rank sends in such a
             step: all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
+        comm_policy: the settings of its `CommPolicy`, which those bytes follow; None: none.
+        residual_bytes: what error feedback keeps of the last gradients.
     """
 
     name: str
@@ -77,6 +79,8 @@ class UnitReport:
     sent_by_gathers: int
     sent_by_reduction: int
     sent_by_all_reduction: int
+    comm_policy: str | None = None
+    residual_bytes: int = 0
 
     @property
     def sent_bytes(self) -> int:
@@ -102,6 +106,7 @@ class Totals:
     sent_by_reduction: int
     sent_by_all_reduction: int
     sent_bytes: int
+    residual_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,11 @@ class Explanation:
             if unit.params
         )
         lines += [f"Dtypes, stored > computed > reduced: {' '.join(d)}" for d in dtypes]
+        for policy, of_policy in groupby(self.units, key=lambda unit: unit.comm_policy):
+            if policy is not None:
+                lines.append(f"CommPolicy of {_joined([u.name for u in of_policy])}: {policy}")
+        if t.residual_bytes:
+            lines.append(f"Error feedback keeps {show_bytes(t.residual_bytes)} per rank.")
         if any(unit.offload for unit in self.units):
             lines.append("Shards, gradients and optimizer state are in host memory.")
         if self.communicators:

@@ -17,7 +17,7 @@ from torch import nn
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
-from ..policy import MixedPrecisionPolicy, param_dtype_of, sum_dtype
+from ..policy import MixedPrecisionPolicy, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.initial_values import InitialValues, whole_of
@@ -158,9 +158,46 @@ class ParamGroup:
                 self.dirty = self.dirty or param.sharded is not before
         self.register_sharded()
 
+    def check_comm_policy(self, params: Iterable[ShardedParam], options: CommOptions) -> None:
+        """Check that ``params`` can be sent as ``options.policy`` says.
+
+        Raises:
+            ValueError: if one cannot, or if something else decides about the bytes.
+        """
+        policy = options.policy
+        if policy is None:
+            return
+        others = {
+            "a custom all-gather": options.all_gather,
+            "a custom reduce-scatter": options.reduce_scatter,
+            "memory of the process group or symmetric memory": options.memory,
+        }
+        for what, chosen in others.items():
+            if chosen is not None:
+                raise ValueError(
+                    f"Unit '{self._registration.unit_name}' has a CommPolicy and {what}: both "
+                    "decide about what is sent. Choose one, or call set_comm_policy(None)"
+                )
+        for param in params:
+            hops_of(policy, param.mesh.num_shards)
+            if param.extension:
+                # (Before it is sharded, the parameter is its own local tensor.)
+                kind = type(getattr(param.sharded, "_local_tensor", param.sharded))
+                raise ValueError(
+                    f"Parameter '{param.fqn}' is a {kind.__name__}, a tensor subclass "
+                    "that decides itself what is gathered: a CommPolicy cannot change that. Shard "
+                    "its module without one, or pass the parameter in ignored_params"
+                )
+            if param.dtype.is_complex:
+                raise ValueError(
+                    f"Parameter '{param.fqn}' is {param.dtype}: a CommPolicy sends real numbers "
+                    "only. Shard its module without one, or pass the parameter in ignored_params"
+                )
+
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
         config, policy = self._config, self._config.mp_policy
+        self.check_comm_policy(self.params, config.comm_options)
         groups: dict[_Kind, list[ShardedParam]] = {}
         for param in self.params:
             # The class decides what is gathered in its place, and how many tensors that is.
@@ -238,7 +275,12 @@ class ParamGroup:
             bucket.keeps_storage = keep
 
     def change_comm_options(self, options: CommOptions) -> None:
-        """Communicate as ``options`` say from the next gather on."""
+        """Communicate as ``options`` say from the next gather on.
+
+        Raises:
+            ValueError: if the parameters cannot be sent so.
+        """
+        self.check_comm_policy(self.params, options)
         self._config.comm_options = options
         # The next `materialize` keeps transports that are there, with the options they were made
         # with. The plans depend on transports: on what these must copy in, and cast.
@@ -261,6 +303,9 @@ class ParamGroup:
         self.materialized = False
         self._reduce_plans.clear()
         self._gather_batches.clear()
+        if self._config.comm_options.policy is not None:
+            # They keep what rounding took from gradients, laid out as the buckets were.
+            self.transports.clear()
 
     def gather_batch(self, plans: Sequence[GatherPlan]) -> GatherBatch:
         """The gathers of several buckets over the same ranks, as one batch that is made once."""

@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.compressed import Cuts
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, done
@@ -82,6 +83,7 @@ class Reduction:
         self.factor = config.divide_factor
         self.hook = config.all_reduce_hook
         self.hook_stream = config.all_reduce_stream
+        self.policy = config.comm_options.policy
         self.tag = tag
         self.covered = plan.covered
         self.nbytes = plan.numel * bucket.gather_dtype.itemsize
@@ -267,7 +269,7 @@ class Reduction:
             self._add_to_partial()
         elif self.replicate is not None:
             self._take_partial()
-            self._finish = self.replicate.all_reduce(self._ranges(), self.tag)
+            self._finish = self.replicate.all_reduce(self._parts(), self.tag)
 
     def _allocate_output(self) -> None:
         if self.in_place:
@@ -327,6 +329,14 @@ class Reduction:
 
     def _ranges(self) -> list[torch.Tensor]:
         return [self.flat[offset : offset + numel] for offset, numel in self.plan.ranges]
+
+    def _parts(self) -> list[torch.Tensor]:
+        """What the all-reduce takes: neighbours are merged, but where a policy needs to know where
+        parameters end."""
+        if self.policy is None:
+            return self._ranges()
+        cuts = cast(Cuts, self.replicate)  # made for this policy
+        return cuts.cut(self.bucket, self.plan, self.flat)
 
     def _add_to_partial(self) -> None:
         """Add what was reduced over shards only to the sums that wait for a later all-reduce."""

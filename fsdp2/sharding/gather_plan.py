@@ -30,16 +30,19 @@ class GatherPlan:
         inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
         own, source: this rank's slices of ``outputs`` and where their data comes from.
         rows: for each output, how many elements each rank has that are not padding.
-        messages, as_bytes: what transports keep with the plan, so that it is made once: messages to
-            send and to receive, as (tensors, peer, tag), or the same gather of bytes.
+        messages, as_bytes, row: what transports keep with the plan, so that it is made once:
+            messages to send and to receive, as (tensors, peer, tag), the same gather of bytes, or
+            where the bytes of narrower numbers lie.
     """
 
     messages: tuple[Messages, Messages] | None = None
     as_bytes: GatherBatch | None = None
+    row: object = None
 
     def __init__(
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
     ) -> None:
+        self.layout = layout
         self.cast = shards.dtype != gathered.dtype
         num_shards = layout.num_shards
         spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]

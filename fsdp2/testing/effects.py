@@ -56,6 +56,8 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": ((1,), (0,)),
     "c10d::reduce_scatter_tensor_coalesced_": ((1,), (0,)),
     "c10d::reduce_scatter_single_coalesced_": ((1,), (0,)),
+    "c10d::alltoall_base_": ((1,), (0,)),
+    "c10d::all_to_all_single_": ((1,), (0,)),
     "c10d::allreduce_": ((0,), (0,)),
     "c10d::allreduce_coalesced_": ((0,), (0,)),
     "c10d::broadcast_": ((0,), (0,)),

@@ -323,6 +323,8 @@ class RecordedGroup:
         "allgather_into_tensor_coalesced",
         "reduce_scatter_single_coalesced",
         "reduce_scatter_tensor_coalesced",
+        "all_to_all_single",
+        "alltoall_base",
     )
 
     def __init__(self, recorder: Recorder, group: Any) -> None:

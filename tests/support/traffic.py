@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.comm.transports import Exchange
+from fsdp2.comm.compressed import CompressedTransport, Wire
+from fsdp2.comm.transports import Exchange, done
 from fsdp2.runtime.unit import units_in
 
 
@@ -25,7 +26,7 @@ class Traffic:
     """Bytes that one rank has to send (ring algorithms), by collective, and messages really sent.
 
     An all-gather of n shards sends (n-1)/n of the whole, a reduce-scatter too, an all-reduce twice
-    as much.
+    as much. ``narrow``: of these, what was sent under a `CommPolicy`.
     """
 
     gathered: float = 0
@@ -33,6 +34,7 @@ class Traffic:
     all_reduced: float = 0
     sent: int = 0
     num_gathers: int = 0
+    narrow: int = 0
 
     @property
     def total(self) -> float:
@@ -70,12 +72,57 @@ def counting() -> Iterator[Traffic]:
         traffic.sent += sum(tensors[0].nbytes for tensors, *_ in sends)
         return start(self, sends, receives)
 
-    with mock.patch.multiple(
-        Exchange,
-        all_gather=all_gather,
-        reduce_scatter=reduce_scatter,
-        all_reduce=all_reduce,
-        _start=counted_start,
+    # Rows of bytes under a `CommPolicy`: who asks for them tells what they are.
+    in_all_reduce = 0
+    rows, exchange, narrow_reduce = Wire.all_gather, Wire.all_to_all, CompressedTransport.all_reduce
+
+    def narrow_gather(self: Wire, received: Any, mine: Any) -> Any:
+        nbytes = (self.size - 1) * mine.nbytes
+        traffic.narrow += nbytes
+        if in_all_reduce:
+            traffic.all_reduced += nbytes
+        else:
+            traffic.gathered += nbytes
+            traffic.num_gathers += 1
+        return rows(self, received, mine)
+
+    def narrow_exchange(self: Wire, received: Any, sent: Any) -> Any:
+        nbytes = sent.nbytes * (self.size - 1) // self.size
+        traffic.narrow += nbytes
+        if in_all_reduce:
+            traffic.all_reduced += nbytes
+        else:
+            traffic.reduced += nbytes
+        return exchange(self, received, sent)
+
+    def all_reduce_narrow(self: CompressedTransport, tensors: Any, tag: int) -> Any:
+        nonlocal in_all_reduce
+        in_all_reduce += 1
+        try:
+            finish = narrow_reduce(self, tensors, tag)
+        finally:
+            in_all_reduce -= 1
+
+        def finish_counted() -> None:
+            nonlocal in_all_reduce
+            in_all_reduce += 1
+            try:
+                finish()
+            finally:
+                in_all_reduce -= 1
+
+        return finish_counted if finish is not done else finish
+
+    with (
+        mock.patch.multiple(Wire, all_gather=narrow_gather, all_to_all=narrow_exchange),
+        mock.patch.object(CompressedTransport, "all_reduce", all_reduce_narrow),
+        mock.patch.multiple(
+            Exchange,
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
+            all_reduce=all_reduce,
+            _start=counted_start,
+        ),
     ):
         yield traffic
 

@@ -38,12 +38,13 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    assert core().files <= 46
+    assert core().files <= 48
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
-    # that frees.
-    assert core().code_lines <= 6860
-    assert core().functions <= 732
+    # that frees; 520 lines and 50 functions for messages in fewer bytes (`CommPolicy`), which no
+    # step without one enters.
+    assert core().code_lines <= 7380
+    assert core().functions <= 782
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -55,7 +56,8 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
-    assert len(measured[FIRST].functions) <= 331
+    # Three of them ask whether there is a `CommPolicy`.
+    assert len(measured[FIRST].functions) <= 334
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

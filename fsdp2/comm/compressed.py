@@ -1,0 +1,334 @@
+"""A transport under a `CommPolicy`: bytes on the wire that are fewer than those of the tensors.
+
+What the bytes are is `quantize`'s; here they are moved, by two collectives of the group: all-gather
+and all-to-all. A reduction is an all-to-all and a sum on the owner, so that nothing is rounded
+between additions (a ring would round a sum at each of its steps).
+
+[Note: streams and memory under a policy]
+As in `GroupTransport`: everything runs on the current stream, which is that of gathers or that of
+reductions, and all temporary memory is allocated, used and dropped there. Residuals of error
+feedback live from step to step; only the stream of reductions ever touches them. Where the host
+orders the work, messages read and write the rows until they are waited for, so the function that
+finishes a call holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from ..policy import CommPolicy, exchanged_sum_dtype
+from ..sharding.bucket import Bucket
+from ..sharding.gather_plan import GatherBatch, GatherPlan
+from ..sharding.reduce_plan import ReducePlan, copy_in
+from .quantize import Cut, WireRow, cut_reduction, gather_row
+from .transports import Finish, Transport, _either, ended
+
+Parts = list[torch.Tensor]
+
+
+class Hops(NamedTuple):
+    """The groups of a reduction in two hops: the ranks of a node, and those at the same place in
+    each node."""
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+class CutGradients(list[torch.Tensor]):
+    """What an all-reduce over replicas takes, cut where parameters end; see `Cut`."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], cut: Cut) -> None:
+        super().__init__(parts)
+        self.cut = cut
+
+
+class Cuts(Protocol):
+    """What an all-reduce under a policy needs before it."""
+
+    def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]: ...
+
+
+class CompressedTransport:
+    """A transport that sends what ``policy`` narrows in fewer bytes, and leaves the rest to
+    ``base``.
+
+    Args:
+        base: the transport over the same ranks without a policy.
+        hops: reduce in two hops over these groups; None: in one.
+    """
+
+    def __init__(
+        self,
+        base: Transport,
+        device: torch.device,
+        policy: CommPolicy,
+        *,
+        hops: Hops | None = None,
+    ) -> None:
+        self.base = base
+        self.device = device
+        self.policy = policy
+        self.group = base.group
+        self.stream_ordered = base.stream_ordered
+        # Each bucket has rows of its own.
+        self.coalesces = policy.gather is None and base.coalesces
+        self._wire = Wire(base.group, host=not base.stream_ordered)
+        self._hops = None
+        if hops is not None:
+            self._hops = [Wire(group, host=not base.stream_ordered) for group in hops]
+        self._residuals: dict[tuple[object, ...], torch.Tensor] = {}
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
+        policy = self.policy
+        if isinstance(plan, GatherBatch) or not plan.outputs:
+            return self.base.all_gather(plan, tag)
+        if not policy.gathers(plan.outputs[0].dtype):
+            return self.base.all_gather(plan, tag)
+        assert policy.gather is not None
+        row = plan.row
+        if not isinstance(row, WireRow):
+            row = plan.row = gather_row(plan.layout, policy.gather, policy.block)
+            # From now on: what is sent is made of the shards, and own slices of what is received.
+            plan.cast = False
+        size = self.group.size()
+        mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
+        row.encode(plan.source, mine)
+        rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
+        wait = self._wire.all_gather(rows, mine)
+
+        def finish() -> None:
+            wait()
+            # The own slices too, or this rank would compute with other weights than the others.
+            row.decode(rows, [output.view(size, -1) for output in plan.outputs])
+            plan.unpack()
+
+        return ended(finish, stream_ordered=self.stream_ordered)
+
+    # -- gradients --------------------------------------------------------------------------
+
+    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
+        # As for a collective: the rows of each rank must be of one length.
+        return bucket.layout.tail if self._reduces(bucket) else self.base.must_copy_in(bucket)
+
+    def casts(self, bucket: Bucket) -> bool:
+        # What is cast is written to the rows at once: to stage it before would be a copy more.
+        return not self._reduces(bucket) and self.base.casts(bucket)
+
+    def out_dtype(self, bucket: Bucket) -> torch.dtype:
+        if not self._reduces(bucket):
+            return self.base.out_dtype(bucket)
+        return exchanged_sum_dtype(bucket.reduce_dtype, bucket.grad_dtype)
+
+    def _reduces(self, bucket: Bucket) -> bool:
+        return self.policy.reduces(bucket.reduce_dtype)
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        plan: ReducePlan,
+        grads: Sequence[torch.Tensor | None],
+        outs: list[torch.Tensor],
+        tag: int,
+    ) -> Finish:
+        if not self._reduces(bucket):
+            return self.base.reduce_scatter(bucket, plan, grads, outs, tag)
+        size, dtype = self.group.size(), outs[0].dtype
+        cut = cut_reduction(bucket.layout, plan.direct, plan.copied_in)
+        parts: Parts = []
+        for i in plan.direct:
+            grad = grads[i]
+            assert grad is not None
+            parts.append(grad.view(size, -1))
+        sums = [out.view(-1) for out in outs[: cut.direct]]
+        if plan.copied_in:
+            staged = copy_in(bucket.layout, plan, grads, dtype, bucket.device)
+            for offset, numel in cut.spans[cut.direct :]:
+                start = offset - plan.stage_offset
+                parts.append(staged[:, start : start + numel])
+                sums.append(outs[-1][start : start + numel])
+        finish = self._reduce(parts, sums, cut, dtype, (tag, plan.direct))
+        return ended(finish, stream_ordered=self.stream_ordered)
+
+    def _reduce(
+        self, parts: Parts, sums: Parts, cut: Cut, dtype: torch.dtype, key: tuple[object, ...]
+    ) -> Finish:
+        """Mean over ranks of ``parts``, of shapes (ranks, numel), whose rows go one to each rank.
+
+        Args:
+            sums: where this rank's rows of the mean go, of shapes (numel,).
+            key: of the residuals: which parts these are.
+        """
+        row = cut.row(self._reduce_dtype, self.policy.block)
+        if self._hops is None:
+            return self._hop(self._wire, row, parts, sums, key, divide_by=self.group.size())
+        within, across = self._hops
+        # Ranks are numbered node by node. The first hop sends to each rank of this node what it and
+        # its counterparts in all other nodes will own.
+        shape = (across.size, within.size)
+        first = [part.unflatten(0, shape).transpose(0, 1) for part in parts]
+        of_node = [torch.empty_like(part[0], dtype=dtype) for part in first]
+        finish_first = self._hop(within, row, first, of_node, (*key, "within"))
+        divide_by = self.group.size()
+
+        def finish() -> None:
+            finish_first()
+            self._hop(across, row, of_node, sums, (*key, "across"), divide_by=divide_by)()
+
+        return finish
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        assert self.policy.reduce is not None
+        return self.policy.reduce
+
+    def _hop(
+        self,
+        wire: Wire,
+        row: WireRow,
+        parts: Parts,
+        sums: Parts,
+        key: tuple[object, ...],
+        *,
+        divide_by: int = 1,
+    ) -> Finish:
+        """Send ``parts[:, r]`` to rank r and add what comes, in rank order, into ``sums``.
+
+        Args:
+            parts: of shapes (ranks, ..., numel).
+            sums: of shapes (..., numel).
+        """
+        shape = (*parts[0].shape[:-1], row.nbytes)
+        sent = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        own = [part[wire.rank] for part in parts]
+        self._encode(row, parts, sent, key, exact=wire.rank)
+        received = torch.empty_like(sent)
+        wait = wire.all_to_all(received, sent)
+
+        def finish() -> None:
+            wait()
+            torch._foreach_zero_(sums)
+            for rank in range(wire.size):
+                if rank == wire.rank:
+                    # Exact: this was not on the wire.
+                    for total, mine in zip(sums, own, strict=True):
+                        total.add_(mine)
+                else:
+                    row.add_decoded(received[rank], sums)
+            own.clear()
+            if divide_by != 1:
+                torch._foreach_div_(sums, divide_by)
+
+        return finish
+
+    def _encode(
+        self,
+        row: WireRow,
+        parts: Parts,
+        rows: torch.Tensor,
+        key: tuple[object, ...],
+        *,
+        exact: int | None = None,
+    ) -> None:
+        """Write ``parts`` to ``rows``, with what rounding took from those of the last call.
+
+        Args:
+            exact: the part of this number is not sent, so nothing is taken from it.
+        """
+        if not self.policy.error_feedback:
+            row.encode(parts, rows)
+            return
+        residuals = []
+        for i, part in enumerate(parts):
+            residual = self._residuals.get((*key, i))
+            if residual is None:
+                residual = self._residuals[(*key, i)] = torch.zeros(
+                    part.shape, dtype=torch.float32, device=part.device
+                )
+            residuals.append(residual.add_(part))
+        row.encode(residuals, rows)
+        row.add_decoded(rows, residuals, times=-1)
+        for residual in residuals:
+            # What is not finite is reported by the gradient that arrives. Kept, it would spoil all
+            # steps to come.
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+            if exact is not None:
+                residual[exact].zero_()
+
+    def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of ``flat``, laid out like the sharded storage, for `all_reduce`."""
+        if not self._reduces(bucket):
+            return [flat[offset : offset + numel] for offset, numel in plan.ranges]
+        cut = cut_reduction(bucket.layout, plan.direct, plan.copied_in)
+        return CutGradients([flat[start : start + numel] for start, numel in cut.spans], cut)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
+        if not isinstance(tensors, CutGradients) or not tensors:
+            return self.base.all_reduce(tensors, tag)
+        size, dtype = self.group.size(), tensors[0].dtype
+        row = tensors.cut.row(self._reduce_dtype, self.policy.block, size)
+        # As a matrix with a row for each rank, of its share of every part.
+        whole = torch.empty((size, sum(row.numels)), dtype=dtype, device=self.device)
+        torch._chunk_cat(list(tensors), dim=0, num_chunks=size, out=whole)
+        shares = list(whole.split(row.numels, dim=1))
+        means = [share.new_empty(share.shape[1]) for share in shares]
+        key = (tag, tuple(tensors.cut.spans))
+        reduce = self._hop(self._wire, row, shares, means, key, divide_by=size)
+        held = list(tensors)
+
+        def finish() -> None:
+            reduce()
+            mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
+            self._encode(row, means, mine, (*key, "back"))
+            rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
+            self._wire.all_gather(rows, mine)()
+            # The own share too: replicas must not differ.
+            row.decode(rows, shares)
+            for tensor, share in zip(held, shares, strict=True):
+                tensor.copy_(share.reshape(-1)[: tensor.numel()])
+            held.clear()
+
+        return ended(finish, stream_ordered=self.stream_ordered)
+
+
+class Wire:
+    """The collectives of a group that move rows of bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, *, host: bool) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self._gather_options, self._options = AllgatherOptions(), AllToAllOptions()
+        # False puts a collective on the current stream; True on a stream of the group.
+        self._gather_options.asyncOp = self._options.asyncOp = host
+        # torch 2.13 renames these; 2.11 has the former names only.
+        self._gather = _either(
+            group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+        )
+        self._exchange = _either(group, "all_to_all_single", "alltoall_base")
+
+    def all_gather(self, rows: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        """Gather the row of every rank."""
+        return _waiting(self._gather([rows.view(-1)], [mine], self._gather_options), rows, mine)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        """Send ``sent[r]`` to rank r; ``received[r]`` is what it sent here."""
+        work = self._exchange(received.view(-1), sent.view(-1), [], [], self._options)
+        return _waiting(work, received, sent)
+
+
+def _waiting(work: dist.Work | None, *held: torch.Tensor) -> Callable[[], None]:
+    """A function that waits once, and holds what the messages read and write until then."""
+    holding = [work, *held]
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        holding.clear()
+
+    return wait
