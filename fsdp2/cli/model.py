@@ -15,9 +15,10 @@ from .ckpt import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..policy import MixedPrecisionPolicy
+    from ..policy import CommPolicy, MixedPrecisionPolicy
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+WIRE_DTYPES = {"bf16": "bfloat16", "int8": "int8", "float8": "float8_e4m3fn"}
 STRATEGIES = ("full", "grad", "optimizer", "none", "hybrid")
 
 
@@ -62,6 +63,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
+    add_wire(parser)
     parser.add_argument(
         "--replicate-below",
         type=parse_bytes,
@@ -72,6 +74,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda; cpu means gloo"
     )
+
+
+def add_wire(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `comm_policy_of` reads."""
+    about = "dtype that {} are sent in, in place of a wider one"
+    parser.add_argument("--gather-as", choices=WIRE_DTYPES, help=about.format("weights"))
+    parser.add_argument("--reduce-as", choices=("bf16", "int8"), help=about.format("gradients"))
 
 
 def parse_number(text: str) -> int:
@@ -174,6 +183,7 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
         "strategy": args.strategy,
         "wrap": parse_wrap(args.wrap),
         "mp_policy": precision_of(args),
+        "comm_policy": comm_policy_of(args),
         "replicate_below": args.replicate_below,
         "device_type": args.device,
     }
@@ -189,6 +199,18 @@ def precision_of(args: argparse.Namespace) -> MixedPrecisionPolicy:
         return None if name is None else getattr(torch, DTYPES[name])
 
     return MixedPrecisionPolicy(dtype(args.param_dtype), dtype(args.reduce_dtype))
+
+
+def comm_policy_of(args: argparse.Namespace) -> CommPolicy | None:
+    """The policy for ``--gather-as`` and ``--reduce-as``; None without both."""
+    import torch
+
+    from ..policy import CommPolicy
+
+    if args.gather_as is None and args.reduce_as is None:
+        return None
+    chosen = (args.gather_as, args.reduce_as)
+    return CommPolicy(*(name and getattr(torch, WIRE_DTYPES[name]) for name in chosen))
 
 
 def parse_wrap(text: str) -> Any:

@@ -13,6 +13,8 @@ from .model import (
     ModelError,
     add_model,
     add_model_name,
+    add_wire,
+    comm_policy_of,
     find_object,
     load_model,
     parse_number,
@@ -57,6 +59,7 @@ def add_plan(groups: Any) -> None:
     )
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
+    add_wire(parser)
     parser.add_argument(
         "--checkpointing",
         choices=CHECKPOINTING,
@@ -161,6 +164,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 args.world_size,
                 args.memory,
                 mp_policy=precision_of(args),
+                comm_policy=comm_policy_of(args),
                 activation_checkpointing=tuple(args.checkpointing or CHECKPOINTING),
                 progress=show,
                 **options,

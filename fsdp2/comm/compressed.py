@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from ..policy import CommPolicy, exchanged_sum_dtype
-from ..sharding.bucket import Bucket
+from ..sharding.bucket import Bucket, SecondaryShards, resize
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .quantize import Cut, WireRow, cut_reduction, gather_row
@@ -98,8 +98,10 @@ class CompressedTransport:
             # From now on: what is sent is made of the shards, and own slices of what is received.
             plan.cast = False
         size = self.group.size()
-        mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
-        row.encode(plan.source, mine)
+        mine = plan.encoded
+        if mine is None:
+            mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
+            row.encode(plan.source, mine)
         rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
         wait = self._wire.all_gather(rows, mine)
 
@@ -295,6 +297,46 @@ class CompressedTransport:
             held.clear()
 
         return ended(finish, stream_ordered=self.stream_ordered)
+
+
+class NarrowSecondaryShards(SecondaryShards):
+    """Larger shards between forward and backward that are kept as they will be sent.
+
+    Users see the sharded parameters meanwhile: there is no tensor of these.
+    """
+
+    def __init__(self, of: SecondaryShards, policy: CommPolicy) -> None:
+        assert policy.secondary is not None
+        self.layout = of.layout
+        self.plan = of.plan
+        self.locals = []
+        self._row = gather_row(of.layout, policy.secondary, policy.block)
+        self.shards = torch.empty(self._row.nbytes, dtype=torch.uint8, device=of.shards.device)
+        self.storage = self.shards.untyped_storage()
+        self.plan.encoded = self.shards
+        slots, keep = of.layout.slots, of._keep
+        self._direct = [keep[i] for i in of.layout.direct]
+        self._packed = [
+            (slots[i].shard_offset - of.layout.pack_offset, keep[i]) for i in of.layout.packed
+        ]
+        self.free()
+
+    def save(self) -> None:
+        # On compute's stream, as of those in full.
+        self.saved = True
+        resize(self.storage, self.shards.numel())
+        parts = list(self._direct)
+        if self.layout.pack_numel:
+            parts.append(self._pack())
+        self._row.encode(parts, self.shards)
+
+    def _pack(self) -> torch.Tensor:
+        pack = torch.zeros(
+            self.layout.pack_numel, dtype=self.plan.outputs[0].dtype, device=self.shards.device
+        )
+        for offset, part in self._packed:
+            pack[offset : offset + part.numel()] = part
+        return pack
 
 
 class Wire:

@@ -7,7 +7,7 @@ A unit has one `MeshTransports` per mesh of its parameters: usually one, two whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -113,6 +113,10 @@ class MeshTransports:
             self.secondary_mesh = subgroup_mesh(self.mesh, chosen)
             transport = make_transport(self.secondary_mesh.get_group(1), self.device)
             self.secondary_gather = self._customized(transport)
+            policy = self.options.policy
+            if policy is not None and policy.secondary is not None:
+                policy = replace(policy, gather=policy.secondary)
+                self.secondary_gather = CompressedTransport(transport, self.device, policy)
         return chosen
 
 

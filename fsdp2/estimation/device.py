@@ -20,9 +20,9 @@ class Transfer:
     """One call of a collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``) or
-            "replicate".
+        kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
+        group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
+            "replicate", or "within" and "across": the two hops of a reduction.
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.

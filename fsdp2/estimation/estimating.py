@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policy import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_comm_policy,
+    hops_of,
+)
 from ..wrap import units_of
 from .events import StepTrace
 from .optimizers import OptimizerCost, optimizer_cost
@@ -32,6 +39,7 @@ def estimate(
     prefetch: int = 1,
     replicate_below: int = 0,
     direct_min_bytes: int | None = None,
+    comm_policy: CommPolicy | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
     micro_batches: int = 1,
@@ -55,7 +63,7 @@ def estimate(
         loss_fn: a function of the model's output that returns the loss. None: the output's
             ``loss``, the output itself if it is one number, or the sum of its tensors.
         strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
-        prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
+        prefetch, replicate_below, direct_min_bytes, comm_policy: as in `shard_model`.
         activation_checkpointing: "none", "full" or "selective"; "selective" keeps the results of
             attention and of every second matrix multiplication. Checkpointing inside the model is
             taken into account in any case.
@@ -85,6 +93,7 @@ def estimate(
         >>> batch = torch.empty(1, 8192, dtype=torch.long, device="meta")
         >>> print(estimate(model, 1024, batch, loss_fn=lambda out: out.float().mean()))
     """
+    check_comm_policy(comm_policy)
     units = tuple(units_of(model, wrap))
     setup = make_setup(
         units,
@@ -97,6 +106,7 @@ def estimate(
         prefetch=prefetch,
         replicate_below=replicate_below,
         direct_min_bytes=direct_min_bytes,
+        comm_policy=comm_policy,
         micro_batches=micro_batches,
     )
     if checkpoint_modules is None:
@@ -143,7 +153,7 @@ def estimate_trace(
         ranks[rank] = _rank_estimate(rank, replays[rank])
     worst = max(ranks.values(), key=lambda estimate: estimate.peak.total)
     shown = sorted({0, worst.rank, setup.num_shards - 1})
-    topology = Topology(setup.num_shards, setup.num_replicas, ranks_per_node)
+    topology = topology_of(setup, ranks_per_node)
     return Estimate(
         mesh_shape=mesh_shape,
         strategy=strategy,
@@ -153,6 +163,13 @@ def estimate_trace(
         ranks=[ranks[rank] for rank in shown],
         traffic=_traffic(replays[0], topology),
     )
+
+
+def topology_of(setup: Setup, ranks_per_node: int) -> Topology:
+    """Where the ranks of ``setup`` are."""
+    policy, shards = setup.comm_policy, setup.num_shards
+    hop = 1 if policy is None else hops_of(policy, shards)
+    return Topology(shards, setup.num_replicas, ranks_per_node, hop)
 
 
 def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
@@ -221,6 +238,7 @@ def _traffic(made: Replay, topology: Topology) -> list[TrafficRow]:
             size = next(
                 b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
             )
-        within, between = split_by_link(sent, topology.ring(group, size))
+        ring = topology.ring(group, size)
+        within, between = split_by_link(sent, ring, to_all=kind == "all_to_all")
         result.append(TrafficRow(kind, group, calls, messages, sent, within, between))
     return result

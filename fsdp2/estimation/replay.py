@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..comm.mesh_transports import CommOptions
 from ..comm.streams import DeviceStreams, Streams
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policy import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..runtime.root import Runtime
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
@@ -40,6 +41,7 @@ class Setup:
         replicate_below: parameters of fewer bytes are replicated on every rank.
         gathered_once: parameters stay gathered between micro-batches.
         micro_batches: forwards and backwards per step; gradients are reduced in the last.
+        comm_policy: of all units.
     """
 
     units: tuple[UnitDescription, ...]
@@ -55,6 +57,7 @@ class Setup:
     replicate_below: int = 0
     gathered_once: bool = False
     micro_batches: int = 1
+    comm_policy: CommPolicy | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -164,6 +167,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
                 direct_min_bytes=setup.direct_min_bytes,
                 reshard_after_forward=None if choose is None else choose(description),
                 gathered_once=setup.gathered_once,
+                comm_options=CommOptions(policy=setup.comm_policy),
                 # As `shard_model`: the backward of an embedding reads the indices only.
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),

@@ -46,7 +46,7 @@ class TrafficRow:
     """What a rank sends in one training step with one kind of collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
         group: "shard", "secondary" or "replicate".
         calls: number of launches; ``messages``: number of collectives in them.
         sent: bytes sent.

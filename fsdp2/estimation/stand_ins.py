@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..comm.quantize import gather_row
 from ..comm.transports import done
-from ..policy import compute_dtype
+from ..policy import CommPolicy, compute_dtype, hops_of
 from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
 from ..runtime.reduction import Reduction
@@ -29,6 +30,7 @@ from ..sharding.bucket import FREE_MIN_BYTES, Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
 from .account import Account, Held
+from .counted_policy import CountingPolicy
 from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
 from .device import ReplayState
 from .events import ParamInfo
@@ -226,6 +228,7 @@ class _Secondary:
     def __init__(self, bucket: CountedBucket, layout: BucketLayout) -> None:
         self.layout = layout
         self.plan = CountedGather(bucket, layout, bucket.rank % layout.num_shards)
+        self.nbytes = layout.shard_numel * bucket.gather_dtype.itemsize
         self._bucket = bucket
         self._held: Held | None = None
 
@@ -234,8 +237,7 @@ class _Secondary:
         return self._held is not None
 
     def save(self) -> None:
-        nbytes = self.layout.shard_numel * self._bucket.gather_dtype.itemsize
-        self._held = Held(self._bucket.replay.account, "secondary shards", nbytes)
+        self._held = Held(self._bucket.replay.account, "secondary shards", self.nbytes)
 
     def free(self) -> None:
         self._held = None
@@ -267,6 +269,12 @@ class CountedReduction(Reduction):
     def _ranges(self) -> list[Any]:
         size = self.dtype.itemsize
         return [_Part(numel * size, self.bucket.unit_name) for _, numel in self.plan.ranges]
+
+    def _parts(self) -> list[Any]:
+        if self.policy is None:
+            return self._ranges()
+        cut = cast(Any, self.replicate).cut(self.bucket, self.plan, None)
+        return cut or self._ranges()
 
     def _scale(self, by: float) -> None:
         pass
@@ -308,14 +316,29 @@ class _Transports:
 
     secondary_mesh = None
 
-    def __init__(self, replay: ReplayState, mesh: DataParallelMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        replay: ReplayState,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        policy: CommPolicy | None,
+    ) -> None:
         self.mesh = mesh
+        self._policy = policy
         self._world, self._device = replay, device
-        self.gather = self.scatter = self.replicate = self.secondary_gather = None
+        self.gather: Any = None
+        self.scatter: Any = None
+        self.replicate: Any = None
+        self.secondary_gather: Any = None
         if mesh.num_shards > 1:
             self.gather = self.scatter = self._transport(mesh.num_shards, "shard")
+            if policy is not None:
+                node = hops_of(policy, mesh.num_shards)
+                self.gather = self.scatter = CountingPolicy(self.gather, policy, node=node)
         if mesh.num_replicas > 1:
             self.replicate = self._transport(mesh.num_replicas, str(mesh.replicate_group))
+            if policy is not None:
+                self.replicate = CountingPolicy(self.replicate, policy)
 
     def _transport(self, size: int, group: str) -> Any:
         return make_counting_transport(self._world, self._device, size, group)
@@ -326,6 +349,9 @@ class _Transports:
         if type(size) is not int or size >= num_shards or num_shards % size:
             return None
         self.secondary_gather = self._transport(size, "secondary")
+        if self._policy is not None and self._policy.secondary is not None:
+            policy = replace(self._policy, gather=self._policy.secondary)
+            self.secondary_gather = CountingPolicy(self.secondary_gather, policy)
         return size
 
 
@@ -356,9 +382,17 @@ class CountedParamGroup(ParamGroup):
             bucket.replay, bucket.unit_name = replay, unit_name
 
     def _make_transports(self) -> None:
-        made = {b.mesh: _Transports(self.replay, b.mesh, self.device) for b in self.buckets}
+        policy = self._config.comm_options.policy
+        made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
         self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
+
+    def _narrow_secondary(self, bucket: Bucket) -> None:
+        policy, secondary = self._config.comm_options.policy, bucket.secondary
+        if policy is not None and policy.secondary and policy.keeps(bucket.gather_dtype):
+            assert secondary is not None
+            row = gather_row(secondary.layout, policy.secondary, policy.block)
+            cast(_Secondary, secondary).nbytes = row.nbytes
 
     def gather_batch(self, plans: Sequence[Any]) -> Any:
         return CountedGatherBatch(plans)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
-from ..estimation.topology import Ring
+from ..estimation.topology import Ring, split_by_link
 from .hardware import Hardware
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
@@ -76,6 +76,8 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     ring_s = (
         between * hardware.network_latency_s + (ring.size - 1 - between) * hardware.node_latency_s
     )
+    if transfer.kind == "all_to_all":
+        return _all_to_all_cost(transfer, ring, hardware)
     moved = transfer.nbytes * (ring.size - 1) / ring.size
     if transfer.kind == "all_reduce":
         latency = transfer.messages * (hardware.call_latency_s + 2 * ring_s)
@@ -84,6 +86,24 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
         rounds = -(-transfer.messages // hardware.channels)
         latency = hardware.call_latency_s + rounds * ring_s
     return Cost(latency + _copies_s(transfer.copied, hardware), moved / bandwidth, link)
+
+
+def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
+    """Every rank sends to every other one, all at once: not in a ring.
+
+    So all ranks of a node send over its network, and the slower of that and of the links in
+    the node counts.
+    """
+    within, between = split_by_link(transfer.sent, ring, to_all=True)
+    latency = hardware.call_latency_s + hardware.node_latency_s
+    node_s = within / hardware.node_bandwidth
+    fixed_s = latency + _copies_s(transfer.copied, hardware)
+    if not between:
+        return Cost(fixed_s, node_s, NODE)
+    network = hardware.network_bandwidth * hardware.network_efficiency
+    network_s = between * ring.per_node * ring.groups_per_node / network
+    fixed_s += hardware.network_latency_s
+    return Cost(fixed_s, network_s, NETWORK) if network_s > node_s else Cost(fixed_s, node_s, NODE)
 
 
 def _copies_s(nbytes: int, hardware: Hardware) -> float:

@@ -13,7 +13,7 @@ from ..estimation.events import StepTrace
 from ..estimation.replay import Setup
 from ..estimation.setups import make_setup
 from ..estimation.tracing import LossFn, trace_step
-from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import show_bytes
 from ..wrap import UnitDescription, units_of
 from .candidates import Candidate, first_round, second_round, wraps_of
@@ -37,6 +37,7 @@ def plan(
     loss_fn: LossFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    comm_policy: CommPolicy | None = None,
     optimizer: Any = "adamw",
     activation_checkpointing: Sequence[str] = MODES,
     micro_batches: int = 1,
@@ -58,7 +59,7 @@ def plan(
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
         memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
             allocators and libraries need some too.
-        mp_policy, offload_policy: as in `fully_shard`; fixed, not searched.
+        mp_policy, offload_policy, comm_policy: as in `fully_shard`; fixed, not searched.
         activation_checkpointing: the modes to choose from; see `estimate`.
         progress: called with (current task, number done, total).
 
@@ -89,6 +90,7 @@ def plan(
         {
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
+            "comm_policy": comm_policy,
             "micro_batches": micro_batches,
         },
         lambda mode, blocks, modules: trace_step(
@@ -216,6 +218,7 @@ class _Search:
         step = self.simulator.run(
             self._traces[candidate.checkpointing], self.setup(candidate), keep_samples=True
         )
+        policy = self.options["comm_policy"]
         made = Plan(
             kwargs={
                 "strategy": candidate.strategy,
@@ -224,6 +227,7 @@ class _Search:
                 "prefetch": candidate.prefetch,
                 "mp_policy": self.options["mp_policy"],
                 "offload_policy": self.options["offload_policy"],
+                **({} if policy is None else {"comm_policy": policy}),
             },
             mesh_shape=candidate.mesh,
             activation_checkpointing=candidate.checkpointing,

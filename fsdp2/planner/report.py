@@ -227,13 +227,16 @@ def _as_dict(made: Plan) -> dict[str, Any]:
     """JSON-compatible data: names, numbers and sentences."""
     step = made.step
     policy = made.kwargs["mp_policy"]
-    kwargs = {k: v for k, v in made.kwargs.items() if k not in ("mp_policy", "offload_policy")}
+    policies = ("mp_policy", "offload_policy", "comm_policy")
+    kwargs = {k: v for k, v in made.kwargs.items() if k not in policies}
+    narrow = made.kwargs.get("comm_policy")
     return {
         "hardware": made.hardware.name,
         "mesh_shape": list(made.mesh_shape),
         "shard_model": kwargs,
         "param_dtype": None if policy.param_dtype is None else str(policy.param_dtype),
         "reduce_dtype": None if policy.reduce_dtype is None else str(policy.reduce_dtype),
+        "comm_policy": None if narrow is None else str(narrow),
         "offload": type(made.kwargs["offload_policy"]).__name__ == "CPUOffloadPolicy",
         "activation_checkpointing": made.activation_checkpointing,
         "checkpoint_modules": made.checkpoint_modules,

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
-from ..estimation.estimating import shard_optimizer_cost
+from ..estimation.estimating import shard_optimizer_cost, topology_of
 from ..estimation.events import Compute, StepTrace
 from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
-from ..estimation.topology import Topology
 from ..policy import CPUOffloadPolicy
 from .costs import Cost, compute_s, copy_cost, transfer_cost
 from .hardware import Hardware
@@ -82,13 +81,13 @@ class Simulator:
 
     def _tasks(self, made: Replay) -> list[Task]:
         setup = made.setup
-        topology = Topology(setup.num_shards, setup.num_replicas, self.hardware.ranks_per_node)
+        topology = topology_of(setup, self.hardware.ranks_per_node)
         secondary = [
             b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
         ]
         rings = {
             group: topology.ring(group, secondary[0] if secondary else 1)
-            for group in ("shard", "secondary", "replicate", "all")
+            for group in ("shard", "secondary", "replicate", "all", "within", "across")
         }
         tasks = []
         for launch in made.launches:

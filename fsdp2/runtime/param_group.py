@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.compressed import NarrowSecondaryShards
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
@@ -361,10 +362,17 @@ class ParamGroup:
                     secondary_size=transports.make_secondary(secondary_size), split=split
                 )
                 bucket.keep_dtypes()
+                if bucket.secondary is not None:
+                    self._narrow_secondary(bucket)
         self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
         self.materialized = True
         self.incomplete = any(param.unsharded is None for param in self.params)
         self._follow_unsharded()
+
+    def _narrow_secondary(self, bucket: Bucket) -> None:
+        policy = self._config.comm_options.policy
+        if policy is not None and bucket.secondary and policy.keeps(bucket.gather_dtype):
+            bucket.secondary = NarrowSecondaryShards(bucket.secondary, policy)
 
     def complete(self) -> None:
         """After the first gather, which made the unsharded parameters of tensor subclasses."""
@@ -444,6 +452,8 @@ class ParamGroup:
             for i, param in enumerate(bucket.params):
                 param.secondary = None  # show the sharded one
                 if secondary is None or mesh is None or not secondary.saved:
+                    continue
+                if not secondary.locals:  # kept as it is sent, which is no tensor to show
                     continue
                 param.make_secondary(secondary.locals[i], mesh, secondary.layout.slots[i])
         self.plan_registration()

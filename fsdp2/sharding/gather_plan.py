@@ -33,11 +33,13 @@ class GatherPlan:
         messages, as_bytes, row: what transports keep with the plan, so that it is made once:
             messages to send and to receive, as (tensors, peer, tag), the same gather of bytes, or
             where the bytes of narrower numbers lie.
+        encoded: what is sent in narrower numbers, if it is kept so; None: it is made of ``source``.
     """
 
     messages: tuple[Messages, Messages] | None = None
     as_bytes: GatherBatch | None = None
     row: object = None
+    encoded: torch.Tensor | None = None
 
     def __init__(
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered

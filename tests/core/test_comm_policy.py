@@ -158,6 +158,47 @@ def test_backward_computes_with_the_weights_of_forward(again: bool) -> None:
     assert torch.equal(seen[0], seen[-1])
 
 
+@pytest.mark.parametrize("kept", [None, BF16, INT8])
+@distributed(4)
+def test_secondary_shards(kept: torch.dtype | None) -> None:
+    """Gathered in a node in the dtype that they are kept in; backward is close to exact."""
+    exact = shard(build(), reshard_after_forward=2)
+    for gather in (None, BF16):
+        policy = CommPolicy(gather=gather, secondary=kept, block=BLOCK)
+        model = shard(build(), reshard_after_forward=2, comm_policy=policy)
+        for each in (exact, model):
+            each.zero_grad()
+            loss_of(each).backward()  # the runtime learns the order
+            each.zero_grad()
+        with counting() as traffic:
+            loss = loss_of(model)
+            held = [s for u in units_in(model) for s in u.param_group.secondary if s.saved]
+            assert held
+            if kept is not None:
+                elements = sum(s.layout.shard_numel for s in held)
+                nbytes = sum(s.storage.nbytes() for s in held)
+                assert nbytes < elements * kept.itemsize * 1.5 + 300
+            names = [name for name, _ in model.named_parameters()]
+            assert names == [name for name, _ in exact.named_parameters()]
+            loss.backward()
+        told = explain(model).totals
+        assert told.sent_by_gathers == traffic.gathered
+        loss_of(exact).backward()
+        if kept is None and gather is None:
+            for name, value in whole_gradients(model).items():
+                assert torch.equal(value, whole_gradients(exact)[name])
+        else:
+            assert_close_to(model, exact, 0.03)
+        if kept == gather == BF16:  # what is rounded already is not rounded again
+            full = shard(
+                build(), reshard_after_forward=2, comm_policy=CommPolicy(gather=BF16, block=BLOCK)
+            )
+            loss_of(full).backward()
+            for name, value in whole_gradients(full).items():
+                assert torch.equal(value, whole_gradients(model)[name])
+        assert_same_on_all_ranks(whole_gradients(model))
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import models as benchmark_models
 from benchmarks.estimate import MAIN, MORE, Case, measure, predict
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
+from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
 from fsdp2.estimation import Estimate
 from fsdp2.estimation.account import Account, Held
 from fsdp2.estimation.events import Gradient
@@ -367,3 +367,48 @@ def test_rings_pass_through_every_node_once() -> None:
     assert small.ring("replicate") == Ring(8, 4, 2)
     assert split_by_link(800, Ring(64, 8, 1)) == (700, 100)
     assert split_by_link(800, Ring(8, 8, 1)) == (800, 0)
+
+
+# -- fewer bytes -----------------------------------------------------------------------------------
+
+INT8 = CommPolicy(gather=torch.int8, reduce=torch.int8, error_feedback=True)
+NARROW = {
+    "int8": ("full", 8, INT8, {}),
+    "two hops": ("full", 8, replace(INT8, ranks_per_node=2), {}),
+    "replicas": ("hybrid", (2, 4), INT8, {}),
+    "replicated": ("none", 4, INT8, {}),
+    "secondary": ("full", 8, CommPolicy(secondary=torch.int8), {"reshard_after_forward": 2}),
+    "bf16": ("full", 2, CommPolicy(torch.bfloat16, torch.bfloat16), {}),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_narrow_traffic_agrees_with_explain(name: str, device: str) -> None:
+    strategy, mesh, policy, options = NARROW[name]
+    options = {**options, "strategy": strategy, "device_type": device, "direct_min_bytes": 100}
+    model = on_meta()
+    made = of_blocks(mesh, model, comm_policy=policy, **options)
+    told = explain(model, mesh, comm_policy=policy, **options).totals
+    assert made.sent == told.sent_bytes
+    in_full = of_blocks(mesh, model, **options)
+    assert made.sent < 0.9 * in_full.sent
+    held = made.worst.step.parts.get("error feedback", 0)
+    assert held == told.residual_bytes
+    if name == "secondary":
+        kept = made.worst.backward.parts.get("secondary shards", 0)
+        assert kept <= in_full.worst.backward.parts.get("secondary shards", 0)
+
+
+def test_two_hops_send_less_between_nodes() -> None:
+    """Of 4 nodes of 8 ranks: an all-to-all sends 24 rows to other nodes, two hops send 3."""
+    policy = CommPolicy(reduce=torch.int8)
+    flat = of_blocks(32, comm_policy=policy)
+    two = of_blocks(32, comm_policy=replace(policy, ranks_per_node=8))
+    rows = [{row.group: row for row in m.traffic if row.kind == "all_to_all"} for m in (flat, two)]
+    (one,) = rows[0].values()
+    assert rows[1].keys() == {"within", "across"}
+    assert rows[1]["within"].between_nodes == 0
+    assert rows[1]["across"].within_nodes == 0
+    assert one.between_nodes == 8 * rows[1]["across"].between_nodes
+    assert rows[1]["within"].sent == 7 * 4 * one.sent // 31

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, Plan, plan, units_of
+from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, plan, units_of
 from fsdp2.estimation.estimating import default_checkpoint_modules
 from fsdp2.estimation.events import StepTrace
 from fsdp2.estimation.setups import make_setup
@@ -314,3 +314,15 @@ def test_a_plan_is_applied(wrap: str, reshard: int | None) -> None:
         assert grad is not None
         whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         torch.testing.assert_close(whole, expected / 4)
+
+
+def test_fewer_bytes_take_less_time_where_the_network_is_slow() -> None:
+    """A given policy is planned with; nothing chooses one."""
+    policy = CommPolicy(gather=torch.int8, reduce=torch.int8, ranks_per_node=8)
+    slow = replace(H100, network_bandwidth=1e9)
+    trained = traced(512)
+    in_full = simulate(trained, slow, 16)
+    narrow = simulate(trained, slow, 16, comm_policy=policy)
+    one_hop = simulate(trained, slow, 16, comm_policy=replace(policy, ranks_per_node=None))
+    assert narrow.seconds < 0.6 * in_full.seconds
+    assert narrow.seconds < one_hop.seconds, "an all-to-all sends each row of a node by itself"

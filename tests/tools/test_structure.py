@@ -41,10 +41,10 @@ def test_the_core_stays_small() -> None:
     assert core().files <= 48
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
-    # that frees; 520 lines and 50 functions for messages in fewer bytes (`CommPolicy`), which no
+    # that frees; 560 lines and 53 functions for messages in fewer bytes (`CommPolicy`), which no
     # step without one enters.
-    assert core().code_lines <= 7380
-    assert core().functions <= 782
+    assert core().code_lines <= 7430
+    assert core().functions <= 786
 
 
 def test_no_function_of_the_core_is_long() -> None:
