@@ -409,7 +409,7 @@ class Checkpointer:
         found = tensors_of(model) if model is not None else None
         if found is not None:
             wanted, report = match_model(
-                source, found, self.rank, strict=strict, cast=cast, translatable=False
+                source, found, strict=strict, cast=cast, translatable=False
             )
             loaded.missing, loaded.unexpected = report.missing, report.unexpected
             assert model is not None
@@ -423,7 +423,7 @@ class Checkpointer:
             if found is None:
                 raise ValueError("To load an optimizer, pass the model whose parameters it has")
             load_optimizers = match_optimizers(
-                source, optimizers, found, _merged(values, mine), own, self.rank,
+                source, optimizers, found, _merged(values, mine), own,
                 same_ranks=loaded.same_ranks,
             )  # fmt: skip
             check_fit(source, load_optimizers.wanted, cast=cast)

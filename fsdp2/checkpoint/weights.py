@@ -161,10 +161,9 @@ def load_model(
     check_model(model)
     with open_source(path) as source:
         found = tensors_of(model)
-        rank = this_rank()
-        wanted, report = match_model(source, found, rank, strict=strict, cast=cast, names=names)
+        wanted, report = match_model(source, found, strict=strict, cast=cast, names=names)
         check_meta(found, model, {w.name for w in wanted})
-        extra_state = _extra_state_in(source, rank)
+        extra_state = _extra_state_in(source, this_rank())
         report.verified = fill(
             source, wanted, model, found, verify_checksums=verify_checksums,
             keep_on_error=keep_on_error, device=device,

@@ -40,6 +40,12 @@ def dtensor_over(
         return DTensor(local, spec, requires_grad=False)
 
 
+def laid_out_as(like: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over ``local`` itself, with layout, shape and dtype of ``like``, as operators
+    make them."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor itself of a DTensor, unlike ``to_local`` outside of autograd; else
     ``tensor``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,14 +60,11 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
     if not isinstance(tensor, DTensor):
         index, num = ranks.index(rank), len(ranks)
         return Holding(shape, Box.whole(shape), ranks, index, num, ("plain", ranks), False)
-    mesh = tensor.device_mesh
+    mesh, box = tensor.device_mesh, own_box(tensor, name)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"'{name}' is a DTensor on a mesh without this rank: {mesh}")
-    placements = tuple(tensor.placements)
-    box = box_of(shape, tuple(mesh.shape), placements, tuple(coordinate), name)
+    assert coordinate is not None
     replica, num_replicas = 0, 1
-    dims = tuple(d for d, p in enumerate(placements) if isinstance(p, Replicate))
+    dims = tuple(d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate))
     for d in dims:
         replica = replica * mesh.size(d) + coordinate[d]
         num_replicas *= mesh.size(d)
@@ -77,9 +75,32 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
     return Holding(shape, box, members, replica, num_replicas, (members, dims, num), True)
 
 
+def own_box(tensor: Tensor, name: str) -> Box:
+    """This rank's part of a DTensor, or all of a plain tensor.
+
+    Raises:
+        ValueError: as `holding`.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box.whole(shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"'{name}' is a DTensor on a mesh without this rank: {mesh}")
+    return box_of(shape, tuple(mesh.shape), tuple(tensor.placements), tuple(coordinate), name)
+
+
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """The global ranks of a mesh, sorted."""
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
+    # Asked for every tensor of a checkpoint; a mesh makes a new tensor of its ranks each time.
+    known = _ranks.get(mesh)
+    if known is None:
+        known = _ranks[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return known
+
+
+_ranks: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def slices_like(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, int]:

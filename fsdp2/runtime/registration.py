@@ -88,6 +88,10 @@ class LostWrites:
             storages.append(storage)
         self._note(storages)
 
+    def addresses(self) -> dict[int, int]:
+        """Where the storage of each wrapper has to be, by the wrapper's id."""
+        return dict(zip(map(id, self._sharded), self._addresses, strict=True))
+
     def _note(self, storages: list[torch.UntypedStorage]) -> None:
         self._locals = [param.local for param in self._params]
         self._storages = storages
@@ -153,10 +157,12 @@ class Registration:
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._lost_writes = LostWrites()
+        self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
         """Make the lists: of ``params``, which were made anew or got other owners."""
         self._params = params
+        self._by_module = None
         self._lost_writes.follow(params)
         owners = [(module, name, param) for param in params for module, name in param.owners]
         for kind in ("sharded", "unsharded", "secondary"):
@@ -236,7 +242,29 @@ class Registration:
         Raises:
             RuntimeError: if one was.
         """
+        self._by_module = None  # putting wrappers right changes their addresses
         self._lost_writes.check(self.unit_name)
+
+    def shows_sharded(self, module: nn.Module) -> bool:
+        """Whether ``module`` holds the sharded parameters it was given, and no write was lost.
+
+        False may also mean that only a look at the whole unit can tell.
+        """
+        if self.registered != "sharded" or self._proxies:
+            return False
+        if self._by_module is None:  # most units are planned many times before a state dict
+            self._by_module = {}
+            addresses = self._lost_writes.addresses()
+            for param in self._params:
+                address = addresses.get(id(param.sharded))
+                for owner, name in param.owners:
+                    given = (name, param.sharded, address)
+                    self._by_module.setdefault(id(owner), []).append(given)
+        held = module._parameters
+        return all(
+            held.get(name) is value and (address is None or _address_of(value) == address)
+            for name, value, address in self._by_module.get(id(module), ())
+        )
 
     def _check_param(self, param: ShardedParam, shown: nn.Parameter) -> None:
         given = [module._parameters.get(name) for module, name in param.owners]

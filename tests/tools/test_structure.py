@@ -43,8 +43,8 @@ def test_the_core_stays_small() -> None:
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 560 lines and 53 functions for messages in fewer bytes (`CommPolicy`), which no
     # step without one enters.
-    assert core().code_lines <= 7430
-    assert core().functions <= 786
+    assert core().code_lines <= 7446
+    assert core().functions <= 788
 
 
 def test_no_function_of_the_core_is_long() -> None:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from queue import SimpleQueue
 
@@ -173,13 +173,14 @@ class _Blocks:
     """Consecutive blocks of a chunk.
 
     Attributes:
-        offsets: where the chunk's contiguous runs, each of ``run`` bytes, are in its file.
+        first: first byte of the chunk's extent in its file.
+        layout: where the bytes of the chunk are from there on.
     """
 
     chunk: Chunk
     numbers: range
-    offsets: Sequence[int]
-    run: int
+    first: int
+    layout: _Layout
 
     @property
     def start(self) -> int:
@@ -191,50 +192,92 @@ class _Blocks:
         return min(self.numbers.stop * BLOCK_BYTES, self.chunk.nbytes)
 
 
+class _Layout:
+    """Where the bytes of a chunk are in its file, and those that a box shares with it in the box.
+
+    Shapes alone decide it, and layers repeat shapes: `_Planner` makes it once for all of them.
+
+    Attributes:
+        numel: elements that the box shares with the chunk.
+        run, offsets: length of the chunk's contiguous runs and their offsets from the first byte
+            of the extent.
+        own_run, froms, tos: runs that are contiguous in both chunk and box: their length, and their
+            offsets there and here. None are listed if they are shorter than a block.
+        pieces: numbers of consecutive blocks that contain a byte of the box, a few at a time.
+    """
+
+    def __init__(self, of_chunk: Box, of_extent: Box, box: Box, size: int) -> None:
+        common = box.intersect(of_chunk)
+        assert common is not None
+        self.numel = common.numel
+        run = run_numel(of_chunk, of_extent.shape)
+        within = of_chunk.relative_to(of_extent)
+        self.run = run * size
+        self.offsets = [o * size for o in run_offsets(within, of_extent.shape, run)]
+        inside, dest = common.relative_to(of_chunk), common.relative_to(box)
+        own_run = run_numel(inside, of_chunk.shape)
+        self.pieces = list(_pieces(run_offsets(inside, of_chunk.shape, own_run), own_run, size))
+        run = min(own_run, run_numel(dest, box.shape))
+        self.own_run = run * size
+        self.froms: list[int] = []
+        self.tos: list[int] = []
+        if run * size >= BLOCK_BYTES or run == common.numel:  # shorter runs hold no whole block
+            self.froms = [o * size for o in run_offsets(inside, of_chunk.shape, run)]
+            self.tos = [o * size for o in run_offsets(dest, box.shape, run)]
+
+
+def _pieces(offsets: Iterable[int], run: int, size: int) -> Iterator[range]:
+    """Numbers of the blocks that runs of ``run`` elements touch, at most `PIECE_BLOCKS` each."""
+    numbers: set[int] = set()
+    for start in offsets:
+        numbers.update(range(start * size // BLOCK_BYTES, -(-(start + run) * size // BLOCK_BYTES)))
+    for part in _consecutive(numbers):
+        for first in range(part.start, part.stop, PIECE_BLOCKS):
+            yield range(first, min(first + PIECE_BLOCKS, part.stop))
+
+
 @dataclass(frozen=True)
 class _Needed:
-    """A chunk that overlaps ``box`` of the tensor, and the extent of its file that holds it."""
+    """A chunk that overlaps a box of the tensor, and the extent of its file that holds it."""
 
     chunk: Chunk
     extent: Extent
-    box: Box
+    layout: _Layout
 
     @property
     def place(self) -> tuple[str, int]:
         """File and first byte: the order of reading, front to back."""
-        within = self.chunk.box.relative_to(self.extent.box)
-        first = offset(within, self.extent.box.shape) * self.chunk.tensor.itemsize
-        return self.chunk.file, self.extent.offset + first
+        return self.chunk.file, self.extent.offset + self.layout.offsets[0]
 
     def blocks(self) -> Iterator[_Blocks]:
-        """All blocks that contain a byte of ``box``, a few at a time."""
-        chunk, container, size = self.chunk, self.extent.box.shape, self.chunk.tensor.itemsize
-        run = run_numel(chunk.box, container)
-        within = chunk.box.relative_to(self.extent.box)
-        offsets = [self.extent.offset + o * size for o in run_offsets(within, container, run)]
-        common = self.box.intersect(chunk.box)
-        assert common is not None
-        inside = common.relative_to(chunk.box)
-        own_run = run_numel(inside, chunk.box.shape)
-        numbers: set[int] = set()
-        for start in run_offsets(inside, chunk.box.shape, own_run):
-            first, stop = start * size // BLOCK_BYTES, -(-(start + own_run) * size // BLOCK_BYTES)
-            numbers.update(range(first, stop))
-        for part in _consecutive(numbers):
-            for first in range(part.start, part.stop, PIECE_BLOCKS):
-                piece = range(first, min(first + PIECE_BLOCKS, part.stop))
-                yield _Blocks(chunk, piece, offsets, run * size)
+        """All blocks that contain a byte of the box, a few at a time."""
+        for numbers in self.layout.pieces:
+            yield _Blocks(self.chunk, numbers, self.extent.offset, self.layout)
 
 
-def _needed(stored: Stored, box: Box) -> Iterator[_Needed]:
-    for chunk in stored.chunks:
-        if box.intersect(chunk.box) is not None:
-            extent = next(e for e in stored.extents if e.file == chunk.file and _holds(e, chunk))
-            yield _Needed(chunk, extent, box)
+class _Planner:
+    """Finds what is needed for boxes of tensors; remembers layouts for one load."""
+
+    def __init__(self) -> None:
+        self._layout = lru_cache(MAX_PENDING)(_Layout)
+        self._overlap = lru_cache(MAX_PENDING)(_overlap)
+
+    def needed(self, stored: Stored, box: Box) -> Iterator[_Needed]:
+        """The chunks of a tensor that overlap ``box``."""
+        for chunk in stored.chunks:
+            if self._overlap(box, chunk.box):
+                extent = next(e for e in stored.extents if self._holds(e, chunk))
+                size = chunk.tensor.itemsize
+                yield _Needed(chunk, extent, self._layout(chunk.box, extent.box, box, size))
+
+    def _holds(self, extent: Extent, chunk: Chunk) -> bool:
+        if extent.file != chunk.file:
+            return False
+        return extent.box.intersect(chunk.box) == chunk.box
 
 
-def _holds(extent: Extent, chunk: Chunk) -> bool:
-    return extent.box.intersect(chunk.box) == chunk.box
+def _overlap(box: Box, other: Box) -> bool:
+    return box.intersect(other) is not None
 
 
 def _consecutive(numbers: set[int]) -> Iterator[range]:
@@ -266,13 +309,14 @@ def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
 
 
 def _read_block(blocks: _Blocks, number: int, out: memoryview, stream: Stream) -> None:
-    chunk, start = blocks.chunk, number * BLOCK_BYTES
+    chunk, layout, start = blocks.chunk, blocks.layout, number * BLOCK_BYTES
     data = out[: min(BLOCK_BYTES, chunk.nbytes - start)]
     done = 0
     while done < len(data):  # once, unless the chunk lies in the file in several runs
-        index, inside = divmod(start + done, blocks.run)
-        num = min(blocks.run - inside, len(data) - done)
-        stream.read(chunk.file, data[done : done + num], blocks.offsets[index] + inside)
+        index, inside = divmod(start + done, layout.run)
+        num = min(layout.run - inside, len(data) - done)
+        first = blocks.first + layout.offsets[index]
+        stream.read(chunk.file, data[done : done + num], first + inside)
         done += num
     _compare(stream.source, chunk, number, data)
 
@@ -300,7 +344,9 @@ def verify_boxes(
     Raises:
         CorruptCheckpoint: naming the tensor and the block that differs.
     """
-    needed = sorted((n for s, box in wanted for n in _needed(s, box)), key=lambda n: n.place)
+    planner = _Planner()
+    needed = [each for stored, box in wanted for each in planner.needed(stored, box)]
+    needed.sort(key=lambda each: each.place)
     tasks = (
         Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
         for each in needed
@@ -323,18 +369,20 @@ def read_verified(
         CorruptCheckpoint: naming the tensor and the block that differs. The targets then hold part
             of the checkpoint, possibly including the wrong block.
     """
+    planner = _Planner()
+    needed: list[tuple[_Needed, Target]] = []
     for target in targets:
-        _check_covered(source, target)
-    needed = [(n, target) for target in targets for n in _needed(target.stored, target.box)]
+        found = list(planner.needed(target.stored, target.box))
+        _check_covered(source, target, found)
+        needed += [(each, target) for each in found]
     needed.sort(key=lambda pair: pair[0].place)
     tasks = (task for each, target in needed for task in _verified_tasks(each, target))
     _fill(source, targets, tasks, num_threads)
 
 
-def _check_covered(source: Source, target: Target) -> None:
+def _check_covered(source: Source, target: Target, needed: Sequence[_Needed]) -> None:
     """Refuse a target that the chunks do not cover: the rest would keep its old values."""
-    boxes = [target.box.intersect(chunk.box) for chunk in target.stored.chunks]
-    covered = sum(box.numel for box in boxes if box is not None)
+    covered = sum(each.layout.numel for each in needed)
     if covered != target.box.numel:
         raise CorruptCheckpoint(
             f"{source.path}: the checksums of '{target.name}' are of {covered} elements, of the "
@@ -343,38 +391,23 @@ def _check_covered(source: Source, target: Target) -> None:
 
 
 def _verified_tasks(needed: _Needed, target: Target) -> Iterator[Task]:
-    places = _Places(target, needed.chunk) if target.takes_bytes else None
+    memory = memory_of(target.local) if target.takes_bytes else None
     for blocks in needed.blocks():
-        out = places.of(blocks) if places is not None else None
+        out = _place_of(blocks, memory) if memory is not None else None
         if out is not None:
             yield Task(len(out), partial(_read_blocks, blocks, out))
         else:
             yield Task(blocks.stop - blocks.start, partial(_read_and_copy, blocks, target))
 
 
-class _Places:
-    """Where blocks of a chunk go in a target's memory, if they are contiguous there."""
-
-    def __init__(self, target: Target, chunk: Chunk) -> None:
-        box, size = target.box, chunk.tensor.itemsize
-        common = box.intersect(chunk.box)
-        assert common is not None
-        inside, dest = common.relative_to(chunk.box), common.relative_to(box)
-        run = min(run_numel(inside, chunk.box.shape), run_numel(dest, box.shape))
-        self._memory = memory_of(target.local)
-        # Runs that are contiguous in both, in bytes: from these places to those.
-        self._run, self._froms, self._tos = run * size, [], []
-        if run * size >= BLOCK_BYTES or run == common.numel:  # shorter runs hold no whole block
-            self._froms = [o * size for o in run_offsets(inside, chunk.box.shape, run)]
-            self._tos = [o * size for o in run_offsets(dest, box.shape, run)]
-
-    def of(self, blocks: _Blocks) -> memoryview | None:
-        """The memory for ``blocks``; None if it is not contiguous, or the target lacks a part."""
-        index = bisect_right(self._froms, blocks.start) - 1
-        if index < 0 or blocks.stop > self._froms[index] + self._run:
-            return None
-        first = self._tos[index] + blocks.start - self._froms[index]
-        return self._memory[first : first + blocks.stop - blocks.start]
+def _place_of(blocks: _Blocks, memory: memoryview) -> memoryview | None:
+    """The memory for ``blocks``; None if it is not contiguous, or the target lacks a part."""
+    layout, start = blocks.layout, blocks.start
+    index = bisect_right(layout.froms, start) - 1
+    if index < 0 or blocks.stop > layout.froms[index] + layout.own_run:
+        return None
+    first = layout.tos[index] + start - layout.froms[index]
+    return memory[first : first + blocks.stop - start]
 
 
 def _read_and_copy(blocks: _Blocks, target: Target, stream: Stream) -> None:
@@ -427,33 +460,53 @@ def read_into(source: Source, targets: Sequence[Target], num_threads: int = NUM_
     """Fill all targets without verifying. Dtypes may differ; shapes have been checked."""
     pairs = [(extent, target) for target in targets for extent in target.stored.extents]
     pairs.sort(key=lambda pair: (pair[0].file, pair[0].offset))
-    tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent))
+    layout = lru_cache(MAX_PENDING)(_PlainLayout)
+    tasks = (task for extent, target in pairs for task in _plain_tasks(target, extent, layout))
     _fill(source, targets, tasks, num_threads)
 
 
-def _plain_tasks(target: Target, extent: Extent) -> Iterator[Task]:
+class _PlainLayout:
+    """Where a box lies in an extent of a file, made once for all tensors of these shapes.
+
+    Attributes:
+        inside: the box in the extent, as far as it is there; None if it is elsewhere.
+        run, froms, tos: as ``own_run`` and so on of `_Layout`; none are listed if they are short.
+    """
+
+    def __init__(self, of_extent: Box, box: Box, size: int) -> None:
+        self.inside: Box | None = None
+        self.run = 0
+        self.froms: list[int] = []
+        self.tos: list[int] = []
+        common = box.intersect(of_extent)
+        if common is None:
+            return
+        self.inside, dest = common.relative_to(of_extent), common.relative_to(box)
+        run = min(run_numel(self.inside, of_extent.shape), run_numel(dest, box.shape))
+        if run * size >= DIRECT_RUN_BYTES or run == common.numel:
+            self.run = run * size
+            self.froms = [o * size for o in run_offsets(self.inside, of_extent.shape, run)]
+            self.tos = [o * size for o in run_offsets(dest, box.shape, run)]
+
+
+def _plain_tasks(
+    target: Target, extent: Extent, layout_of: Callable[[Box, Box, int], _PlainLayout]
+) -> Iterator[Task]:
     """The tasks that fill the part of ``target`` that is in ``extent``."""
-    common = target.box.intersect(extent.box)
-    if common is None:
-        return
     size = target.stored.info.itemsize
-    inside, dest = common.relative_to(extent.box), common.relative_to(target.box)
-    run = min(
-        run_numel(inside, extent.box.shape),
-        run_numel(dest, target.box.shape),
-    )
-    if target.takes_bytes and (run * size >= DIRECT_RUN_BYTES or run == common.numel):
-        froms = run_offsets(inside, extent.box.shape, run)
-        tos = run_offsets(dest, target.box.shape, run)
+    layout = layout_of(extent.box, target.box, size)
+    if layout.inside is None:
+        return
+    if target.takes_bytes and layout.froms:
         memory = memory_of(target.local)
-        for a, b in zip(froms, tos, strict=True):
-            for first in range(0, run * size, STAGE_BYTES):
-                num = min(STAGE_BYTES, run * size - first)
-                out = memory[b * size + first : b * size + first + num]
-                start = extent.offset + a * size + first
+        for from_, to in zip(layout.froms, layout.tos, strict=True):
+            for first in range(0, layout.run, STAGE_BYTES):
+                num = min(STAGE_BYTES, layout.run - first)
+                out = memory[to + first : to + first + num]
+                start = extent.offset + from_ + first
                 yield Task(num, partial(_read_straight, extent.file, out, start))
         return
-    for piece in inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
+    for piece in layout.inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
         yield Task(piece.numel * size, partial(_read_staged, target, extent, piece))
 
 

@@ -19,7 +19,7 @@ from ..format.manifest import state_name
 from ..format.state_layout import empty_state, is_laid_out
 from ..format.tensors import NAMES
 from ..format.values import decode
-from ..saving.capture import ModelTensors, held_part, optimizer_names
+from ..saving.capture import ModelTensors, optimizer_names, own_part_of
 from .fill import Wanted
 from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
 from .source import Source, Stored
@@ -49,7 +49,6 @@ class LoadReport:
 def match_model(
     source: Source,
     found: ModelTensors,
-    rank: int,
     *,
     strict: bool,
     cast: bool,
@@ -67,11 +66,13 @@ def match_model(
     missing = []
     used: set[str] = set()
     pieces = pieces_in(source, source.tensors)
+    aliases: dict[str, list[str]] = {}
+    for alias, first in found.aliases.items():
+        aliases.setdefault(first, []).append(alias)
     for name, tensor in found.tensors.items():
-        aliases = [alias for alias, first in found.aliases.items() if first == name]
         stored, shards = None, None
         # A checkpoint holds a tied tensor under one name, not necessarily this model's first.
-        for candidate in (translate(n) for n in (name, *aliases)):
+        for candidate in (translate(n) for n in (name, *aliases.get(name, ()))):
             other = source.aliases.get(candidate, candidate)
             used.update((candidate, other))
             stored = stored or source.tensors.get(candidate) or source.tensors.get(other)
@@ -79,15 +80,15 @@ def match_model(
         if stored is None and shards is None:
             missing.append(name)
             continue
-        held = held_part(tensor, name, (rank,), rank)
+        box = own_part_of(tensor, name)
         if stored is None:
             assert shards is not None
             used |= names_of(shards)
-            wanted += wanted_of(name, tensor, shards, held.box)
+            wanted += wanted_of(name, tensor, shards, box)
         elif is_subclass(tensor):
             raise _not_plain(source, name, tensor)
         else:
-            wanted.append(Wanted(name, tensor, stored, held.box))
+            wanted.append(Wanted(name, tensor, stored, box))
     unexpected = sorted(source.tensors.keys() - used)
     if strict and (missing or unexpected):
         problems = []
@@ -196,7 +197,6 @@ def match_optimizers(
     found: ModelTensors,
     values: dict[str, Any],
     own: dict[str, Tensor],
-    rank: int,
     *,
     same_ranks: bool,
 ) -> OptimizerLoad:
@@ -238,7 +238,7 @@ def match_optimizers(
                 load.state.append((optimizer, param, None))
                 continue
             place = _Place(optimizer, group, param, name)
-            reader = _StateReader(source, load, entry, place, own, rank)
+            reader = _StateReader(source, load, entry, place, own)
             load.state.append((optimizer, param, reader.state()))
     return load
 
@@ -315,7 +315,6 @@ class _StateReader:
     entry: dict[str, Any]
     place: _Place
     own: dict[str, Tensor]
-    rank: int
 
     def state(self) -> dict[Any, Any]:
         """
@@ -358,8 +357,8 @@ class _StateReader:
         is_new = tensor is None or not is_laid_out(tensor, param, noted)
         if tensor is None or is_new:
             tensor = empty_state(stored.info, noted, param, self.place.group)
-        held = held_part(tensor, full_name, (self.rank,), self.rank)
-        self.load.wanted.append(Wanted(full_name, tensor, stored, held.box, new=is_new))
+        box = own_part_of(tensor, full_name)
+        self.load.wanted.append(Wanted(full_name, tensor, stored, box, new=is_new))
         return tensor
 
     def _without_whole(self, full_name: str, old: Any) -> Tensor:
@@ -367,10 +366,10 @@ class _StateReader:
         param = self.place.param
         shards = self.load.pieces.get(full_name)
         if shards is not None:
-            held = held_part(param, full_name, (self.rank,), self.rank)
+            box = own_part_of(param, full_name)
             has_one = isinstance(old, Tensor) and is_subclass(old)
-            state = old if has_one else empty_like_saved(full_name, param, shards, held.box)
-            for part in wanted_of(full_name, state, shards, held.box) if is_subclass(state) else ():
+            state = old if has_one else empty_like_saved(full_name, param, shards, box)
+            for part in wanted_of(full_name, state, shards, box) if is_subclass(state) else ():
                 self.load.wanted.append(replace(part, new=not has_one))
             return state
         if full_name in self.own:

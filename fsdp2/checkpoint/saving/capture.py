@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...dtensor.boxes import Box
-from ...dtensor.placement import Balance, Holding, box_of, holding, ranks_of
+from ...dtensor.placement import Balance, Holding, box_of, holding, own_box, ranks_of
 from ...dtensor.subclasses import is_subclass
 from ..errors import CheckpointError, some
 from ..format.inner import entries_of
@@ -258,6 +258,18 @@ def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> H
     """
     try:
         return holding(tensor, name, ranks, rank)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def own_part_of(tensor: Tensor, name: str) -> Box:
+    """`own_box`, with checkpoint errors.
+
+    Raises:
+        CheckpointError: if this rank's part of ``tensor`` is not a box.
+    """
+    try:
+        return own_box(tensor, name)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
