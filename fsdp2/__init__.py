@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .comm.store_exchange import RanksDisagreeError
     from .describe.explain import explain
     from .describe.explanation import Explanation
+    from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
     from .estimation import Estimate, estimate
     from .optim import clip_grad_norm_, get_total_norm
@@ -51,6 +52,8 @@ __all__ = [
     "Explanation",
     "FSDPModule",
     "GradientReductionHandle",
+    "HangReport",
+    "HangWarning",
     "Hardware",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -80,6 +83,7 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "units_of",
+    "watch_hangs",
     "watch_ranks",
     "wrap",
 ]
@@ -93,6 +97,8 @@ _HOME = {
     "Explanation": "describe.explanation",
     "FSDPModule": "api.module",
     "GradientReductionHandle": "runtime.finalization",
+    "HangReport": "describe.hangs",
+    "HangWarning": "describe.hangs",
     "Hardware": "planner",
     "MixedPrecisionPolicy": "policy",
     "OffloadPolicy": "policy",
@@ -121,6 +127,7 @@ _HOME = {
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",
     "units_of": "wrap",
+    "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",
 }
 _MODULES = ("checkpoint", "custom", "experts", "optim", "policy", "testing", "wrap")

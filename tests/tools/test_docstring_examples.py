@@ -48,6 +48,7 @@ SHARDS_ITSELF = {"units_of", "plan", "estimate", "recording", "set_keep_frozen_g
 SHARDING = ("fully_shard(", "shard_model(", "replicate(")
 OTHER_OUTPUT = {
     "check_ranks_agree": "an error of ranks that differ",
+    "watch_hangs": "a rank that does not come",
     "watch_ranks": "an error of ranks that differ",
 }
 

@@ -1,0 +1,261 @@
+"""Hangs, named while they last: which rank the others wait for, and where that one is.
+
+A thread of each rank writes every now and then to the process group's store where its rank is. A
+rank that has waited for others too long reads what all have written. Steps run unchanged: they
+note nothing, no hook is installed, and nothing is sent by the training itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.store_exchange import can_meet, name_ranks
+from ..runtime.comparison import name_of
+from ..runtime.unit import units_in
+from .whereabouts import Whereabouts, look
+
+EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
+_INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
+_LONGEST_S, _SHORTEST_S = 10.0, 0.05  # between two of them
+
+
+class HangWarning(RuntimeWarning):
+    """Ranks have waited long for others; the message names those."""
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """Who waits, and for whom.
+
+    Attributes:
+        rank: that reports.
+        waited_s: for how long it has waited, in seconds.
+        here: where it is.
+        elsewhere: where ranks are that others wait for, by rank.
+        silent: ranks that have stopped writing where they are: their processes are gone, stopped,
+            or cannot reach the store. Where they were last, None if they never wrote.
+        together: ranks that wait at the same place.
+    """
+
+    rank: int
+    waited_s: float
+    here: Whereabouts
+    elsewhere: Mapping[int, Whereabouts]
+    silent: Mapping[int, Whereabouts | None]
+    together: tuple[int, ...]
+
+    def __str__(self) -> str:
+        what = self.here.waits_for or "the device"
+        lines = [
+            f"Rank {self.rank} has waited {self.waited_s:.0f} s for {what}, {self.here.place}."
+        ]
+        silent: dict[str, list[int]] = {}
+        for rank, last in self.silent.items():
+            silent.setdefault("never heard of" if last is None else f"last {last}", []).append(rank)
+        for text, ranks in silent.items():
+            lines.append(
+                f"Nothing is heard of {name_ranks(ranks)}: gone, stopped, or cut off; {text}."
+            )
+        apart: dict[str, list[int]] = {}
+        for rank, place in self.elsewhere.items():
+            apart.setdefault(str(place), []).append(rank)
+        for text, ranks in list(apart.items())[:8]:
+            lines.append(f"{name_ranks(ranks).capitalize()}: {text}.")
+        if len(apart) > 8:
+            lines.append(f"And {len(apart) - 8} more places.")
+        if not self.silent and not self.elsewhere:
+            lines.append("All ranks wait at this place: the connection or the device hangs.")
+        elif len(self.together) > 1:
+            lines.append(f"At the same place wait {name_ranks(self.together)}.")
+        return "\n".join(lines)
+
+
+def judge(
+    rank: int,
+    waited_s: float,
+    places: Mapping[int, Whereabouts | None],
+    alive: Mapping[int, bool],
+) -> HangReport:
+    """Who is missing where ``rank`` waits. Pure.
+
+    Args:
+        places: what each rank wrote last; None if it never did.
+        alive: whether it is still writing.
+    """
+    here = places[rank]
+    assert here is not None
+    silent = {r: place for r, place in places.items() if not alive[r] and r != rank}
+    others = {r: p for r, p in places.items() if r not in silent and p is not None}
+    # A rank that waits for the same is where it should be, however many units it has begun: a
+    # forward counts a unit before its gather, a backward after its reduction.
+    together = [r for r, p in others.items() if r == rank or _same(p, here)]
+    elsewhere = {r: p for r, p in others.items() if r not in together}
+    return HangReport(rank, waited_s, here, elsewhere, silent, tuple(sorted(together)))
+
+
+def _same(a: Whereabouts, b: Whereabouts) -> bool:
+    return a.order[:2] == b.order[:2] and a.waits_for == b.waits_for
+
+
+class watch_hangs:  # noqa: N801 (used like a function)
+    """Context that names the ranks for which others wait in vain, while they wait.
+
+    A thread of each rank writes to the store of the default process group where the rank is: step,
+    phase, unit, line of the program. When a rank has waited for others for longer than ``after_s``,
+    it reads what all wrote, and reports which ranks are somewhere else, and which have stopped
+    writing. The steps themselves do nothing more than without it. Every rank has to enter the
+    context; ranks that do not are reported as never heard of.
+
+    Args:
+        model: sharded, or with sharded modules inside.
+        after_s: how long a wait is before it is reported, in seconds. Longer than the slowest thing
+            that one rank does alone (writing a file, loading data). Choose it below the timeout of
+            the process group, which raises an error without these names.
+        on_hang: "warn": a `HangWarning`, and training goes on if the rank comes after all. "exit":
+            the same text and the stacks of all threads on stderr, and the process ends with exit
+            code 76, so that a launcher can start the job again. Or a function, called with a
+            `HangReport` from a thread of its own; each wait is reported once.
+
+    Raises:
+        ValueError: if ``after_s`` is not positive, or ``on_hang`` is none of these.
+        RuntimeError: on entering, if the processes of the group share no store (MPI).
+
+    Example:
+        >>> with watch_hangs(model, after_s=120):
+        ...     train(model)
+        HangWarning: Rank 0 has waited 120 s for the all-gather of unit 'layers.2', in forward of
+        unit 'layers.2', step 12, at train.py:90 in train.
+        Rank 3: outside of the model, step 12, at train.py:88 in next_batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        after_s: float = 60.0,
+        on_hang: str | Callable[[HangReport], object] = "warn",
+    ) -> None:
+        if not after_s > 0:
+            raise ValueError(f"after_s is {after_s}, but has to be more than 0 seconds")
+        if not callable(on_hang) and on_hang not in ("warn", "exit"):
+            raise ValueError(f"on_hang is {on_hang!r}, but has to be 'warn', 'exit' or a function")
+        self._after_s, self._on_hang = after_s, on_hang
+        self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, after_s / _INTERVALS))
+        names = {module: name for name, module in model.named_modules()}
+        self._units = units_in(model)
+        self._names = {unit: name_of(unit, names) for unit in self._units}
+        self._on_devices = any(unit.device.type != "cpu" for unit in self._units)
+        self._beat = 0
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> watch_hangs:
+        # Nobody to wait for: one process, also one that plays a rank of many.
+        if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
+            return self
+        if not can_meet(dist.get_backend()):
+            raise RuntimeError(
+                "watch_hangs needs a process group whose ranks share a TCPStore or a FileStore, "
+                f"which those of backend '{dist.get_backend()}' here do not"
+            )
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        # A client of its own: the training thread may wait in the other for minutes.
+        self._store: Any = dist.distributed_c10d._get_default_store().clone()
+        self._trains = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="fsdp2-hangs", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)  # it may be in a request to a store that is gone
+
+    # -- in the thread ------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        since, reported = time.monotonic(), False
+        before: Whereabouts | None = None
+        while not self._done.wait(self._interval_s):
+            try:
+                place = self._write()
+                if before is None or not _stands(before, place):
+                    since, reported = time.monotonic(), False
+                before = place
+                waited_s = time.monotonic() - since
+                # Devices wait in the place of the host, which only stops moving.
+                waits = place.waits_for or self._on_devices
+                if waits and waited_s >= self._after_s and not reported:
+                    reported = self._report(place, since)
+            except RuntimeError:
+                return  # the store is gone, and with it the job
+
+    def _write(self) -> Whereabouts:
+        place = look(self._units, self._names, self._trains)
+        self._beat += 1
+        self._store.set(self._key(self._rank), json.dumps([self._beat, asdict(place)]))
+        return place
+
+    def _key(self, rank: int) -> str:
+        return f"fsdp2/hangs/{rank}"
+
+    def _report(self, place: Whereabouts, since: float) -> bool:
+        """Read what the others wrote, twice, and report; False if there is nothing to report."""
+        first = self._read()
+        # Whoever lives writes in between. So does this rank, for others that read at this time.
+        for _ in range(3):
+            if self._done.wait(self._interval_s) or not _stands(place, self._write()):
+                return False
+        second = self._read()
+        places = {rank: where for rank, (_, where) in second.items()}
+        alive = {rank: second[rank][0] != first[rank][0] for rank in second}
+        report = judge(self._rank, time.monotonic() - since, places, alive)
+        late = any(where.order < place.order for where in report.elsewhere.values())
+        if not (place.waits_for or late or report.silent):
+            return False  # it computes, or it is itself the one for which others wait
+        if callable(self._on_hang):
+            self._on_hang(report)
+        elif self._on_hang == "warn":
+            warnings.warn(str(report), HangWarning, stacklevel=2)
+        else:
+            print(f"{report}\nThis process ends (exit code {EXIT_CODE}).", file=sys.stderr)
+            faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+        return True
+
+    def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
+        """What each rank wrote last: how often it has, and where it was."""
+        keys = [self._key(rank) for rank in range(self._size)]
+        # ``multi_get`` waits for keys that are not there.
+        there = [rank for rank in range(self._size) if self._store.check([keys[rank]])]
+        found: dict[int, tuple[int, Whereabouts | None]] = dict.fromkeys(
+            range(self._size), (0, None)
+        )
+        for rank, said in zip(there, self._store.multi_get([keys[r] for r in there]), strict=True):
+            beat, place = json.loads(said)
+            found[rank] = beat, Whereabouts(**place)
+        return found
+
+
+def _stands(before: Whereabouts, now: Whereabouts) -> bool:
+    """Whether a rank has not moved. (A loop that polls changes lines, and goes nowhere.)"""
+    return (before.order, before.waits_for) == (now.order, now.waits_for)

@@ -1,0 +1,162 @@
+"""Where a rank is in its program, seen from another thread: nothing is noted in the step itself.
+
+What moves in a step (the number of backwards, the units of a forward, their states) is read from
+the runtime as it is; what a rank waits for, from the Python stacks of its threads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..runtime.unit import GATHERED, Unit
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a rank is.
+
+    Attributes:
+        step: backwards that have begun.
+        phase: "forward", "backward", "outside" of the model.
+        units: how many units this forward has begun, or this backward reduced.
+        unit: the innermost unit that is computing; "" outside of the model.
+        waits_for: what of other ranks it waits for; "" if it does not.
+        at: the line of the user's program, as in "train.py:88 in next_batch"; the innermost
+            function behind it.
+    """
+
+    step: int
+    phase: str
+    units: int
+    unit: str
+    waits_for: str
+    at: str
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What grows as a rank goes on."""
+        phases = {"outside": 0, "forward": 1, "backward": 2}
+        # A step is counted when its backward begins. Its forward came before that.
+        begun = self.step - (self.phase == "backward")
+        return begun, phases[self.phase], self.units
+
+    def __str__(self) -> str:
+        return self.place + (f", waiting for {self.waits_for}" if self.waits_for else "")
+
+    @property
+    def place(self) -> str:
+        """As in "in forward of unit 'layers.2', step 12, at train.py:88 in step"."""
+        where = f"in {self.phase} of unit '{self.unit}'" if self.unit else "outside of the model"
+        at = f", at {self.at}" if self.at else ""
+        return f"{where}, step {self.order[0] + 1}{at}"
+
+
+def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Whereabouts:
+    """Where this process is.
+
+    Args:
+        units: of the model, with their names.
+        thread: the identity of the one that trains.
+    """
+    waits_for, at = "", ""
+    for stack in _stacks(thread):
+        waits_for = waits_for or _what_is_waited_for(stack, names)
+        at = at or _line_of_user(stack)
+    runtimes = {id(unit.runtime): unit.runtime for unit in units if unit.runtime is not None}
+    step, phase, done, current = 0, "outside", 0, ""
+    for runtime in runtimes.values():
+        seen: Any = runtime
+        step = max(step, seen.num_backwards)
+        if seen.in_backward:
+            phase = "backward"
+            done += sum(unit.reduced for unit in seen.units)
+            begun = [unit for unit in seen.units if unit.backward_began]
+            # An enclosing unit is in backward for as long as those inside are.
+            current = next((names[u] for u in begun if not u.encloses and u in names), current)
+            current = current or next((names[u] for u in begun if u in names), "")
+        elif seen.forward_root is not None:
+            phase = "forward"
+            order = list(seen._this_forward)
+            done += len(order)
+            current = names.get(order[-1], "") if order else ""
+    return Whereabouts(step, phase, done, current or _gathered(units, names, phase), waits_for, at)
+
+
+def _gathered(units: Sequence[Unit], names: Mapping[Unit, str], phase: str) -> str:
+    """A unit to name where none says that it is computing: between two units."""
+    if phase == "outside":
+        return ""
+    return next((names[unit] for unit in units if unit.state in GATHERED), "(root)")
+
+
+def _stacks(thread: int) -> list[list[FrameType]]:
+    """The Python stacks of all threads, innermost frame first; that of ``thread`` first."""
+    # Backward runs in threads of its own on devices, where hooks are Python again.
+    frames = sys._current_frames()
+    first = frames.pop(thread, None)
+    mine = sys._getframe()
+    others = [list(_up(f)) for f in frames.values()]
+    ours = [s for s in others if mine not in s and any(_file(f).startswith(_OURS) for f in s)]
+    return ([list(_up(first))] if first is not None else []) + ours
+
+
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -> str:
+    """From the functions of the library, and of torch.distributed, that wait."""
+    for frame in stack:
+        function, values = frame.f_code.co_qualname, frame.f_locals
+        if _file(frame).startswith(_OURS):
+            if function in ("Unit.wait_unshard", "Unit._launch"):
+                unit = values["self"]
+                return f"the all-gather of unit '{names.get(unit, unit.name)}'"
+            if function == "ReductionsInFlight._complete_oldest" and "launched" in values:
+                return f"the reduction of unit '{values['launched'].unit_name}'"
+            if function.startswith("StoreExchange."):
+                return f"all ranks to {values['self']._about}"
+        if _file(frame).startswith(_TORCH + "distributed" + os.sep):
+            outer = _outermost_of_torch(stack)
+            return f"torch.distributed, in {outer.f_code.co_name}()"
+    return ""
+
+
+def _outermost_of_torch(stack: Sequence[FrameType]) -> FrameType:
+    """The function of torch.distributed that was called, of those around the innermost one."""
+    found = stack[0]
+    for frame in stack:
+        if _file(frame).startswith(_TORCH + "distributed" + os.sep):
+            if frame.f_code.co_name != "wrapper":  # of a decorator
+                found = frame
+        elif not _file(frame).startswith(_TORCH):
+            break
+    return found
+
+
+def _line_of_user(stack: Sequence[FrameType]) -> str:
+    """Where the program is that uses the libraries."""
+    for frame in stack:
+        file = _file(frame)
+        library = file.startswith((_OURS, _TORCH, _PYTHON, "<")) or "site-packages" in file
+        if not library:
+            return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""

@@ -1,0 +1,68 @@
+"""Who is missing, from what ranks wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: its own names of places", allow_module_level=True)
+
+from fsdp2.describe.hangs import HangReport, judge
+from fsdp2.describe.whereabouts import Whereabouts
+
+GATHER = "the all-gather of unit 'b'"
+HERE = Whereabouts(3, "forward", 2, "b", GATHER, "train.py:8 in step")
+LOADS = Whereabouts(3, "outside", 0, "", "", "train.py:5 in load")
+
+
+def report(places: dict[int, Whereabouts | None], silent: tuple[int, ...] = ()) -> HangReport:
+    return judge(0, 31.4, places, {rank: rank not in silent for rank in places})
+
+
+def test_who_is_elsewhere_is_named() -> None:
+    found = report({0: HERE, 1: HERE, 2: LOADS, 3: replace(HERE, units=1)})
+    assert (dict(found.elsewhere), found.silent, found.together) == ({2: LOADS}, {}, (0, 1, 3))
+    assert str(found) == (
+        "Rank 0 has waited 31 s for the all-gather of unit 'b', in forward of unit 'b', step 4, "
+        "at train.py:8 in step.\n"
+        "Rank 2: outside of the model, step 4, at train.py:5 in load.\n"
+        "At the same place wait ranks 0, 1, 3."
+    )
+
+
+def test_who_is_silent_is_named_with_its_last_place() -> None:
+    found = report({0: HERE, 1: LOADS, 2: None, 3: HERE}, silent=(1, 2, 3))
+    assert set(found.silent) == {1, 2, 3}
+    assert not found.elsewhere
+    text = str(found)
+    assert (
+        "Nothing is heard of rank 1: gone, stopped, or cut off; last outside of the model" in text
+    )
+    assert "Nothing is heard of rank 2: gone, stopped, or cut off; never heard of." in text
+    assert "Nothing is heard of rank 3: gone, stopped, or cut off; last in forward of unit" in text
+
+
+def test_all_at_one_place_are_not_blamed() -> None:
+    text = str(report({0: HERE, 1: HERE}))
+    assert text.endswith("All ranks wait at this place: the connection or the device hangs.")
+
+
+def test_another_step_is_another_place() -> None:
+    behind = replace(HERE, step=2)
+    ahead = replace(HERE, phase="backward", step=4, waits_for="the reduction of unit 'b'")
+    found = report({0: HERE, 1: behind, 2: ahead})
+    assert set(found.elsewhere) == {1, 2}
+    assert behind.order < HERE.order < ahead.order < replace(LOADS, step=4).order
+
+
+def test_thousands_of_ranks_make_a_short_text() -> None:
+    places: dict[int, Whereabouts | None] = dict.fromkeys(range(5000), HERE)
+    places |= {rank: replace(LOADS, at=f"train.py:{rank} in load") for rank in range(4000, 4100)}
+    text = str(report(places, silent=tuple(range(4200, 4900))))
+    assert "ranks 4200, 4201, 4202, 4203, 4204, 4205, 4206, 4207 and 692 more" in text
+    assert "And 92 more places." in text
+    assert len(text) < 3000
