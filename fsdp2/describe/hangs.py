@@ -135,9 +135,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
 
     Example:
         >>> with watch_hangs(model, after_s=120):
-        ...     train(model)
+        ...     model(batch).sum().backward()
         HangWarning: Rank 0 has waited 120 s for the all-gather of unit 'layers.2', in forward of
-        unit 'layers.2', step 12, at train.py:90 in train.
+        unit 'layers.2', step 12, at train.py:90 in step.
         Rank 3: outside of the model, step 12, at train.py:88 in next_batch.
     """
 
