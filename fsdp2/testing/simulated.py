@@ -8,7 +8,8 @@ model whose rows repeat: see `tile_rows`, with which a plain model has the same 
 The time of a collective follows the ring model. With n ranks, S bytes of the whole data (gathered,
 or to be reduced), bandwidth B and latency L::
 
-    all-gather, reduce-scatter    L +     (n - 1) / n * S / B
+    all-gather, reduce-scatter,
+    all-to-all                    L +     (n - 1) / n * S / B
     all-reduce                    L + 2 * (n - 1) / n * S / B
     broadcast                     L + S / B
     barrier                       L
@@ -48,6 +49,7 @@ BACKEND = "simulated"
 ALL_GATHER = "simulated::all_gather"
 REDUCE_SCATTER = "simulated::reduce_scatter"
 ALL_REDUCE = "simulated::all_reduce"
+ALL_TO_ALL = "simulated::all_to_all"
 BROADCAST = "simulated::broadcast"
 BARRIER = "simulated::barrier"
 
@@ -55,10 +57,10 @@ BARRIER = "simulated::barrier"
 class SimulatedGroup(dist.ProcessGroup):
     """A process group of ``world_size`` ranks of which only this one exists.
 
-    Runs all-gather, reduce-scatter, all-reduce, broadcast and barrier, coalesced or not, on CPU
-    and CUDA tensors; see the module's docstring for what they do and how long they take. The group
-    can be used by calling its methods; `simulated_mesh` makes it the default group, with a mesh for
-    ``fully_shard`` (torch's too).
+    Runs all-gather, reduce-scatter, all-reduce (coalesced or not), all-to-all of equal parts,
+    broadcast and barrier, on CPU and CUDA tensors; see the module's docstring for what they do and
+    how long they take. The group can be used by calling its methods; `simulated_mesh` makes it the
+    default group, with a mesh for ``fully_shard`` (torch's too).
 
     Args:
         world_size: number of ranks.
@@ -162,6 +164,23 @@ class SimulatedGroup(dist.ProcessGroup):
         factor = self._factor(opts)
         return self._start(REDUCE_SCATTER, self._share(inputs), pairs, outputs, opts, factor)
 
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """Copy this rank's slot of ``input``, which every rank sends it, to all slots."""
+        if output_split_sizes or input_split_sizes:
+            raise NotImplementedError("SimulatedGroup sends equal parts to all ranks")
+        size, rank = self._size, self._rank
+        self._check("all-to-all", [output.view(size, -1)[0]], [input])
+        mine = input.view(size, -1)[rank]
+        pairs = [(output.view(size, -1), mine.expand(size, mine.numel()))]
+        return self._start(ALL_TO_ALL, self._share([input]), pairs, [output], opts)
+
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -259,6 +278,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 for _alias, _method in {
     "allreduce_coalesced": SimulatedGroup.allreduce,
+    "alltoall_base": SimulatedGroup.all_to_all_single,
     "_allgather_base": SimulatedGroup.all_gather_single,
     "_reduce_scatter_base": SimulatedGroup.reduce_scatter_single,
     "allgather_into_tensor_coalesced": SimulatedGroup.all_gather_single_coalesced,
@@ -271,7 +291,7 @@ def _unsupported(name: str) -> Callable[..., Any]:
     def method(self: SimulatedGroup, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"SimulatedGroup has no {name}: it runs all-gather, reduce-scatter, all-reduce, "
-            "broadcast and barrier"
+            "all-to-all of equal parts, broadcast and barrier"
         )
 
     return method
@@ -279,7 +299,7 @@ def _unsupported(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("send", "recv", "recv_anysource", "gather", "scatter", "reduce", "reduce_scatter"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "allgather_coalesced"),
+    *("alltoall", "allgather_coalesced"),
 ):
     setattr(SimulatedGroup, _name, _unsupported(_name))
 

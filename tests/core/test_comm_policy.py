@@ -243,6 +243,36 @@ def test_replicas() -> None:
         assert_same_on_all_ranks(whole_gradients(model))
 
 
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.empty = nn.Parameter(torch.randn(0, 4))
+        self.one = nn.Parameter(torch.randn(()))
+        self.few = nn.Parameter(torch.randn(3))
+        self.odd = nn.Parameter(torch.randn(257, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [(p * (x + i)).square().sum() for i, p in enumerate(self.parameters())]
+        return torch.stack(parts).sum()
+
+
+@distributed(2, long=(3,))
+def test_replicated_parameters_of_any_size() -> None:
+    """Without elements, of one, and of fewer than there are ranks or elements in a block."""
+    results = []
+    for policy in (CommPolicy(reduce=INT8, error_feedback=True), None):
+        model = replicate(Sizes(), comm_policy=policy)
+        for _ in range(2):
+            model(torch.tensor(float(dist.get_rank()))).backward()
+        results.append(model)
+    right = whole_gradients(results[1])
+    for name, value in whole_gradients(results[0]).items():
+        assert value.shape == right[name].shape
+        if value.numel():
+            assert (value - right[name]).abs().max() <= 0.02 * right[name].abs().max(), name
+
+
 @distributed(4)
 def test_two_hops() -> None:
     """Between nodes, a quarter or so of the bytes."""

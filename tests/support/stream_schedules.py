@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2.sharding.bucket
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CommPolicy, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.testing import Recorder, UsedAfterFreeError, recording
 
 DIM = 4
@@ -111,6 +111,7 @@ class Plan:
     max_buffers: int | None = None
     keep_frozen: int | None = None  # bytes
     accumulates_sharded: bool = False
+    policy: str = ""  # of what is sent in fewer bytes
     host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
     steps: tuple[Step, ...] = (Step(), Step(), Step())
 
@@ -215,6 +216,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
+POLICIES = {
+    "gather": CommPolicy(gather=torch.int8, secondary=torch.float8_e4m3fn, block=16),
+    "reduce": CommPolicy(reduce=torch.int8, block=16, error_feedback=True),
+    "both": CommPolicy(torch.bfloat16, torch.bfloat16, ranks_per_node=2, secondary=torch.bfloat16),
+}
+
+
 def sharded(plan: Plan, control: dict) -> Any:
     """The model of a plan, with its units."""
     model = Net(plan, control)
@@ -229,6 +237,8 @@ def sharded(plan: Plan, control: dict) -> Any:
             "reduce": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
         }[plan.precision],
     }
+    if plan.policy:
+        options["comm_policy"] = POLICIES[plan.policy]
     if plan.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     nodes = [module for module in model.modules() if isinstance(module, Node)]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import copies, floors, report, suite
+from benchmarks import copies, floors, policies, report, suite
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
 from benchmarks.ranks import run_ranks
@@ -271,3 +271,23 @@ def test_the_floor_of_a_step_sends_the_bytes_of_the_step() -> None:
 def test_results_are_json_without_special_numbers(records: dict[str, dict[str, Any]]) -> None:
     for record in records.values():
         json.dumps(record, allow_nan=False)
+
+
+def test_a_policy_pays_from_the_fastest_link_where_it_is_faster() -> None:
+    fast, slow = [1.0, 1.0, 1.0], [8.0, 8.0, 8.0]
+    slower = {"slower": [9.0, 9.0, 9.0]}
+    runs = {
+        policies.FULL: {"seconds": {"fast": fast, "slow": slow, **slower}},
+        "int8": {
+            "seconds": {"fast": [1.5, 0.9, 1.2], "slow": [4.0, 2.0, 7.0], "slower": [3.0] * 3}
+        },
+    }
+    for made in runs.values():
+        made |= {"told": 10**6, "counted": 1.1e6, "loss": 2.0}
+    assert policies.begins_to_pay(runs, "int8", ["fast", "slow", "slower"]) == "slow"
+    assert policies.begins_to_pay(runs, "int8", ["fast"]) == "none of these"
+    *_, last = policies.table({"fp32": runs}, ["fast", "slow"]).splitlines()
+    assert last == (
+        "| fp32 | int8 | 1.00 | 1.10 | 1200, 1.20 (0.90 to 1.50) | 4000, 0.50 (0.25 to 0.88) "
+        "| slow | 2.000 |"
+    )

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
+from fsdp2 import CommPolicy, explain, fully_shard
 from fsdp2.testing import Link, SimulatedGroup, Transfer, simulated_mesh
 from fsdp2.testing import link as link_module
 from fsdp2.testing.simulated import tile_rows
@@ -54,6 +54,33 @@ def test_all_gather_puts_the_own_bytes_in_every_slot(name: str) -> None:
     getattr(group, name)(outputs, inputs).wait()
     assert torch.equal(outputs[0], torch.arange(3.0).repeat(4))
     assert torch.equal(outputs[1], torch.tensor([[7, 8]]).expand(4, 2))
+
+
+@pytest.mark.parametrize("name", ["all_to_all_single", "alltoall_base"])
+def test_all_to_all_gives_what_every_rank_would_send_here(name: str) -> None:
+    group = SimulatedGroup(4, rank=2)
+    output = torch.full((8,), -1.0)
+    with group.recording() as log:
+        getattr(group, name)(output, torch.arange(8.0), [], []).wait()
+    assert torch.equal(output, torch.tensor([4.0, 5.0]).repeat(4))
+    assert [transfer.wire_bytes for transfer in log] == [24]
+    with pytest.raises(NotImplementedError, match="equal parts"):
+        getattr(group, name)(output, torch.arange(8.0), [8], [8])
+
+
+def test_a_link_carries_the_bytes_that_explain_tells_of_a_comm_policy() -> None:
+    policy = CommPolicy(gather=torch.int8, reduce=torch.int8, block=64)
+    with simulated_mesh(8) as mesh:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh, comm_policy=policy, direct_min_bytes=0)
+        group = mesh.get_group()
+        for _ in range(2):
+            with group.recording() as log:
+                model(torch.ones(2, 64)).sum().backward()
+        told = explain(model).totals
+        sent = {kind: sum(t.wire_bytes for t in log if kind in t.name) for kind in ("gather", "to")}
+    assert sent == {"gather": told.sent_by_gathers, "to": told.sent_by_reduction}
 
 
 def test_all_gather_in_place_and_into_a_list() -> None:

@@ -17,7 +17,17 @@ from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import Unit
 from fsdp2.testing import Violation, check
 from harness import ours_only
-from stream_schedules import Layer, Micro, Plan, Step, pipelined, plan_of, traced, used_once
+from stream_schedules import (
+    POLICIES,
+    Layer,
+    Micro,
+    Plan,
+    Step,
+    pipelined,
+    plan_of,
+    traced,
+    used_once,
+)
 
 pytestmark = [
     ours_only("records what this runtime does"),
@@ -25,7 +35,7 @@ pytestmark = [
 ]
 SEEDS = 300
 # Fields of plans that are chosen by tests, or are not values.
-NOT_DRAWN = ("host", "layers", "steps", "micros", "inside", "order")
+NOT_DRAWN = ("host", "policy", "layers", "steps", "micros", "inside", "order")
 NOT_DRAWN += ("pipeline", "accumulates_sharded")  # see `pipelined`
 
 
@@ -61,6 +71,31 @@ def test_generated_schedules_ordered_by_the_host(host: str) -> None:
 @pytest.mark.parametrize("host", ["group", "exchange"])
 def test_many_generated_schedules_ordered_by_the_host(host: str) -> None:
     plans = [dataclasses.replace(plan_of(s), host=host, offload=False) for s in range(8, 215)]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+
+
+def with_policy(seed: int, policy: str, **options: Any) -> Plan:
+    plan = dataclasses.replace(plan_of(seed), policy=policy, custom=False, **options)
+    # Most generated weights are small: all of them in blocks of their own.
+    return dataclasses.replace(plan, direct_min_bytes=min(plan.direct_min_bytes, 16))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_generated_schedules_in_fewer_bytes(policy: str) -> None:
+    plans = [with_policy(seed, policy) for seed in range(2)]
+    plans += [with_policy(2, policy, mesh=(4,), reshard=2), with_policy(3, policy, mesh=(2, 2))]
+    assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
+    hosted = [with_policy(seed, policy, host="group", offload=False) for seed in (2, 4)]
+    assert [str(v) for plan in hosted for v in violations(plan)[:2]] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_generated_schedules_in_fewer_bytes(policy: str) -> None:
+    plans = [with_policy(seed, policy) for seed in range(4, 40)]
+    plans += [with_policy(s, policy, host="group", offload=False) for s in range(40, 60)]
+    plans += [with_policy(s, policy, host="exchange", offload=False) for s in range(60, 70)]
     assert [str(v) for plan in plans for v in violations(plan)[:2]] == []
 
 

@@ -98,12 +98,21 @@ def test_other_dtypes_are_rounded_once(dtype: torch.dtype, out: torch.dtype) -> 
     values = torch.randn(2, 77)
     narrow, _ = there_and_back(values, dtype, out=out)
     wide, _ = there_and_back(values, dtype)
-    if out == torch.float64:  # multiplied in float64 then, where float8 is
-        assert torch.allclose(narrow, wide.to(out), rtol=1e-6)
-    else:
-        assert torch.equal(narrow, wide.to(out))
+    assert torch.equal(narrow, wide.to(out))
     from_narrow, _ = there_and_back(values.to(out), dtype, out=torch.float32)
     assert torch.allclose(from_narrow, values, atol=0.02, rtol=0.07)
+
+
+def test_every_float8_is_what_torch_makes_of_it() -> None:
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(FLOAT8)
+    made = torch.empty(256)
+    dequantize(numbers, torch.tensor([0.3]), made, 256)
+    right = numbers.float() * 0.3
+    finite = right.isfinite()
+    assert finite.sum() == 254
+    assert torch.equal(made[finite], right[finite])
+    dequantize(numbers, torch.tensor([float("nan")]), made, 256)
+    assert made.isnan().all()
 
 
 def test_long_tensors_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

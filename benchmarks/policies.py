@@ -1,0 +1,332 @@
+"""What fewer bytes on the wire gain, by the speed of the link: for docs/communication.md.
+
+Two network namespaces with one rank each are joined by a pair of virtual interfaces, whose rate the
+kernel limits (``tc``, a token bucket on either side). So what is limited are the bytes that gloo
+really sends, TCP's included. All variants live in the same two processes and take turns; a ratio
+is taken within a round. Beside the times it has the bytes that `explain` says a rank sends, and
+those that the interface has counted. Writes benchmarks/results/policies.json and prints a table.
+
+    python -m benchmarks.policies [--write-docs]
+
+Needs Linux, root, ``ip`` and ``tc`` (iproute2). Nothing outside of the namespaces is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fsdp2
+from fsdp2 import CommPolicy, MixedPrecisionPolicy
+
+from . import machine
+from .choosing import describe
+from .models import LM, Block, LMConfig
+from .ranks import COLLECTIVE_TIMEOUT, progress
+from .report import number, row, write_readme
+
+# 4.3M parameters: a step sends about 26 MB per rank in full.
+MODEL = LMConfig(vocab=2048, width=256, hidden=704, num_blocks=4, num_heads=4)
+BATCH, TOKENS = 4, 64
+# In megabits per second, as ``tc`` counts; None: as fast as the host copies.
+SPEEDS: dict[str, int | None] = {
+    "no limit": None, "3 Gbit/s": 3000, "1 Gbit/s": 1000, "300 Mbit/s": 300, "100 Mbit/s": 100,
+}  # fmt: skip
+BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+FULL = "in full"
+VARIANTS: dict[str, CommPolicy | None] = {
+    FULL: None,
+    "bf16": CommPolicy(gather=BF16, reduce=BF16),
+    "int8 gather": CommPolicy(gather=INT8),
+    "int8 reduce": CommPolicy(reduce=INT8),
+    "int8": CommPolicy(gather=INT8, reduce=INT8),
+    "int8, error feedback": CommPolicy(gather=INT8, reduce=INT8, error_feedback=True),
+    "float8 gather, int8 reduce": CommPolicy(gather=FLOAT8, reduce=INT8),
+}
+COMPUTE_BF16 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+PRECISIONS = {"fp32": MixedPrecisionPolicy(), "bf16 compute": COMPUTE_BF16}
+WARM_UP_STEPS = 2
+PORT = 29511
+
+
+class Trainee:
+    """One model with its optimizer."""
+
+    def __init__(self, policy: CommPolicy | None, precision: MixedPrecisionPolicy) -> None:
+        torch.manual_seed(0)
+        self.model = fsdp2.shard_model(
+            LM(MODEL), wrap=[Block], mp_policy=precision, comm_policy=policy
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.num_steps = 0
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Seconds of a step."""
+        data = torch.Generator().manual_seed(2 * self.num_steps + dist.get_rank())
+        tokens = torch.randint(MODEL.vocab // 8, (BATCH, TOKENS + 1), generator=data)
+        self.num_steps += 1
+        dist.barrier()
+        start = time.perf_counter()
+        logits = self.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        self.losses.append(mean.item() / dist.get_world_size())
+        return seconds.item()
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def limit(interface: str, megabits: int | None) -> None:
+    """Limit what this namespace sends."""
+    subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], capture_output=True)
+    if megabits is not None:
+        # A bucket of what the link carries in 2 ms, and of no less than a few large packets; a
+        # queue that is never full, since drops would make this a test of TCP.
+        burst = max(megabits * 1000 // 8 * 2, 200_000)
+        rate = ["rate", f"{megabits}mbit", "burst", str(burst), "limit", str(64 * 2**20)]
+        command = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", *rate]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def sent_bytes(interface: str) -> int:
+    """What the interface has sent, as the kernel counts."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def measure(interface: str, precision: str, speeds: dict[str, int | None], rounds: int) -> Any:
+    """Times all variants at all speeds, on this rank."""
+    variants = VARIANTS
+    if precision != "fp32":  # weights are gathered in bfloat16 anyway
+        variants = {name: policy for name, policy in VARIANTS.items() if name != "bf16"}
+    trainees = {name: Trainee(policy, PRECISIONS[precision]) for name, policy in variants.items()}
+    order = list(trainees)
+    result: dict[str, Any] = {}
+    limit(interface, None)
+    for name, trainee in trainees.items():
+        for _ in range(WARM_UP_STEPS):
+            trainee.step()
+        before = sent_bytes(interface)
+        trainee.step()
+        told = fsdp2.explain(trainee.model).totals.sent_bytes
+        result[name] = {"told": told, "counted": sent_bytes(interface) - before, "seconds": {}}
+    for speed, megabits in speeds.items():
+        progress(f"{precision}: {speed}")
+        limit(interface, megabits)
+        for name in order:
+            result[name]["seconds"][speed] = []
+        for i in range(rounds):
+            turn = i % len(order)  # each round begins with another one
+            gc.collect()
+            for name in order[turn:] + order[:turn]:
+                result[name]["seconds"][speed].append(trainees[name].step())
+    limit(interface, None)
+    for name, trainee in trainees.items():
+        result[name]["loss"] = statistics.mean(trainee.losses[-5:])
+        result[name]["num_steps"] = trainee.num_steps
+    return result
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """The main function of a rank, in its namespace."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = options.interface
+    store = dist.TCPStore(options.master, PORT, is_master=options.rank == 0)
+    dist.init_process_group(
+        "gloo", store=store, rank=options.rank, world_size=2, timeout=COLLECTIVE_TIMEOUT
+    )
+    speeds = {name: limit for name, limit in SPEEDS.items() if name in options.speeds}
+    answer = {
+        precision: measure(options.interface, precision, speeds, options.rounds)
+        for precision in options.precisions
+    }
+    if options.rank == 0:
+        options.answer.write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- namespaces ------------------------------------------------------------------------------------
+
+
+class NotPermittedError(RuntimeError):
+    """Namespaces cannot be made here."""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NotPermittedError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def joined_namespaces() -> Iterator[list[tuple[str, str, str]]]:
+    """Two network namespaces, joined: the name, the interface and the address of each."""
+    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+        raise NotPermittedError("needs root, and ip and tc (the package iproute2)")
+    pid = os.getpid()
+    sides = [(f"fsdp2-{pid}-{i}", f"f2-{pid}-{i}", f"10.213.77.{i + 1}") for i in range(2)]
+    with ExitStack() as stack:
+        for name, _, _ in sides:
+            _run("ip", "netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
+        (first, one, _), (second, other, _) = sides
+        _run("ip", "link", "add", one, "netns", first, "type", "veth",
+             "peer", "name", other, "netns", second)  # fmt: skip
+        for name, interface, address in sides:
+            _run("ip", "-n", name, "address", "add", f"{address}/30", "dev", interface)
+            _run("ip", "-n", name, "link", "set", interface, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        yield sides
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Starts a rank in each namespace; returns what rank 0 answers."""
+    with joined_namespaces() as sides, tempfile.TemporaryDirectory(prefix="bench_") as folder:
+        answer = Path(folder) / "answer.json"
+        processes = []
+        for rank, (name, interface, _) in enumerate(sides):
+            processes.append(
+                subprocess.Popen(
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        name,
+                        sys.executable,
+                        "-m",
+                        "benchmarks.policies",
+                        "--rank",
+                        str(rank),
+                        "--interface",
+                        interface,
+                        "--master",
+                        sides[0][2],
+                        "--answer",
+                        str(answer),
+                        "--rounds",
+                        str(options.rounds),
+                        "--speeds",
+                        *options.speeds,
+                        "--precisions",
+                        *options.precisions,
+                    ],
+                    cwd=machine.REPOSITORY,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return json.loads(answer.read_text())
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def ratios(runs: dict[str, Any], name: str, speed: str) -> list[float]:
+    """Of a variant to all bytes, round by round."""
+    pairs = zip(runs[name]["seconds"][speed], runs[FULL]["seconds"][speed], strict=True)
+    return [mine / full for mine, full in pairs]
+
+
+def begins_to_pay(runs: dict[str, Any], name: str, speeds: list[str]) -> str:
+    """The fastest link on which, as on all slower ones, every round was faster than in full."""
+    found = "none of these"
+    for speed in reversed(speeds):  # slowest first
+        if max(ratios(runs, name, speed)) >= 1:
+            break
+        found = speed
+    return found
+
+
+def table(results: dict[str, Any], speeds: list[str]) -> str:
+    """Markdown: milliseconds of a step, and the ratio to that in full."""
+    header = ["computes in", "policy", "MB sent per step, told", "counted", *speeds, "pays from",
+              "loss"]  # fmt: skip
+    lines = [row(header), row(["---"] * len(header))]
+    for precision, runs in results.items():
+        for name, made in runs.items():
+            cells = [precision, name, f"{made['told'] / 1e6:.2f}", f"{made['counted'] / 1e6:.2f}"]
+            for speed in speeds:
+                cell = number(1e3 * statistics.median(made["seconds"][speed]))
+                if name != FULL:
+                    of_full = ratios(runs, name, speed)
+                    cell += f", {statistics.median(of_full):.2f}"
+                    cell += f" ({min(of_full):.2f} to {max(of_full):.2f})"
+                cells.append(cell)
+            cells.append("-" if name == FULL else begins_to_pay(runs, name, speeds))
+            lines.append(row([*cells, f"{made['loss']:.3f}"]))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policies")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each variant")
+    parser.add_argument("--speeds", nargs="+", default=list(SPEEDS), choices=SPEEDS)
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument(
+        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
+    )
+    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
+    parser.add_argument("--write-docs", action="store_true", help="put it into the docs")
+    for name in ("--interface", "--master"):  # of ranks
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        rank_main(options)
+        return 0
+    path = options.output / "policies.json"
+    if not options.only_table:
+        about = machine.describe()
+        try:
+            results = run(options)
+        except NotPermittedError as error:
+            print(f"benchmarks.policies cannot limit a link here: {error}", file=sys.stderr)
+            return 2
+        record = {"name": "policies", **about, "num_ranks": 2, "results": results}
+        options.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    record = json.loads(path.read_text())
+    results = record["results"]
+    speeds = list(next(iter(results.values()))[FULL]["seconds"])
+    text = f"{describe(record)}\n\n{table(results, speeds)}"
+    print(text)
+    if options.write_docs:
+        page = machine.REPOSITORY / "docs" / "communication.md"
+        write_readme(page, text, "<!-- policies:begin -->", "<!-- policies:end -->")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
