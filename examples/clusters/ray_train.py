@@ -6,6 +6,7 @@ checkpoints are those of any other program.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import ray.train
@@ -49,21 +50,32 @@ def train_on_worker(settings: dict[str, Any]) -> None:
         if step % 10 == 0:
             checkpoints.save(step, model=model, optimizer=optimizer, blocking=False)
             ray.train.report({"step": step, "loss": loss.item()})  # all workers report
+            if rank == 0:
+                print(f"step {step}: loss {loss.item():.3f}")
     checkpoints.close()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=8, help="ranks, over all nodes")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--cpu", action="store_true", help="without GPUs, to try it anywhere")
+    parser.add_argument("--shared", default="/shared", help="a folder that all nodes see")
+    options = parser.parse_args()
     trainer = ray.train.torch.TorchTrainer(
         train_on_worker,
-        train_loop_config={"steps": 100, "checkpoints": "/shared/fsdp2-checkpoints"},
-        scaling_config=ScalingConfig(num_workers=8, use_gpu=True),
+        train_loop_config={
+            "steps": options.steps,
+            "checkpoints": f"{options.shared}/fsdp2-checkpoints",
+        },
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=not options.cpu),
         run_config=RunConfig(
             name="fsdp2",
-            storage_path="/shared/ray",
+            storage_path=f"{options.shared}/ray",
             failure_config=FailureConfig(max_failures=3),
         ),
     )
-    print(trainer.fit().metrics)
+    trainer.fit()  # raises if the workers failed more often than that
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "guides" / "clusters.md"
 NOT_RUN = {
     "sbatch examples/clusters/slurm.sbatch": "no Slurm: the script runs with stand-ins",
     "kubectl apply -f examples/clusters/jobset.yaml": "no cluster: the manifest is read",
-    "python examples/clusters/ray_train.py": "no Ray: what a worker runs is run on two ranks",
+    "python examples/clusters/ray_train.py": "no GPUs: it runs on the CPU, where Ray is installed",
 }
 
 
@@ -327,6 +327,58 @@ def ray_script(reports: list[dict[str, Any]]) -> ModuleType:
         for name in modules:
             del sys.modules[name]
     return module
+
+
+@pytest.mark.long
+def test_ray_starts_workers_again_where_one_was_killed(tmp_path: Path) -> None:
+    """Ray itself, on this machine."""
+    pytest.importorskip("ray.train", reason="no Ray: pip install 'ray[train]'")
+    psutil = pytest.importorskip("psutil")
+    script = CLUSTERS / "ray_train.py"
+    command = [sys.executable, str(script), "--workers", "2", "--cpu", "--shared", str(tmp_path)]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        job = subprocess.Popen(
+            [*command, "--steps", "60"], env=environment(RAY_TRAIN_V2_ENABLED="1"),
+            stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    checkpoints = tmp_path / "fsdp2-checkpoints"
+    try:
+        deadline = time.monotonic() + 240
+        while not (checkpoints.exists() and Checkpointer(checkpoints).steps()):
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        workers = [
+            process for process in psutil.Process(job.pid).children(recursive=True)
+            if "RayTrainWorker" in " ".join(process.cmdline())
+        ]  # fmt: skip
+        assert len(workers) == 2
+        workers[1].kill()
+        killed_at = Checkpointer(checkpoints).steps()[-1]
+        assert job.wait(300) == 0, log.read_text()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert Checkpointer(checkpoints).steps()[-1] == 60 > killed_at
+    text = log.read_text()
+    assert "step 60: loss" in text
+    assert text.count("Started training worker group of size 2") == 2
+
+
+@pytest.mark.long
+def test_the_pods_of_the_manifest_follow_the_schema_of_kubernetes() -> None:
+    """JobSet's own fields are read by the test above; what is inside is a Job of Kubernetes."""
+    yaml = pytest.importorskip("yaml")
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    manifest = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
+    for job in manifest["spec"]["replicatedJobs"]:
+        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+        found = {**as_job, "spec": job["template"]["spec"]}
+        kubernetes_validate.validate(found, "1.34", strict=True)
+        broken = {**found, "spec": {**found["spec"], "paralelism": 4}}
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(broken, "1.34", strict=True)
 
 
 def test_code_on_the_page_is_that_of_the_scripts() -> None:
