@@ -63,6 +63,7 @@ class Case:
     strategy: str = "full"
     replicate_below: int = 0
     prefetch: int = 1
+    max_gathered_bytes: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -86,6 +87,8 @@ class Case:
             parts.append(f"small ones replicated (under {self.replicate_below} bytes)")
         if self.prefetch > 1:
             parts.append(f"prefetch {self.prefetch}")
+        if self.max_gathered_bytes is not None:
+            parts.append(f"budget {self.max_gathered_bytes}")
         if self.optimizer != "adamw":
             parts.append(self.optimizer)
         return ", ".join(parts)
@@ -145,6 +148,7 @@ def predict(case: Case) -> dict[str, int]:
         reshard_after_forward=case.reshard,
         replicate_below=case.replicate_below,
         prefetch=case.prefetch,
+        max_gathered_bytes=case.max_gathered_bytes,
         activation_checkpointing=case.checkpointing,
         micro_batches=case.micro_batches,
         optimizer=case.optimizer,
@@ -233,6 +237,7 @@ def _shard(model: nn.Module, case: Case, mesh: Any) -> None:
         reshard_after_forward=case.reshard,
         replicate_below=case.replicate_below,
         prefetch=case.prefetch,
+        max_gathered_bytes=case.max_gathered_bytes,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..common.classes import original_class
-from ..runtime.building import build_runtime
+from ..runtime.building import KEEPS_AND_LIMITS, build_runtime
 from ..runtime.finalization import GradientReductionHandle
 from ..runtime.frozen_cache import KeepFrozen
 from ..runtime.hooks import wrapper_prefix
@@ -292,8 +292,15 @@ class FSDPModule(_Base):
         Args:
             keep: False releases the memory the next time the parameters are freed.
             recurse: whether to set it for sharded submodules too.
+
+        Raises:
+            RuntimeError: together with `set_max_gathered_bytes`.
         """
-        for unit in self._units(recurse):
+        units = self._units(recurse)
+        for unit in units:
+            if keep and unit.runtime is not None and runtime_of(unit).budget is not None:
+                raise RuntimeError(KEEPS_AND_LIMITS.format(unit.name))
+        for unit in units:
             unit.config.keep_unsharded_storage = keep
             unit.param_group.keep_storage(keep)
 
@@ -458,6 +465,7 @@ class FSDPModule(_Base):
         comm_settings.set_allocate_memory_from_process_group_for_comm
     )
     set_symm_mem_for_comm = comm_settings.set_symm_mem_for_comm
+    set_max_gathered_bytes = comm_settings.set_max_gathered_bytes
 
     # -- inside -----------------------------------------------------------------------------
 

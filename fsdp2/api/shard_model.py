@@ -43,6 +43,7 @@ from ..policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, Off
 from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
+from .comm_settings import checked_budget
 from .fully_shard import PlacementFn, fully_shard, replicate
 from .module import FSDPModule
 
@@ -110,6 +111,7 @@ def shard_model(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
+    max_gathered_bytes: int | None = None,
 ) -> M:
     """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
@@ -142,6 +144,8 @@ def shard_model(
             root, or a function that takes a `UnitDescription` and returns the value for that unit.
         prefetch: how many units to gather ahead of the one that computes. 1: the unit that ran
             next in the last step; more: those that follow in model order.
+        max_gathered_bytes: limit on the bytes of gathered parameters, which then decides how many
+            units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
 
     Returns:
         ``model``.
@@ -158,6 +162,8 @@ def shard_model(
     """
     chosen = find_strategy(strategy)
     _checked_numbers(replicate_below, prefetch)
+    if max_gathered_bytes is not None:
+        checked_budget("max_gathered_bytes", max_gathered_bytes)
     units = units_of(model, wrap, ignored_params=ignored_params or ())
     mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
     options: dict[str, Any] = {
@@ -188,6 +194,7 @@ def shard_model(
         config.unshard_in_backward = needed_in_backward
     if prefetch > 1:
         _set_prefetch(units, modules, prefetch)
+    unit_of(model).config.max_gathered_bytes = max_gathered_bytes
     return model
 
 

@@ -239,7 +239,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
     root = units[0]
     order = () if root.runtime is None else runtime_of(root).last_order(root)
     found = _finish(units[0].config.strategy, drafts, _unit_names(order, names))
-    return replace(found, communicators=_communicators(units))
+    limit = units[0].config.max_gathered_bytes
+    return replace(found, communicators=_communicators(units), max_gathered_bytes=limit)
 
 
 def _communicators(units: Sequence[Unit]) -> tuple[str, ...]:

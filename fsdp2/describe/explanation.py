@@ -119,6 +119,7 @@ class Explanation:
         order: names of the units in the order of the last forward; empty before the first.
         communicators: for a model sharded on an accelerator, the purpose of each process group of
             this rank; a shared group has several: "all-gather + reduce-scatter".
+        max_gathered_bytes: the limit on gathered bytes of all units together; None: no limit.
     """
 
     strategy: str | None
@@ -126,6 +127,7 @@ class Explanation:
     order: tuple[str, ...]
     totals: Totals
     communicators: tuple[str, ...] = ()
+    max_gathered_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as dicts, lists, strings and numbers."""
@@ -185,6 +187,9 @@ class Explanation:
         if self.communicators:
             number = plural(len(self.communicators), "communicator")
             lines.append(f"{number} per rank: {'; '.join(self.communicators)}")
+        if self.max_gathered_bytes is not None:
+            limit = show_bytes(self.max_gathered_bytes)
+            lines.append(f"Gathered at any moment: at most {limit}; units ahead as far as they fit")
         by_hand = [u.name for u in self.units if u.forward_prefetch or u.backward_prefetch]
         lines.append(
             f"Prefetch: set manually for {_joined(by_hand)}"

@@ -40,6 +40,7 @@ def estimate(
     replicate_below: int = 0,
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
+    max_gathered_bytes: int | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
     micro_batches: int = 1,
@@ -63,7 +64,8 @@ def estimate(
         loss_fn: a function of the model's output that returns the loss. None: the output's
             ``loss``, the output itself if it is one number, or the sum of its tensors.
         strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
-        prefetch, replicate_below, direct_min_bytes, comm_policy: as in `shard_model`.
+        prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
+        comm_policy, max_gathered_bytes: as in `shard_model`.
         activation_checkpointing: "none", "full" or "selective"; "selective" keeps the results of
             attention and of every second matrix multiplication. Checkpointing inside the model is
             taken into account in any case.
@@ -85,6 +87,7 @@ def estimate(
     Raises:
         ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
             shapes that depend on data (with ``fake``), or a step without a loss.
+        RuntimeError: if a unit does not fit into ``max_gathered_bytes``, with the least that works.
         TypeError: for arguments of the wrong type.
 
     Example:
@@ -108,6 +111,7 @@ def estimate(
         direct_min_bytes=direct_min_bytes,
         comm_policy=comm_policy,
         micro_batches=micro_batches,
+        max_gathered_bytes=max_gathered_bytes,
     )
     if checkpoint_modules is None:
         checkpoint_modules = default_checkpoint_modules(model, units)

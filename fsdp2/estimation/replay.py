@@ -40,6 +40,7 @@ class Setup:
         prefetch: number of units gathered ahead.
         replicate_below: parameters of fewer bytes are replicated on every rank.
         gathered_once: parameters stay gathered between micro-batches.
+        max_gathered_bytes: limit on gathered parameters; None: no limit.
         micro_batches: forwards and backwards per step; gradients are reduced in the last.
         comm_policy: of all units.
     """
@@ -58,6 +59,7 @@ class Setup:
     gathered_once: bool = False
     micro_batches: int = 1
     comm_policy: CommPolicy | None = None
+    max_gathered_bytes: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -168,6 +170,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
                 reshard_after_forward=None if choose is None else choose(description),
                 gathered_once=setup.gathered_once,
                 comm_options=CommOptions(policy=setup.comm_policy),
+                max_gathered_bytes=setup.max_gathered_bytes if description.is_root else None,
                 # As `shard_model`: the backward of an embedding reads the indices only.
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),
@@ -220,6 +223,7 @@ class _ReplayRuntime(Runtime):
     def pre_forward(self, unit: Any) -> None:
         if self.in_backward:  # recomputation
             unit.unshard(self.streams)
+            unit.recomputed = True
             return
         super().pre_forward(unit)
 

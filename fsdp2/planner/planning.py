@@ -14,7 +14,8 @@ from ..estimation.replay import Setup
 from ..estimation.setups import make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..render.text import show_bytes
+from ..render.text import plural, show_bytes
+from ..runtime.gather_budget import GatherBudgetError
 from ..wrap import UnitDescription, units_of
 from .candidates import Candidate, first_round, second_round, wraps_of
 from .hardware import Hardware, find_hardware
@@ -41,6 +42,7 @@ def plan(
     optimizer: Any = "adamw",
     activation_checkpointing: Sequence[str] = MODES,
     micro_batches: int = 1,
+    max_gathered_bytes: int | None = None,
     fake: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
@@ -61,6 +63,8 @@ def plan(
             allocators and libraries need some too.
         mp_policy, offload_policy, comm_policy: as in `fully_shard`; fixed, not searched.
         activation_checkpointing: the modes to choose from; see `estimate`.
+        max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
+            that does not fit are left out.
         progress: called with (current task, number done, total).
 
     Returns:
@@ -92,6 +96,7 @@ def plan(
             "offload_policy": offload_policy,
             "comm_policy": comm_policy,
             "micro_batches": micro_batches,
+            "max_gathered_bytes": max_gathered_bytes,
         },
         lambda mode, blocks, modules: trace_step(
             model,
@@ -147,6 +152,7 @@ class _Search:
         self._make_trace = trace
         self._traces: dict[str, StepTrace] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
+        self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
 
     def run(self, modes: tuple[str, ...]) -> Plan:
@@ -169,10 +175,17 @@ class _Search:
         return self._conclude()
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
-        fresh = [c for c in dict.fromkeys(candidates) if c not in self.outcomes]
+        tried = self.outcomes.keys() | self._too_large.keys()
+        fresh = [c for c in dict.fromkeys(candidates) if c not in tried]
         for i, candidate in enumerate(fresh):
             self.progress(f"simulating: {candidate}", i, len(fresh))
-            step = self.simulator.run(self._traces[candidate.checkpointing], self.setup(candidate))
+            try:
+                step = self.simulator.run(
+                    self._traces[candidate.checkpointing], self.setup(candidate)
+                )
+            except GatherBudgetError as error:
+                self._too_large[candidate] = error
+                continue
             self.outcomes[candidate] = Outcome(
                 candidate,
                 step.seconds,
@@ -207,6 +220,8 @@ class _Search:
 
     def _conclude(self) -> Plan:
         ranked = self._ranked()
+        if not ranked:
+            raise ValueError(str(min(self._too_large.values(), key=lambda e: e.least_bytes)))
         best = ranked[0]
         if not best.fits:
             raise ValueError(
@@ -228,6 +243,7 @@ class _Search:
                 "mp_policy": self.options["mp_policy"],
                 "offload_policy": self.options["offload_policy"],
                 **({} if policy is None else {"comm_policy": policy}),
+                **{k: v for k, v in self.options.items() if k == "max_gathered_bytes" and v},
             },
             mesh_shape=candidate.mesh,
             activation_checkpointing=candidate.checkpointing,
@@ -239,4 +255,9 @@ class _Search:
             outcomes=ranked,
         )
         made.reasons = reasons(made) + self.notes
+        if self._too_large:
+            made.reasons.append(
+                f"{plural(len(self._too_large), 'configuration')} have units that do not fit into "
+                "max_gathered_bytes"
+            )
         return made

@@ -191,6 +191,8 @@ def _as_text(made: Plan) -> str:
             f"{show_bytes(step.peak.total)} of a budget of {show_bytes(made.memory_budget)}",
         ),
     ]
+    if limit := made.kwargs.get("max_gathered_bytes"):
+        facts.insert(5, ("Gathered", f"at most {show_bytes(limit)} at any moment"))
     lines = [table(facts, indent=0), "", "Why", *(f"  {reason}" for reason in made.reasons)]
     runner_up = made.runner_up
     if runner_up is not None:

@@ -33,6 +33,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     root = unit_of(root_module)
     name_units(root_module, units)
     _check_finalization(root, units)
+    _check_budget(root, units)
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
     for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
@@ -92,6 +93,30 @@ def _check_finalization(root: Unit, units: list[Unit]) -> None:
                 "set_manual_backward_finalization must be called on the root FSDP module "
                 f"'{root.name}', not on '{unit.name}'"
             )
+
+
+def _check_budget(root: Unit, units: list[Unit]) -> None:
+    """Only a root limits what is gathered, and everything gathered can be freed.
+
+    Raises:
+        RuntimeError: if a unit other than ``root`` has a limit, or if there is one and a unit keeps
+            its memory when it is freed.
+    """
+    for unit in units:
+        if unit is not root and unit.config.max_gathered_bytes is not None:
+            raise RuntimeError(ONLY_ROOTS_LIMIT.format(root.name, unit.name))
+        if root.config.max_gathered_bytes is not None and unit.config.keep_unsharded_storage:
+            raise RuntimeError(KEEPS_AND_LIMITS.format(unit.name))
+
+
+ONLY_ROOTS_LIMIT = (
+    "set_max_gathered_bytes must be called on the root FSDP module '{}', not on '{}': call it with "
+    "None there"
+)
+KEEPS_AND_LIMITS = (
+    "Unit '{}' keeps the memory of gathered parameters when they are freed "
+    "(set_keep_unsharded_storage), so max_gathered_bytes cannot limit it: use one of the two"
+)
 
 
 def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:

@@ -66,6 +66,7 @@ _SETTINGS = (
     "unshard_in_backward",
     "reduce_unused",
     "keep_frozen",
+    "max_gathered_bytes",
     "gathered_once",
     "manual_finalization",
     "comm_options",

@@ -23,6 +23,7 @@ from .finalization import Finalization, GradientReductionHandle
 from .first_forward import FirstForward
 from .forwards import Forwards, modules_being_called
 from .frozen_cache import choose_cached
+from .gather_budget import MAX_AHEAD, GatherBudget, units_before
 from .reduction import ReductionsInFlight
 from .torch_modes import NOT_TRACED, outside_torch_modes
 from .unit import GATHERED, RESHARDED, AfterForward, Forward, State, Unit
@@ -47,6 +48,7 @@ class Runtime:
         finalization: whether the caller ends the iteration instead.
         first_forward: what ranks compare before the first forward; None: nothing (any more).
         forwards: forwards that backward may still reach.
+        budget: the limit on gathered bytes, if there is one.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -78,6 +80,8 @@ class Runtime:
         self.num_backwards = 0
         self.forwards = Forwards()
         self._carried_unit: Unit | None = None
+        self._entered: Forward | None = None  # that backward reached last; with a budget
+        self.limit_gathered(root.config.max_gathered_bytes)
         self._finalizing = False  # inside of `finalize_backward`
 
     # -- forward ----------------------------------------------------------------------------
@@ -92,6 +96,7 @@ class Runtime:
             if unit.registration.overrides:
                 unit.registration.forget_overrides()
             unit.unshard(self.streams)
+            unit.recomputed = True
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
@@ -108,7 +113,7 @@ class Runtime:
             return
         if self._predicted:
             if position < len(order) and order[position] is unit:
-                self._prefetch(order[position + 1 : position + 2])
+                self._prefetch(order[position + 1 : position + 1 + self._ahead])
             else:
                 self._predicted = False
 
@@ -193,6 +198,8 @@ class Runtime:
             )
             if unit.encloses and differentiable and only_for_backward:
                 unit.free_embeddings_early(self.streams)
+            if self.budget is not None and not outermost:
+                self._show_shards(unit)
         elif after is AfterForward.CARRY:
             self._carried_unit = unit
             unit.register_sharded()
@@ -201,6 +208,9 @@ class Runtime:
             unit.reshard(self.streams, to_secondary=secondary)
         if unit.registration.overrides:
             unit.registration.put_back_overrides()
+        if self.budget is not None and self._predicted and not unit.forward_prefetch:
+            # What did not fit when this unit began may fit now.
+            self._prefetch(order[position : position + self._ahead])
         if outermost:
             self._end_forward()
             if not differentiable and self._offloads:
@@ -215,6 +225,9 @@ class Runtime:
         self.forward_root = None
 
     def _prefetch(self, units: Iterable[Unit]) -> None:
+        if self.budget is not None:
+            self.budget.gather_ahead(units, self.streams)
+            return
         for unit in units:
             if unit.state in RESHARDED:
                 unit.start_unshard(self.streams)
@@ -261,6 +274,9 @@ class Runtime:
                 # Not those that have been through backward already: their gathers would go
                 # unused, and an optimizer in backward may be writing their shards.
                 self._prefetch(filter(entered.follows, unit.backward_prefetch))
+        elif self.budget is not None:
+            self._entered = entered
+            self._prefetch(units_before(entered))
         elif before is not None and before.config.unshard_in_backward:
             self._prefetch((before,))
         unit.next_in_backward = before
@@ -310,8 +326,13 @@ class Runtime:
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together
         self.reduce(unit)
-        if self._frees(unit) and not runs_next and not unit.running:
-            unit.reshard(self.streams)
+        if not runs_next and not unit.running:
+            if self._frees(unit):
+                unit.reshard(self.streams)
+            elif self.budget is not None:
+                self._show_shards(unit)
+        if self._entered is not None:
+            self._prefetch(units_before(self._entered))
 
     def _frees(self, unit: Unit) -> bool:
         """Whether backward frees ``unit``: not if a second backward is to go through it."""
@@ -374,7 +395,7 @@ class Runtime:
         if self.ends_iteration:
             self._complete_iteration()
         self._free_units()
-        self._carried_unit = None
+        self._carried_unit = self._entered = None
         self.forwards.end_pass()
         self.in_backward = False
 
@@ -450,8 +471,11 @@ class Runtime:
                 pass  # backward ran inside of its forward, which goes on
             elif unit.state is not State.SHARDED and self._frees(unit):
                 unit.reshard(self.streams)
-            elif unit.state is State.GATHERING:
-                unit.wait_unshard(self.streams)  # or the optimizer would overtake it
+            elif unit.state is not State.SHARDED:
+                if unit.state is State.GATHERING:
+                    unit.wait_unshard(self.streams)  # or the optimizer would overtake it
+                if self.budget is not None:
+                    self._show_shards(unit)
             if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
         self._join()
@@ -465,6 +489,21 @@ class Runtime:
     def last_order(self, root: Unit) -> list[Unit]:
         """The units in the order of the last forward of ``root``; repeats in a row count once."""
         return [unit for unit, _ in groupby(self.orders.get(root, ()))]
+
+    # -- with a budget ----------------------------------------------------------------------
+
+    def limit_gathered(self, max_bytes: int | None) -> None:
+        """Set how many bytes of gathered parameters there may be; None: any number."""
+        budget = None if max_bytes is None else GatherBudget(max_bytes, self, self.units)
+        if budget is not None:
+            budget.shrink(self.streams)
+        self.budget = budget
+        self._ahead = 1 if budget is None else MAX_AHEAD
+
+    def _show_shards(self, unit: Unit) -> None:
+        """Let the modules of ``unit``, which stays gathered, hold shards: see `gather_budget`."""
+        if not (unit.running or unit.weight_grads_deferred or self.creates_graph):
+            unit.register_sharded()
 
     # -- by hand ----------------------------------------------------------------------------
 
@@ -526,6 +565,8 @@ class Runtime:
         for unit in self.units:
             if unit.config.keep_frozen is not None:
                 unit.keep(chosen, self.streams)
+        if self.budget is not None:
+            self.budget.follow_cached()
 
     # -- recovery ---------------------------------------------------------------------------
 
@@ -566,7 +607,7 @@ class Runtime:
             self.streams.synchronize()
         self.forwards.forget_ungraphed()
         self.forwards.end_pass()
-        self._carried_unit = None
+        self._carried_unit = self._entered = None
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None

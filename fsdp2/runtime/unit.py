@@ -88,10 +88,21 @@ class AfterForward(Enum):
     CARRY = "carry"  # gathered, for the backward that begins with it; users see the shards
 
 
+class Budget(Protocol):
+    """What a unit needs of a limit on gathered bytes: of `gather_budget.GatherBudget`."""
+
+    def make_room(self, unit: Unit, streams: Streams) -> None: ...
+
+
 class TreeRuntime(Protocol):
     """What a unit needs of the runtime of its tree: of `root.Runtime`, which imports this file."""
 
     in_backward: bool
+    creates_graph: bool
+
+    @property
+    def budget(self) -> Budget | None: ...
+
     orders: dict[Unit, list[Unit]]
 
     def choose_cached(self) -> None: ...
@@ -206,6 +217,7 @@ class Unit:
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
         self.backward_began = False
+        self.recomputed = False  # gathered in backward, to recompute activations
         self.weight_grads_deferred = False  # see `Runtime.pre_backward`
         self.has_graph = False  # the forward that ended last
         self.recomputes_all = False  # forward without gradients, recomputed whole in backward
@@ -289,7 +301,10 @@ class Unit:
         """Allocate and start the all-gathers of all buckets."""
         assert self.state in RESHARDED
         param_group, config = self.param_group, self.config
+        budget = self.runtime.budget
         if param_group.dirty or not param_group.materialized:
+            if budget is not None:
+                budget.make_room(self, streams)  # to plan takes the memory for a moment
             self._plan_anew(streams)
         if param_group.unwritten:
             self.runtime.look_for_unwritten()
@@ -300,6 +315,8 @@ class Unit:
             # What is freed after backward is gathered anew in the next forward, which notes them.
             self._versions = param_group.versions()
         buckets = param_group.buckets
+        if budget is not None:
+            budget.make_room(self, streams)
         if config.keep_frozen is not None:
             # Only writes that all ranks know of count here, so that all of them gather. A forward
             # has looked at the others when it began.
@@ -454,6 +471,7 @@ class Unit:
         Args:
             to_secondary: keep larger shards for a cheaper gather in backward: to SECONDARY.
         """
+        self.recomputed = False
         # Memory that a gather still writes cannot be freed. And on the host its messages have to be
         # waited for exactly once, whether anything uses them or not.
         if self.state is State.GATHERING:

@@ -41,6 +41,7 @@ class UnitConfig:
         unshard_in_backward: whether they are gathered for backward.
         keep_unsharded_storage: whether gathered parameters keep their memory when they are freed.
         keep_frozen: how many bytes of frozen parameters may stay gathered; None: none.
+        max_gathered_bytes: limit on what a tree may hold gathered; of the root only.
         strategy: the name passed to `shard_model`; only displayed.
         gathered_once: parameters stay gathered after a backward without gradient sync.
         sync_grads: whether the next backward is the last of a step, which reduces gradients.
@@ -67,6 +68,7 @@ class UnitConfig:
     unshard_in_backward: bool = True
     keep_unsharded_storage: bool = False
     keep_frozen: KeepFrozen | None = None
+    max_gathered_bytes: int | None = None
     strategy: str | None = None
     gathered_once: bool = False
     # What is reduced when, and how.

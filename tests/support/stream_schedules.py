@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -112,6 +113,7 @@ class Plan:
     keep_frozen: int | None = None  # bytes
     accumulates_sharded: bool = False
     policy: str = ""  # of what is sent in fewer bytes
+    tight: bool = False  # the least budget of gathered bytes
     host: str = ""  # "": streams; "group" or "exchange": the host-ordered transports
     steps: tuple[Step, ...] = (Step(), Step(), Step())
 
@@ -288,6 +290,8 @@ class Training:
         self.model.set_accumulate_sharded(plan.accumulates_sharded)
         if plan.keep_frozen is not None:
             self.model.set_keep_frozen_gathered(plan.keep_frozen)
+        if plan.tight:
+            self.model.set_max_gathered_bytes(1)
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.optimizer = _OPTIMIZERS[plan.optimizer](params)
@@ -326,12 +330,18 @@ class Training:
             self.pipeline(step.pipeline)
         for micro in () if step.pipeline else step.micros:
             with suppress(Boom):
-                try:
-                    self.micro(micro)
-                except RuntimeError as error:
-                    if "in the middle of an accumulation" not in str(error):
-                        raise
-                    self.micro(micro)  # the first forward after it says so, and the next one runs
+                for _ in range(20):
+                    try:
+                        self.micro(micro)
+                        break
+                    except RuntimeError as error:
+                        least = re.search(r"The least budget that works is (\d+)", str(error))
+                        if least is not None:
+                            self.model.reset_iter_state()
+                            self.model.set_max_gathered_bytes(int(least[1]))
+                        # The first forward after it says so, and the next one runs.
+                        elif "in the middle of an accumulation" not in str(error):
+                            raise
         if self.plan.in_backward:
             return
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -36,7 +36,7 @@ pytestmark = [
 SEEDS = 300
 # Fields of plans that are chosen by tests, or are not values.
 NOT_DRAWN = ("host", "policy", "layers", "steps", "micros", "inside", "order")
-NOT_DRAWN += ("pipeline", "accumulates_sharded")  # see `pipelined`
+NOT_DRAWN += ("pipeline", "accumulates_sharded", "tight")  # see `pipelined`
 
 
 def violations(plan: Plan) -> list[Violation]:
@@ -51,6 +51,24 @@ def found(seeds: range) -> list[str]:
 @pytest.mark.parametrize("first", range(0, 12, 6))
 def test_generated_schedules(first: int) -> None:
     assert found(range(first, first + 10)) == []
+
+
+def found_within_budgets(seeds: range, **options: Any) -> list[str]:
+    plans = {seed: dataclasses.replace(plan_of(seed), tight=True, **options) for seed in seeds}
+    return [f"seed {seed}: {v}" for seed, plan in plans.items() for v in violations(plan)[:2]]
+
+
+def test_schedules_within_the_least_budget() -> None:
+    """Units are freed to make room, in place of the usual order; and errors name the budget."""
+    assert found_within_budgets(range(12)) == []
+    assert found_within_budgets(range(4), host="exchange", offload=False) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_many_schedules_within_the_least_budget() -> None:
+    assert found_within_budgets(range(12, 150)) == []
+    assert found_within_budgets(range(4, 60), host="exchange", offload=False) == []
 
 
 @pytest.mark.long

@@ -38,13 +38,13 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    assert core().files <= 48
+    assert core().files <= 49
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 560 lines and 53 functions for messages in fewer bytes (`CommPolicy`), which no
-    # step without one enters.
-    assert core().code_lines <= 7446
-    assert core().functions <= 788
+    # step without one enters; 215 and 24 for a budget of gathered bytes.
+    assert core().code_lines <= 7662
+    assert core().functions <= 812
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -57,7 +57,7 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
     # Three of them ask whether there is a `CommPolicy`.
-    assert len(measured[FIRST].functions) <= 334
+    assert len(measured[FIRST].functions) <= 336
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
