@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -40,24 +39,3 @@ def memory_of(tensor: Tensor) -> memoryview:
     if nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for huge pages under memory that nothing has written yet; returns ``tensor``.
-
-    The first write to memory makes it page by page. With pages of 4 KiB that takes five times as
-    long as reading a cached file into memory that is there; with 2 MiB, as long as zeroing them.
-    Linux only does so on request where its setting is "madvise", the usual one. Nothing else
-    changes: pages that the tensor shares with neighbours are left as they are, and memory that
-    was written before keeps its pages.
-    """
-    if tensor.device.type != "cpu" or tensor.nbytes < 2 * HUGE_PAGE_BYTES or not _LIBC:
-        return tensor
-    first = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    stop = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    # A kernel without huge pages refuses, and the pages are small ones.
-    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MADV_HUGEPAGE)
-    return tensor
-
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -6,10 +6,6 @@ import weakref
 
 import torch
 
-from ..common.memory import in_huge_pages
-
-ARENA_BYTES = 32 << 20
-
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor at offset 0 of a storage that has nothing else.
@@ -45,28 +41,6 @@ def _refuse_to_share(*_: object, **__: object) -> None:
         "gradient), so it cannot be shared with other processes by itself. Share a copy: "
         "param.to_local().detach().clone(), or fsdp2.full_state_dict(model) for whole tensors"
     )
-
-
-class Arenas:
-    """Memory for many small tensors, in few pieces, which the first write makes in huge pages.
-
-    A piece stays until none of its tensors is left, so pieces are small, and large tensors get
-    memory of their own.
-    """
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in host memory, at offset 0 of a storage of its own."""
-        nbytes = shape.numel() * dtype.itemsize
-        if not 0 < nbytes < ARENA_BYTES // 8:
-            return in_huge_pages(torch.empty(shape, dtype=dtype, device="cpu"))
-        if self._free.numel() < nbytes:
-            self._free = torch.empty(ARENA_BYTES, dtype=torch.uint8, device="cpu")
-            in_huge_pages(self._free)
-        part, self._free = self._free[:nbytes], self._free[-(-nbytes // 64) * 64 :]
-        return with_own_storage(part.view(dtype).view(shape))
 
 
 def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:

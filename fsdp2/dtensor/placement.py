@@ -225,6 +225,8 @@ class Balance:
 
     def owner(self, holding: Holding, nbytes: int) -> int:
         """Which replica writes a tensor of ``nbytes`` bytes."""
+        if holding.num_replicas == 1:
+            return 0
         loads = self._loads.setdefault(holding.replicated_over, [0] * holding.num_replicas)
         owner = loads.index(min(loads))
         loads[owner] += nbytes

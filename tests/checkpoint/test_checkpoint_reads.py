@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -562,27 +561,3 @@ def test_equal_layers_are_planned_once(tmp_path: Path) -> None:
     few, many = (run_on(2, count_per_tensor, f"{tmp_path}/{n}", n)[0] for n in (4, 16))
     assert few["layouts"] == 2  # of weights and of biases; the other rank's chunks are not planned
     assert few == many
-
-
-def test_memory_of_small_parameters_is_shared_and_that_of_plain_tensors_is_not(
-    tmp_path: Path,
-) -> None:
-    run_on(2, memory_of_small_parameters, str(tmp_path))
-
-
-def memory_of_small_parameters(folder: str) -> None:
-    save_model(fully_shard(Layers(4)), f"{folder}/weights")
-    with torch.device("meta"):
-        model, plain = fully_shard(Layers(4)), Layers(4)
-    load_model(model, f"{folder}/weights")
-    locals_ = [local(p.detach()) for p in model.parameters()]
-    places = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in locals_)
-    assert all(a[1] <= b[0] for a, b in pairwise(places))  # none overlap
-    assert places[-1][1] - places[0][0] < 8 * 1024
-    assert all(x.data_ptr() % 64 == 0 and x.storage_offset() == 0 for x in locals_)
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in locals_)
-    load_model(plain, f"{folder}/weights")
-    plain.share_memory()
-    train_step = model.layers[0].weight.to_local().sum()
-    train_step.backward()
-    assert model.layers[0].weight.grad is not None

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...common.memory import device_for, in_huge_pages, usual_device
+from ...common.memory import device_for, usual_device
 from ...dtensor.boxes import Box
 from ...dtensor.from_local import laid_out_as
-from ...dtensor.memory import Arenas
 from ..errors import CheckpointError, some
 from ..format.tensors import DTYPES, local_of
 from ..saving.capture import ModelTensors, fsdp_modules
@@ -90,7 +89,7 @@ def fill(
     if verify_checksums and not verified:
         logger.info("%s was written without checksums: it cannot be verified", source.path)
     read = read_verified if verified else read_into
-    real = partial(_real, arenas=Arenas(), device=device, usual=usual_device(model))
+    real = partial(_real, device=device, usual=usual_device(model))
     made = _make_real(model, wanted, real)
     new = [w.target(made.get(id(w.tensor))) for w in wanted if w.new or w.tensor.is_meta]
     held = [w for w in wanted if not (w.new or w.tensor.is_meta)]
@@ -177,19 +176,13 @@ def _make_real(
         return {id(w.tensor): real(w.tensor) for w in meta}
 
 
-def _real(
-    tensor: Tensor, *, arenas: Arenas, device: torch.device | str | None, usual: torch.device
-) -> Tensor:
+def _real(tensor: Tensor, *, device: torch.device | str | None, usual: torch.device) -> Tensor:
     """The same with memory: on ``device``, else on the device of its mesh, else on ``usual``."""
-    own = device_for(tensor) if isinstance(tensor, DTensor) else usual
-    local, on_host = local_of(tensor), torch.device(device or own).type == "cpu"
-    # Sharded parameters are parts of a larger piece of memory anyway. Users may do with plain
-    # tensors what parts do not take (``share_memory_``).
-    plain = type(local) is Tensor and local.is_contiguous()
-    if isinstance(tensor, DTensor) and on_host and plain:
-        return laid_out_as(tensor, arenas.empty(local.shape, local.dtype))
-    made = torch.empty_like(tensor, device=device or own)
-    return in_huge_pages(made) if type(made) is Tensor else made
+    own = device or (device_for(tensor) if isinstance(tensor, DTensor) else usual)
+    local = local_of(tensor)
+    if isinstance(tensor, DTensor) and type(local) is Tensor:
+        return laid_out_as(tensor, torch.empty_like(local, device=own))  # a third of the time
+    return torch.empty_like(tensor, device=own)
 
 
 def _install(

@@ -117,6 +117,7 @@ def model_entries(
 ) -> list[Entry]:
     """Describe the tensors of a model as seen from ``rank``."""
     together = ranks_of_model(found.tensors.values(), ranks)
+    held_part = Holdings(rank)
     entries = []
     for name, tensor in found.tensors.items():
         if tensor.is_meta:
@@ -126,7 +127,7 @@ def model_entries(
             members = (rank,) if not isinstance(tensor, DTensor) else ranks_of(tensor.device_mesh)
         else:
             members = together
-        held = held_part(tensor, name, members, rank)
+        held = held_part(tensor, name, members)
         entries.append(Entry("model", name, tensor, held, name in found.buffers and not mine))
     return entries
 
@@ -177,6 +178,7 @@ def optimizer_entries(
 ) -> list[Entry]:
     """Describe the state of optimizers; non-tensors and per-rank tensors go to ``captured``."""
     entries: list[Entry] = []
+    held_part = Holdings(rank)
     groups, values = [], {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -187,7 +189,7 @@ def optimizer_entries(
                     f"{type(optimizer).__name__} keeps state under {param!r}, not a parameter"
                 )
             name = names[id(param)]
-            taking = _StateOf(param, name, holdings[name], rank, entries, captured)
+            taking = _StateOf(param, name, holdings[name], held_part, entries, captured)
             values[name] = taking.take(state)
     captured.values["optimizers"] = groups
     captured.values["optimizer_state"] = values
@@ -206,7 +208,7 @@ class _StateOf:
     param: Tensor
     name: str
     holding: Holding
-    rank: int
+    held_part: Holdings
     entries: list[Entry]
     captured: Captured
     layouts: dict[str, Any] = field(default_factory=dict)
@@ -234,10 +236,13 @@ class _StateOf:
 
     def _tensor(self, value: Tensor, key: str) -> None:
         full_name = f"optim.{key}.{self.name}"
-        held = _holding_of_state(value, self.param, full_name, self.holding, self.rank)
-        if held is None:
+        shared = value.ndim == 0 or (
+            not isinstance(self.param, DTensor) and value.shape == self.param.shape
+        )
+        if not isinstance(value, DTensor) and not shared:  # other ranks do not know it
             self.captured.own[full_name] = _values_of(value)
             return
+        held = self.held_part(value, full_name, self.holding.ranks)
         self.entries.append(Entry("optim", full_name, value, held))
         layout = layout_of(value, self.param)
         if layout is not None:
@@ -250,16 +255,33 @@ def _group(group: dict[str, Any], names: dict[int, str], kind: str) -> dict[str,
     return {"params": params, "options": content, "optimizer": kind}
 
 
-def held_part(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Holding:
-    """`holding`, with checkpoint errors.
+class Holdings:
+    """`holding` with checkpoint errors, found once for all tensors of one layout.
 
-    Raises:
-        CheckpointError: if this rank's part of ``tensor`` is not a box.
+    The layers of a model repeat a few layouts, and its optimizer's state repeats those. Training
+    waits for this in every save. To be made anew for each: meshes are told apart by identity.
     """
-    try:
-        return holding(tensor, name, ranks, rank)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[tuple[object, ...], Holding] = {}
+
+    def __call__(self, tensor: Tensor, name: str, ranks: tuple[int, ...]) -> Holding:
+        """
+        Raises:
+            CheckpointError: if this rank's part of ``tensor`` is not a box.
+        """
+        layout: tuple[object, ...] = ()
+        if isinstance(tensor, DTensor):
+            layout = (id(tensor.device_mesh), tensor.placements)
+        key = (tensor.shape, ranks, *layout)
+        known = self._known.get(key)
+        if known is None:
+            try:
+                known = self._known[key] = holding(tensor, name, ranks, self._rank)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+        return known
 
 
 def own_part_of(tensor: Tensor, name: str) -> Box:
@@ -274,19 +296,10 @@ def own_part_of(tensor: Tensor, name: str) -> Box:
         raise CheckpointError(str(error)) from error
 
 
-def _holding_of_state(
-    value: Tensor, param: Tensor, name: str, of_param: Holding, rank: int
-) -> Holding | None:
-    """This rank's part of a state tensor; None if other ranks do not know the tensor."""
-    shared = value.ndim == 0 or (not isinstance(param, DTensor) and value.shape == param.shape)
-    if isinstance(value, DTensor) or shared:
-        return held_part(value, name, of_param.ranks, rank)
-    return None
-
-
 def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
     """Decide who writes which entry, and add the parts and tensors of this rank."""
     balance = Balance()
+    typical: dict[int, Box] = {}  # of the holding with this id: it says how tensors are laid out
     for entry in entries:
         held, info = entry.holding, describe(entry.name, entry.tensor)
         if is_subclass(entry.tensor):
@@ -301,7 +314,9 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
         writes = held.replica == owner
         if entry.per_rank and not writes:
             captured.own[entry.name] = local
-        part = Part(entry.kind, info, held.box, _typical(entry.tensor, held), held.ranks, writes)
+        if id(held) not in typical:
+            typical[id(held)] = _typical(entry.tensor, held)
+        part = Part(entry.kind, info, held.box, typical[id(held)], held.ranks, writes)
         captured.parts.append(part)
         if writes:
             captured.locals[entry.kind, entry.name] = local

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,18 @@ class SaveJob:
         self.ranks = ranks
         self.disk = disk or Disk()
         self.attempt = Attempt(self.disk, root, name, nonce, rank, ranks)
-        self.plan: SavePlan = plan_save(
-            captured.parts,
-            rank,
-            ranks,
-            layout=options.layout,
-            max_file_bytes=options.max_file_bytes,
+        self.progress = Progress(sum(t.nbytes for t in captured.locals.values()))
+
+    @cached_property
+    def plan(self) -> SavePlan:
+        """What goes where. Made by the thread that writes: training does not wait for it."""
+        return plan_save(
+            self.captured.parts,
+            self.rank,
+            self.ranks,
+            layout=self.options.layout,
+            max_file_bytes=self.options.max_file_bytes,
         )
-        self.progress = Progress(self.plan.nbytes)
 
     def begin(self) -> None:
         """Make the staging folder, and reject early what cannot work."""
