@@ -156,6 +156,8 @@ class FlatView(LocalView):
         optimizer = self._optimizer()
         assert optimizer is not None
         state, (keys, _) = optimizer.state, self._entries
+        if self._untouched and len(state) == len(keys):
+            return  # a step writes into entries that there are, or adds some
         if len(state) != len(keys) or not all(map(is_, state, keys)):
             self._unsharded = super()._unsharded_keys(state)
         self._entries = list(state), list(state.values())

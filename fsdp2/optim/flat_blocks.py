@@ -13,6 +13,7 @@ every object that is looked at comes from far away. Therefore a block whose grad
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter, is_, sub
@@ -97,11 +98,11 @@ class Block:
         self._grad = torch.empty(0, dtype=self.grad_dtype, device=self._like.device)
         self._grad_at = -1
         self.in_pack = False
-        self._grad_ids: list[int] = []
+        self._grad_ids = array("Q")
         self.pack: weakref.ref[Pack] | None = None
-        self.find_pack([id(piece.grad) for piece in pieces], packs)
+        self.find_pack(array("Q", [id(piece.grad) for piece in pieces]), packs)
 
-    def find_pack(self, ids: list[int], packs: Mapping[int, Pack]) -> None:
+    def find_pack(self, ids: array[int], packs: Mapping[int, Pack]) -> None:
         """Find what the gradients, which are side by side, are part of.
 
         Args:
@@ -141,7 +142,7 @@ class Block:
     def _flat(self, address: int, like: Tensor) -> Tensor:
         return at_address(address, self.numel, like) if self.numel else like.new_empty(0)
 
-    def look(self, grads: Sequence[Tensor | None], ids: list[int]) -> bool:
+    def look(self, grads: Sequence[Tensor | None], ids: array[int]) -> bool:
         """Find out where the gradients are now.
 
         Args:

@@ -7,7 +7,8 @@ made from with what there is now: parameters, local tensors, gradients, and stat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -22,6 +23,7 @@ from .flat_blocks import local_of
 from .flat_runs import Run, State, find_pieces, find_runs
 
 _grad_of = attrgetter("grad")
+_END = object()  # behind the last of several values: comparing it compares their number
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Plan:
         self.others = [param for param in params if id(param) not in in_runs]
         self._may_join = sum(isinstance(param, DTensor) for param in self.others) > 1
         self.stale = False
-        self._ids: list[int] = []
+        self._ids = array("Q")
         self._packs: list[weakref.ref[Pack]] = []
         self._addresses: list[int | None] = []
         self.sources = [source for run in self.runs for source in run.sources]
@@ -105,7 +107,7 @@ class Plan:
         """Remember the state outside as it is now."""
         self._agreed = True  # with the state at the last comparison
         self._dicts = list(map(state.get, self._params))
-        self._values = _values(self._dicts)
+        self._values = list(_values(self._dicts))
         # Whatever users do to a local tensor, the memory of the flat tensors stays.
         locals_ = [value._local_tensor for value in self._values if isinstance(value, DTensor)]
         self._storages = [local.untyped_storage() for local in (*locals_, *self.sources)]
@@ -126,7 +128,7 @@ class Plan:
         return (
             not self.stale
             and _all_same(params, self.all)
-            and _all_same(list(map(local_of, self._params)), self.sources)
+            and all(map(is_, map(local_of, self._params), self.sources))
             and self._state_is_current(state, untouched)
             and self.look()
         )
@@ -135,18 +137,19 @@ class Plan:
         known, self._agreed = untouched and self._agreed, False
         self._agreed = (
             (known or all(map(is_, map(state.get, self._params), self._dicts)))
-            and _all_same(_values(self._dicts), self._values)
+            and all(map(is_, _values(self._dicts), self._values))
             and all(numbers.is_current() for numbers in self._numbers)
         )
         return self._agreed
 
     def look(self) -> bool:
         """Find out where the gradients are, and remember what that says about the blocks."""
-        grads = list(map(_grad_of, self._params))
-        ids = list(map(id, grads))
+        # Ids as plain numbers, not objects that each would be one more place in memory.
+        ids = array("Q", map(id, map(_grad_of, self._params)))
         if ids == self._ids and self._addresses_of_packs() == self._addresses:
             return True
-        self._ids = []
+        self._ids = array("Q")
+        grads = list(map(_grad_of, self._params))
         start = 0
         for run in self.runs:
             for block in run.blocks:
@@ -162,7 +165,7 @@ class Plan:
         self._note_packs(ids)
         return True
 
-    def _note_packs(self, ids: list[int]) -> None:
+    def _note_packs(self, ids: array[int]) -> None:
         """Remember what makes the next look short, if all blocks are in packs."""
         active = [block for run in self.runs for block in run.blocks if run.active]
         if not all(block.in_pack for block in active):
@@ -175,7 +178,7 @@ class Plan:
             self._packs = list(dict.fromkeys(b.pack for b in active if b.pack is not None))
             self._addresses = self._addresses_of_packs()
 
-    def _find_packs(self, ids: list[int]) -> None:
+    def _find_packs(self, ids: array[int]) -> None:
         found, start = packs(), 0
         for block in [block for run in self.runs for block in run.blocks]:
             stop = start + len(block.params)
@@ -229,8 +232,8 @@ def _numbers(runs: Sequence[Run], state: State) -> list[Numbers]:
     return [Numbers(key, members, state) for (key, *_), members in kinds.items()]
 
 
-def _values(dicts: Iterable[dict[Any, Any] | None]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, filter(None, dicts))))
+def _values(dicts: Iterable[dict[Any, Any] | None]) -> Iterator[Any]:
+    return chain(chain.from_iterable(map(dict.values, filter(None, dicts))), (_END,))
 
 
 def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
