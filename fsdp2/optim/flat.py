@@ -13,7 +13,6 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -115,9 +114,6 @@ class FlatView(LocalView):
     def _show_group(
         self, index: int, params: list[Tensor], state: dict[Tensor, Any]
     ) -> list[Tensor]:
-        # torch.compile cannot trace tensors that are made of addresses.
-        if torch.compiler.is_compiling():
-            return super()._show_group(index, params, state)
         plan = self._plans.get(index)
         if plan is None or not plan.is_current(params, state, self._untouched):
             # Before a closure there may be no gradients: the plan for those to come is kept.

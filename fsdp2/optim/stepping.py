@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..common.classes import class_for, original_class
@@ -102,6 +103,10 @@ def _subclass(optimizer: Optimizer, prefix: str, runner: Runner) -> type:
     # torch puts the step hooks around this function. `wraps`: gradient scalers read signatures.
     @functools.wraps(raw)
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # The tensors that it would trace are made in the step. The graph breaks here, and what
+            # the optimizer compiles by itself still is.
+            return torch.compiler.disable(runner)(self, raw, closure, *args, **kwargs)
         return runner(self, raw, closure, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import lr_scheduler
+from torch.optim import adam, lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard
@@ -545,6 +549,92 @@ def test_steps_count_as_writes_to_the_shards() -> None:
         step_both(nets, optimizers, step)
         after = [p.to_local()._version for p in nets[0].parameters()]
         assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+@distributed(2)
+def test_step_hooks_are_called_outside_of_flat_tensors() -> None:
+    """With the arguments of a plain step; what they write counts in that step."""
+    nets = make_net(), make_net()
+    optimizers = tuple(
+        wrap(torch.optim.AdamW(net.parameters(), **ADAM))
+        for wrap, net in zip((flat_step, local_step), nets, strict=True)
+    )
+    seen: list[list[Any]] = [[], []]
+
+    def look(where: str, i: int, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer is not optimizers[i]:
+            return  # hooks for all optimizers
+        params: list[Any] = list(nets[i].parameters())
+        shown = optimizer.param_groups[0]["params"]
+        assert all(p is q for p, q in zip(shown, params, strict=True))
+        for p in params:
+            assert isinstance(p.grad, DTensor)
+            for value in optimizer.state.get(p, {}).values():
+                assert isinstance(value, DTensor) or value.ndim == 0
+            assert len(optimizer.state.get(p, {})) in (0, 3)
+        assert args[0] is optimizer
+        seen[i].append((where, len(optimizer.state), len(args), list(kwargs)))
+        if where == "pre":
+            params[0].grad.mul_(2.0)
+            if optimizer.state:
+                optimizer.state[params[1]]["exp_avg"].mul_(0.5)
+
+    handles = [
+        register(partial(look, where, i))
+        for i, optimizer in enumerate(optimizers)
+        for where, register in (
+            ("pre of all", register_optimizer_step_pre_hook),
+            ("post of all", register_optimizer_step_post_hook),
+            ("pre", optimizer.register_step_pre_hook),
+            ("post", optimizer.register_step_post_hook),
+        )
+    ]
+    try:
+        for step in range(3):
+            step_both(nets, optimizers, step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert_same(*optimizers)
+    assert {call[0] for call in seen[0]} == {"pre of all", "pre", "post", "post of all"}
+    assert len(seen[0]) == 12
+    assert seen[0] == seen[1]
+
+
+@cpu_only("mocks the devices that torch names")
+@distributed(2)
+@in_place_and_copied
+def test_capturable_steps() -> None:
+    """torch captures on accelerators only: elsewhere its own error is given."""
+    net = make_net()
+    backward(net, 0)
+    with pytest.raises(TypeError, match="capturable=True, params and state_steps must be on"):
+        flat_step(torch.optim.AdamW(net.parameters(), capturable=True)).step()
+    # The arithmetic is the same on any device: the number of steps stays in a tensor.
+    with mock.patch.object(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"]):
+        foreach: dict[str, Any] = {"foreach": True}
+        for more in ({}, foreach, {**foreach, "lr": torch.tensor(0.01)}):
+            nets, optimizers = both(torch.optim.AdamW, {**ADAM, **more, "capturable": True})
+            for step in range(4):
+                step_both(nets, optimizers, step)
+            assert_same(*optimizers)
+            assert num_shown(optimizers[0]) > 0
+
+
+@cpu_only("what the compiler does with a step does not depend on the device")
+@distributed(2)
+def test_a_compiled_step_runs_as_it_is() -> None:
+    for wrap in (flat_step, local_step):
+        nets = make_net(), make_net()
+        ours, theirs = (wrap(torch.optim.AdamW(net.parameters(), **ADAM)) for net in nets)
+        runs = torch.compile(ours.step, backend="eager"), theirs.step
+        for step in range(3):
+            for net, optimizer, run in zip(nets, (ours, theirs), runs, strict=True):
+                backward(net, step)
+                run()
+                optimizer.zero_grad()
+        assert_same(ours, theirs)
+        assert wrap is local_step or num_shown(ours) > 0
 
 
 @distributed(2, 4)

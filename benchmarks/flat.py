@@ -1,0 +1,160 @@
+"""AdamW steps on flat tensors, beside those of FSDP1 and of plain tensors, taking turns.
+
+    python -m benchmarks.flat [stack|lm ...]
+
+`stack` has 576 small parameters in 64 units, `lm` is the 34M language model; rank 0 of a `fake`
+group of two, so nothing is communicated. "plain" steps as many plain tensors, each of a shard's
+size. Before every timed step its model runs forward and backward, as in training: caches are cold,
+and what a step has to look at counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+
+from . import machine
+from .hooks import make_stack, seconds_of
+from .models import LMConfig, StackConfig, lm_loss
+from .ranks import progress, run_ranks
+from .steps import make_lm, random_tokens
+from .variants import OURS, Variant, build
+
+IMPLEMENTATIONS = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+PLAIN, FSDP1, LOCAL, FLAT = "plain", "FSDP1", "local_step", "flat_step"
+STEPS = (PLAIN, FSDP1, LOCAL, FLAT)
+TARGETS = {"stack": (FSDP1, 1.10), "lm": (PLAIN, 1.0)}
+WARM_UP_STEPS = 3
+
+
+def make_model(name: str) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]:
+    """What makes the model, and what runs forward and backward."""
+    if name == "stack":
+        x = torch.randn(1, 4, StackConfig().width)
+        return partial(make_stack, StackConfig()), lambda model: model(x).sum().backward()
+    ids, targets = random_tokens(LMConfig(), 1, 8)
+    return partial(make_lm, LMConfig()), lambda model: lm_loss(model(ids), targets).backward()
+
+
+def zero(variant: Variant) -> None:
+    """A fake reduce-scatter leaves anything behind: keep the weights finite."""
+    for gradient in variant.local_gradients():
+        gradient.zero_()
+
+
+def measure(model: str, implementation: str, rounds: int, iters: int) -> dict[str, Any]:
+    """Times the steps of `STEPS` in this process, interleaved: a list of seconds per round."""
+    torch.set_flush_denormal(True)
+    make, forward_backward = make_model(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    variants = {name: build(name, make, mesh, bf16=False) for name in (FSDP1, OURS)}
+    plain = [nn.Parameter(p.clone()) for p in variants[OURS].local_parameters()]
+    adamw = partial(torch.optim.AdamW, lr=1e-6, **IMPLEMENTATIONS[implementation])
+    ours = variants[OURS].model.parameters
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        PLAIN: adamw(plain),
+        FSDP1: adamw(variants[FSDP1].model.parameters()),
+        LOCAL: fsdp2.optim.local_step(adamw(ours())),
+        FLAT: fsdp2.optim.flat_step(adamw(ours())),
+    }
+    for p in plain:
+        p.grad = torch.zeros_like(p)
+
+    def step(name: str) -> float:
+        variant = variants[FSDP1 if name == FSDP1 else OURS]
+        variant.model.zero_grad()
+        forward_backward(variant.model)
+        zero(variant)
+        return seconds_of(optimizers[name].step)
+
+    found: dict[str, list[list[float]]] = {name: [] for name in STEPS}
+    for name in STEPS * WARM_UP_STEPS:
+        step(name)
+    for i in range(rounds):
+        gc.collect()
+        for name in (*STEPS[i % len(STEPS) :], *STEPS[: i % len(STEPS)]):
+            found[name].append([step(name) for _ in range(iters)])
+    return found
+
+
+def run(models: list[str], rounds: int, iters: int) -> dict[str, Any]:
+    """The record of the measure, ready for JSON."""
+    about = machine.describe()
+    figures = []
+    for model in models:
+        for implementation in IMPLEMENTATIONS:
+            settings = {"model": model, "implementation": implementation}
+            times = {"rounds": rounds, "iters": iters if model == "stack" else max(1, iters // 4)}
+            result = run_ranks(measure, 2, {**settings, **times}, fake=True)
+            medians = {k: [statistics.median(s) for s in each] for k, each in result.items()}
+            beside, target = TARGETS[model]
+            pairs = zip(medians[FLAT], medians[beside], strict=True)
+            ratios = [ours / theirs for ours, theirs in pairs]
+            steps_s = {name: statistics.median(s) for name, s in medians.items()}
+            ratio = statistics.median(ratios)
+            about_ratio = {"beside": beside, "target": target, "range": [min(ratios), max(ratios)]}
+            figures.append({**settings, "steps_s": steps_s, "ratio": ratio, **about_ratio})
+            progress(f"flat: {model}, {implementation}: {ratio:.2f} of {beside}")
+    return {
+        "name": "flat",
+        **about,
+        "config": {"settings": {"rounds": rounds, "iters": iters}},
+        "figures": figures,
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "| AdamW step, ms | " + " | ".join(STEPS) + " | flat_step | target |",
+        "|---" * (len(STEPS) + 3) + "|",
+    ]
+    for figure in record["figures"]:
+        times = " | ".join(f"{figure['steps_s'][name] * 1e3:.3g}" for name in STEPS)
+        low, high = figure["range"]
+        verdict = "met" if figure["ratio"] <= figure["target"] else "not met"
+        lines.append(
+            f"| {figure['model']}, {figure['implementation']} | {times} | {figure['ratio']:.2f} "
+            f"({low:.2f} to {high:.2f}) of {figure['beside']} | {figure['target']:.2f}, {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, writes `flat.json`, prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flat", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("models", nargs="*", default=[], choices=[[], *TARGETS])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--iters", type=int, default=12, help="steps per round and variant")
+    parser.add_argument("--output", type=Path, default=machine.REPOSITORY / "benchmarks/results")
+    options = parser.parse_args(arguments)
+    record = run(options.models or list(TARGETS), options.rounds, options.iters)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "flat.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    progress(f"written to {path}")
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
