@@ -611,7 +611,7 @@ def test_capturable_steps() -> None:
     with pytest.raises(TypeError, match="capturable=True, params and state_steps must be on"):
         flat_step(torch.optim.AdamW(net.parameters(), capturable=True)).step()
     # The arithmetic is the same on any device: the number of steps stays in a tensor.
-    with mock.patch.object(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"]):
+    with mock.patch.object(adam, "_get_capturable_supported_devices", return_value=["cpu"]):
         foreach: dict[str, Any] = {"foreach": True}
         for more in ({}, foreach, {**foreach, "lr": torch.tensor(0.01)}):
             nets, optimizers = both(torch.optim.AdamW, {**ADAM, **more, "capturable": True})
