@@ -185,7 +185,7 @@ class CommPolicy:
             (Seide et al., Interspeech 2014; Karimireddy et al. 2019, arXiv 1901.09847). Costs a
             float32 tensor per rank as large as what it sends: the unit's whole gradient. It is no
             part of checkpoints; it starts from zero when training is resumed, when the unit is
-            planned anew (`set_comm_policy`, moves, freezing) and in copies of the model.
+            planned anew (`set_comm_policy`, ``model.to``) and in copies of the model.
         secondary: dtype in which the larger shards of ``reshard_after_forward=int`` are kept and
             gathered. None: that of computation, which brings back what forward used; other dtypes
             round it once more, so backward computes with slightly different weights.

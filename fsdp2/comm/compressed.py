@@ -25,10 +25,11 @@ from ..policy import CommPolicy, exchanged_sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards, resize
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
-from .quantize import Cut, WireRow, cut_reduction, gather_row
+from .quantize import Cut, Key, WireRow, cut_reduction, gather_row
 from .transports import Finish, Transport, _either, ended
 
 Parts = list[torch.Tensor]
+Keys = Sequence[Key]
 
 
 class Hops(NamedTuple):
@@ -81,7 +82,7 @@ class CompressedTransport:
         self._hops = None
         if hops is not None:
             self._hops = [Wire(group, host=not base.stream_ordered) for group in hops]
-        self._residuals: dict[tuple[object, ...], torch.Tensor] = {}
+        self._residuals: dict[Key, torch.Tensor] = {}
 
     # -- weights ----------------------------------------------------------------------------
 
@@ -155,33 +156,32 @@ class CompressedTransport:
                 start = offset - plan.stage_offset
                 parts.append(staged[:, start : start + numel])
                 sums.append(outs[-1][start : start + numel])
-        finish = self._reduce(parts, sums, cut, dtype, (tag, plan.direct))
+        finish = self._reduce(parts, sums, cut, dtype, tag)
         return ended(finish, stream_ordered=self.stream_ordered)
 
-    def _reduce(
-        self, parts: Parts, sums: Parts, cut: Cut, dtype: torch.dtype, key: tuple[object, ...]
-    ) -> Finish:
+    def _reduce(self, parts: Parts, sums: Parts, cut: Cut, dtype: torch.dtype, tag: int) -> Finish:
         """Mean over ranks of ``parts``, of shapes (ranks, numel), whose rows go one to each rank.
 
         Args:
             sums: where this rank's rows of the mean go, of shapes (numel,).
-            key: of the residuals: which parts these are.
         """
         row = cut.row(self._reduce_dtype, self.policy.block)
         if self._hops is None:
-            return self._hop(self._wire, row, parts, sums, key, divide_by=self.group.size())
+            keys = cut.keys(tag, "one")
+            return self._hop(self._wire, row, parts, sums, keys, divide_by=self.group.size())
         within, across = self._hops
         # Ranks are numbered node by node. The first hop sends to each rank of this node what it and
         # its counterparts in all other nodes will own.
         shape = (across.size, within.size)
         first = [part.unflatten(0, shape).transpose(0, 1) for part in parts]
         of_node = [torch.empty_like(part[0], dtype=dtype) for part in first]
-        finish_first = self._hop(within, row, first, of_node, (*key, "within"))
+        finish_first = self._hop(within, row, first, of_node, cut.keys(tag, "within"))
         divide_by = self.group.size()
 
         def finish() -> None:
             finish_first()
-            self._hop(across, row, of_node, sums, (*key, "across"), divide_by=divide_by)()
+            keys = cut.keys(tag, "across")
+            self._hop(across, row, of_node, sums, keys, divide_by=divide_by)()
 
         return finish
 
@@ -196,7 +196,7 @@ class CompressedTransport:
         row: WireRow,
         parts: Parts,
         sums: Parts,
-        key: tuple[object, ...],
+        keys: Keys,
         *,
         divide_by: int = 1,
     ) -> Finish:
@@ -209,7 +209,7 @@ class CompressedTransport:
         shape = (*parts[0].shape[:-1], row.nbytes)
         sent = torch.empty(shape, dtype=torch.uint8, device=self.device)
         own = [part[wire.rank] for part in parts]
-        self._encode(row, parts, sent, key, exact=wire.rank)
+        self._encode(row, parts, sent, keys, exact=wire.rank)
         received = torch.empty_like(sent)
         wait = wire.all_to_all(received, sent)
 
@@ -234,23 +234,24 @@ class CompressedTransport:
         row: WireRow,
         parts: Parts,
         rows: torch.Tensor,
-        key: tuple[object, ...],
+        keys: Keys,
         *,
         exact: int | None = None,
     ) -> None:
         """Write ``parts`` to ``rows``, with what rounding took from those of the last call.
 
         Args:
+            keys: of their residuals.
             exact: the part of this number is not sent, so nothing is taken from it.
         """
         if not self.policy.error_feedback:
             row.encode(parts, rows)
             return
         residuals = []
-        for i, part in enumerate(parts):
-            residual = self._residuals.get((*key, i))
+        for key, part in zip(keys, parts, strict=True):
+            residual = self._residuals.get(key)
             if residual is None:
-                residual = self._residuals[(*key, i)] = torch.zeros(
+                residual = self._residuals[key] = torch.zeros(
                     part.shape, dtype=torch.float32, device=part.device
                 )
             residuals.append(residual.add_(part))
@@ -280,14 +281,15 @@ class CompressedTransport:
         torch._chunk_cat(list(tensors), dim=0, num_chunks=size, out=whole)
         shares = list(whole.split(row.numels, dim=1))
         means = [share.new_empty(share.shape[1]) for share in shares]
-        key = (tag, tuple(tensors.cut.spans))
-        reduce = self._hop(self._wire, row, shares, means, key, divide_by=size)
+        cut = tensors.cut
+        keys = cut.keys(tag, "to owners")
+        reduce = self._hop(self._wire, row, shares, means, keys, divide_by=size)
         held = list(tensors)
 
         def finish() -> None:
             reduce()
             mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
-            self._encode(row, means, mine, (*key, "back"))
+            self._encode(row, means, mine, cut.keys(tag, "back"))
             rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
             self._wire.all_gather(rows, mine)()
             # The own share too: replicas must not differ.

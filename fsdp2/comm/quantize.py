@@ -36,6 +36,7 @@ from ..sharding.layout import ALIGN_BYTES, BucketLayout
 
 # The largest numbers of the dtypes that have scales.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+Key = tuple[int, str, int]
 _SCALE = torch.float32
 _SMALL = torch.bfloat16
 # The least scale: without it, the scale of a block of the tiniest numbers would be rounded to zero,
@@ -231,6 +232,14 @@ class Cut:
     direct: int
     spans: tuple[tuple[int, int], ...]
     in_blocks: tuple[bool, ...]
+
+    def keys(self, tag: int, hop: str) -> list[Key]:
+        """What names each part in one hop: the same whichever others are reduced with it.
+
+        Args:
+            tag: of the bucket.
+        """
+        return [(tag, hop, start) for start, _ in self.spans]
 
     def row(self, dtype: torch.dtype, block: int, num_ranks: int = 1) -> WireRow:
         """A row of the parts; of the ``num_ranks``-th of each, rounded up."""

@@ -75,7 +75,7 @@ class CountingPolicy(CompressedTransport):
         numel = sum(row.numels)
         staged = _stage(self.replay.account, bucket, plan, grads, outs[0].dtype)
         held = [staged, self._held(2 * size * row.nbytes)]
-        self._feed_back(bucket, (plan.direct, "hop"), size * numel)
+        self._feed_back(bucket, cut, "one", size)
         copied = sum(g.numel * g.dtype.itemsize for g in grads if g is not None)
         copied += size * (2 * row.nbytes + numel * FLOAT32)
         unit = bucket.unit_name
@@ -85,7 +85,7 @@ class CountingPolicy(CompressedTransport):
             nodes = size // node
             self._transfer("all_to_all", "within", node, nodes * row.nbytes, unit, copied)
             held.append(self._held(nodes * numel * FLOAT32))
-            self._feed_back(bucket, (plan.direct, "across"), nodes * numel)
+            self._feed_back(bucket, cut, "across", nodes)
             copied = nodes * (2 * row.nbytes + 2 * numel * FLOAT32)
             self._transfer("all_to_all", "across", nodes, row.nbytes, unit, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
@@ -103,7 +103,8 @@ class CountingPolicy(CompressedTransport):
         row = tensors.cut.row(self._reduce_dtype, self.policy.block, size)
         numel = sum(row.numels)
         held = [self._held(2 * size * row.nbytes + (size + 1) * numel * FLOAT32)]
-        self._feed_back(bucket, (tensors.cut, "back"), (size + 1) * numel)
+        for hop, rows in (("to owners", size), ("back", 1)):
+            self._feed_back(bucket, tensors.cut, hop, rows, of=size)
         copied = size * (2 * row.nbytes + 3 * numel * FLOAT32)
         name, unit = self.name, bucket.unit_name
         self._transfer("all_to_all", name, size, row.nbytes, unit, copied)
@@ -113,10 +114,13 @@ class CountingPolicy(CompressedTransport):
     def _held(self, nbytes: int) -> Held:
         return Held(self.replay.account, BUFFERS, nbytes)
 
-    def _feed_back(self, bucket: Any, key: Any, numel: int) -> None:
-        if self.policy.error_feedback and (bucket, key) not in self._fed_back:
-            held = Held(self.replay.account, "error feedback", numel * FLOAT32)
-            self._fed_back[bucket, key] = held
+    def _feed_back(self, bucket: Any, cut: Cut, hop: str, rows: int, *, of: int = 1) -> None:
+        """Count residuals of ``rows`` rows, each of the ``of``-th of every part."""
+        for key, (_, numel) in zip(cut.keys(0, hop), cut.spans, strict=True):
+            if self.policy.error_feedback and (bucket, key) not in self._fed_back:
+                nbytes = rows * -(-numel // of) * FLOAT32
+                held = Held(self.replay.account, "error feedback", nbytes)
+                self._fed_back[bucket, key] = held
 
     def _transfer(
         self, kind: str, group: str, size: int, nbytes: int, unit: str, copied: int

@@ -340,6 +340,21 @@ def test_error_feedback(node: int | None) -> None:
     first = whole_gradients(again)
     for name, value in whole_gradients(model).items():
         assert torch.equal(value, first[name])
+    # Which other parameters have gradients makes no difference to those of one.
+    model.first.bias.requires_grad_(False)
+    for each in (model, again):
+        each.zero_grad()
+        loss_of(each).backward()
+    second = whole_gradients(again)
+    for name, value in whole_gradients(model).items():
+        assert torch.equal(value, second[name])
+    assert not torch.equal(first["first.weight"], second["first.weight"])
+    # Storages that are planned anew begin without, too.
+    again.float()
+    again.zero_grad()
+    loss_of(again).backward()
+    for name, value in whole_gradients(again).items():
+        assert torch.equal(value, first[name])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
