@@ -32,12 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 
 from . import machine
-from .estimate import sending
 from .ledger import Ledger
 from .ranks import progress, run_ranks
 from .report import number, row, write_readme
 from .steps import mean_over_ranks
-from .transport import around_waits
+from .transport import around_waits, counting_sent
 from .variants import Variant, average_gradients, local_part
 
 WARM_UP_STEPS = 2
@@ -222,11 +221,12 @@ def check_losses(timed: dict[str, dict[str, Any]]) -> None:
 
 def count(name: str, example: Example, options: dict[str, Any] | None) -> dict[str, int]:
     """The bytes that a rank holds in a step, and sends."""
-    with Ledger(every_operation=False) as ledger, around_waits(ledger.paused), sending() as sent:
+    ledger = Ledger(every_operation=False)
+    with ledger, around_waits(ledger.paused), counting_sent() as sent:
         trainee = Trainee(name, example, options)
         for _ in range(WARM_UP_STEPS):
             trainee.step()
-        sent.update(dict.fromkeys(sent, 0))
+        sent.clear()
         ledger.every_operation = True
         ledger.sample("step begins")
         start = ledger.now

@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.api.shard_model import shard_model
-from fsdp2.comm.transports import Exchange
 from fsdp2.estimation import estimate
 from fsdp2.estimation.checkpointing import apply_checkpointing
 from fsdp2.estimation.estimating import default_checkpoint_modules
@@ -37,7 +33,7 @@ from .families import FAMILIES, Family
 from .ledger import Ledger
 from .ranks import progress, run_ranks
 from .report import row, write_readme
-from .transport import around_waits
+from .transport import KINDS, around_waits, counting_sent
 
 WARM_UP_STEPS = 2
 
@@ -156,7 +152,7 @@ def predict(case: Case) -> dict[str, int]:
     )
     rank = made.ranks[0]
     state = rank.parameters + rank.optimizer + rank.buffers
-    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+    sent = dict.fromkeys(KINDS, 0)
     for traffic in made.traffic:
         sent[traffic.kind] += traffic.sent
     return {
@@ -187,7 +183,8 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     names = ("replicate", "shard") if len(made.mesh) == 2 else None
     mesh = init_device_mesh("cpu", made.mesh, mesh_dim_names=names)
     torch.manual_seed(0)  # replicas are equal
-    with Ledger(every_operation=False) as ledger, around_waits(ledger.paused), sending() as sent:
+    ledger = Ledger(every_operation=False)
+    with ledger, around_waits(ledger.paused), counting_sent() as sent:
         model = family.model()
         _shard(model, made, mesh)
         optimizer = _optimizer(model, made)
@@ -198,8 +195,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
             optimizer.step()
             optimizer.zero_grad()
         ledger.every_operation = True
-        for key in sent:
-            sent[key] = 0
+        sent.clear()
         moments = _train(model, family, batch, made, ledger)
         ledger.sample("step begins")
         moments["step"] = [(len(ledger.live_bytes) - 1, 0)]
@@ -207,7 +203,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         ledger.sample("step ends")
         moments["step"] = [(moments["step"][0][0], len(ledger.live_bytes))]
         gradients = _nbytes(p.grad for p in model.parameters())
-        counted = dict(sent)
+        counted = {kind: sent[kind] for kind in KINDS}
     peaks = {
         phase: max(max(ledger.live_bytes[a:b]) for a, b in spans)
         for phase, spans in moments.items()
@@ -274,29 +270,6 @@ def _train(
 
 def _nbytes(tensors: Any) -> int:
     return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors if isinstance(t, Tensor))
-
-
-@contextmanager
-def sending() -> Iterator[dict[str, int]]:
-    """Counts the bytes of messages, by the collective that they are part of."""
-    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
-
-    def counting(kind: str) -> Any:
-        original = getattr(Exchange, kind)
-
-        def method(self: Exchange, *args: Any) -> Any:
-            def start(me: Exchange, sends: Any, receives: Any) -> Any:
-                sent[kind] += sum(tensors[0].nbytes for tensors, *_ in sends)
-                return send(me, sends, receives)
-
-            with mock.patch.object(Exchange, "_start", start):
-                return original(self, *args)
-
-        return method
-
-    send = Exchange._start
-    with mock.patch.multiple(Exchange, **{kind: counting(kind) for kind in sent}):
-        yield sent
 
 
 # -- report --------------------------------------------------------------------------------------

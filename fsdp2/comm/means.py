@@ -66,3 +66,41 @@ def overflows(dtype: torch.dtype) -> bool:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor as one of real numbers on the same memory, which every backend adds."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+# Elements added up at a time: few enough to stay in a core's cache until they are divided.
+BLOCK_NUMEL = 64 * 1024
+
+
+def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """``out`` = mean of ``terms``, added one after the other in the dtype of ``out``.
+
+    Args:
+        terms: 1-D tensors of the same length.
+        out: 1-D tensor of that length; may be one of the first two terms, no later one.
+    """
+    blocks = [term.split(BLOCK_NUMEL) for term in terms]
+    for i, block in enumerate(out.split(BLOCK_NUMEL)):
+        # With a wider ``out`` the first term is copied into it: ``add`` of two narrow ones would
+        # round their sum before it is widened.
+        if len(terms) > 1 and terms[0].dtype == terms[1].dtype == out.dtype:
+            torch.add(blocks[0][i], blocks[1][i], out=block)
+            rest = blocks[2:]
+        else:
+            block.copy_(blocks[0][i])
+            rest = blocks[1:]
+        for term in rest:
+            block.add_(term[i])
+        block.div_(len(terms))
+
+
+def cut(tensor: torch.Tensor, num: int) -> list[torch.Tensor]:
+    """``num`` views of a 1-D tensor, which come to the whole; see `cut_length`."""
+    length = cut_length(len(tensor), num)
+    return [tensor[i * length : (i + 1) * length] for i in range(num)]
+
+
+def cut_length(numel: int, num: int) -> int:
+    """Elements of each of ``num`` parts; the last ones may be shorter or empty."""
+    length = -(-numel // num)
+    return length + -length % 16  # parts begin on 16 bytes if the whole does

@@ -19,6 +19,7 @@ from ..sharding.mesh import DataParallelMesh, subgroup_mesh
 from ..sharding.process_groups import connect_group, own_group
 from .compressed import CompressedTransport, Hops
 from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
+from .exchange import Exchange
 from .transports import Transport, check_backend, make_transport, separate_group
 
 
@@ -97,6 +98,12 @@ class MeshTransports:
         return FlatTransport(
             transport, self.device, all_gather, reduce_scatter, sum_only=options.sum_only
         )
+
+    def connect(self) -> None:
+        """Connect transports that connect by themselves; all ranks of the mesh call this."""
+        for transport in (self.gather, self.scatter, self.replicate, self.secondary_gather):
+            if isinstance(transport, Exchange):
+                transport.connect()
 
     def make_secondary(self, size: bool | int) -> int | None:
         """Make the transport within groups of ``size`` ranks, if ``size`` divides the ranks.

@@ -21,7 +21,7 @@ function that finishes a collective is called before its result is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -221,3 +221,29 @@ def streams_for(device: torch.device) -> Streams:
     if key not in kept:
         kept[key] = DeviceStreams(device, module)
     return kept[key]
+
+
+Finish = Callable[[], None]
+
+
+def done() -> None:
+    """Returned by calls whose result the current stream orders: nothing is left to do."""
+
+
+def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
+    """``finish``, for the caller to call later; where streams order the work it is called here."""
+    # There, to wait means that the stream waits, and what follows is enqueued behind it. Left for
+    # later, it would be enqueued on the stream that is current then.
+    if not stream_ordered:
+        return finish
+    finish()
+    return done
+
+
+def wait_for(works: list[Any]) -> None:
+    """Streams wait where they order the work, else the host; None is ordered by the stream."""
+    # `clear`, as to wait once more would write the results once more (see `GroupTransport`).
+    for work in works:
+        if work is not None:
+            work.wait()
+    works.clear()

@@ -17,7 +17,7 @@ adds in rank order, and needs no padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,36 +27,18 @@ from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     ReduceScatterOptions,
 )
-from torch.profiler import record_function
 
 from ..common.failures import explained
-from ..policy import exchanged_sum_dtype
 from ..sharding.bucket import Bucket
-from ..sharding.gather_plan import GatherBatch, GatherPlan, Messages
+from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
+from .exchange import Exchange
 from .means import Mean, as_real, mean_over
-from .streams import device_module
-
-Finish = Callable[[], None]
-
-
-def done() -> None:
-    """Returned by calls whose result the current stream orders: nothing is left to do."""
-
-
-def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
-    """``finish``, for the caller to call later; where streams order the work it is called here."""
-    # There, to wait means that the stream waits, and what follows is enqueued behind it. Left for
-    # later, it would be enqueued on the stream that is current then.
-    if not stream_ordered:
-        return finish
-    finish()
-    return done
-
+from .streams import Finish, device_module, done, ended, wait_for
 
 # Above this many ranks the number of messages of an exchange costs more than its directness saves.
-EXCHANGE_MAX_RANKS = 4
+EXCHANGE_MAX_RANKS = 16
 
 
 class Transport(Protocol):
@@ -99,7 +81,7 @@ def make_transport(
         sum_only: reduce with SUM and divide afterwards.
     """
     if backend_name(group, device) == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
-        return Exchange(group)
+        return Exchange(group, reads=True)
     return GroupTransport(group, device, sum_only=sum_only)
 
 
@@ -260,7 +242,7 @@ class GroupTransport:
         work = self._gather(plan.outputs, plan.inputs, self._gather_options)
 
         def finish() -> None:
-            _wait([work])
+            wait_for([work])
             plan.unpack()
 
         return ended(finish, stream_ordered=self.stream_ordered)
@@ -307,7 +289,7 @@ class GroupTransport:
         work = self._reduce(sums, inputs, self._reduce_options)
 
         def finish() -> None:
-            _wait([work])
+            wait_for([work])
             inputs.clear()
             if mean.after != 1:
                 mean.finish(outs)
@@ -324,197 +306,13 @@ class GroupTransport:
         works = [self.group.allreduce([as_real(t)], self._all_reduce_options) for t in tensors]
 
         def finish() -> None:
-            _wait(works)
+            wait_for(works)
             mean.finish(tensors)
 
         return ended(finish, stream_ordered=self.stream_ordered)
 
     def _mean(self, dtype: torch.dtype) -> Mean:
         return mean_over(self._size, dtype, sum_only=self._sum_only)
-
-
-class Exchange:
-    """Point-to-point messages straight into place, for small gloo groups.
-
-    A reduce-scatter is an all-to-all and a local sum in rank order. So all replicas of a result are
-    bitwise equal, and low-precision gradients need no cast: they travel as they are and are added
-    in the dtype of the output.
-    """
-
-    stream_ordered = False
-    coalesces = False
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
-        # As ``send`` and ``recv`` of a group count them: by number in the group, not by global
-        # rank.
-        self.peers = [r for r in range(self.size) if r != self.rank]
-
-    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
-        assert isinstance(plan, GatherPlan)  # batches are for transports that coalesce
-        if plan.messages is None:
-            plan.messages = self._gather_messages(plan, tag)
-        with record_function("fsdp2::exchange"):
-            works = self._start(*plan.messages)
-            # While messages are under way. (A cast has written the own slices before, and they are
-            # what is sent.)
-            if not plan.cast:
-                torch._foreach_copy_(plan.own, plan.source)
-
-        def finish() -> None:
-            _wait(works)
-            plan.unpack()
-
-        return finish
-
-    def _gather_messages(self, plan: GatherPlan, tag: int) -> tuple[Messages, Messages]:
-        sends: Messages = []
-        receives: Messages = []
-        for i, (mine, output, rows) in enumerate(
-            zip(plan.inputs, plan.outputs, plan.rows, strict=True)
-        ):
-            numel = output.numel() // self.size
-            for peer in self.peers:
-                # Padding is not sent: of empty slices there is no message, on both sides alike.
-                if rows[peer]:
-                    theirs = output[peer * numel : peer * numel + rows[peer]]
-                    receives.append(([theirs], peer, tag + i))
-                if rows[self.rank]:
-                    sends.append(([mine[: rows[self.rank]]], peer, tag + i))
-        return sends, receives
-
-    def _start(self, sends: Messages, receives: Messages) -> list[dist.Work]:
-        group = self.group
-        works = [group.recv(*message) for message in receives]
-        works += [group.send(*message) for message in sends]
-        return works
-
-    def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
-        return bucket.layout.packed
-
-    def casts(self, bucket: Bucket) -> bool:
-        return False  # what is narrow is sent as it is, and widened by the addition
-
-    def out_dtype(self, bucket: Bucket) -> torch.dtype:
-        return exchanged_sum_dtype(bucket.reduce_dtype, bucket.grad_dtype)
-
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        plan: ReducePlan,
-        grads: Sequence[torch.Tensor | None],
-        outs: list[torch.Tensor],
-        tag: int,
-    ) -> Finish:
-        layout = bucket.layout
-        wire = bucket.wire_dtype(plan)
-        parts: list[tuple[torch.Tensor, ...]] = []  # per input: what each rank gets
-        for i in plan.direct:
-            grad = _as_dtype(grads[i], wire).view(-1)
-            parts.append(grad.split([layout.slots[i].local_numel(r) for r in range(self.size)]))
-        if plan.copied_in:
-            # In the dtype of the reduction, whatever autograd made: it makes some of the small ones
-            # (of norms) wide, and ranks must agree on the size of messages.
-            staged = copy_in(layout, plan, grads, bucket.reduce_dtype, bucket.device)
-            parts.append(staged.unbind(0))
-        numels = [part[self.rank].numel() for part in parts]
-        received = {peer: self._buffers(parts, numels, wire) for peer in self.peers}
-        with record_function("fsdp2::exchange"):
-            works = self._start(
-                [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
-                 if part[p].numel()],
-                [([received[p][i]], p, tag + i) for i in range(len(parts)) for p in self.peers
-                 if numels[i]],
-            )  # fmt: skip
-
-        def finish() -> None:
-            _wait(works)
-            with record_function("fsdp2::exchange"):
-                for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
-                    ordered = [
-                        part[r] if r == self.rank else received[r][i] for r in range(self.size)
-                    ]
-                    flat = out.view(-1)
-                    mean_in_order(ordered, flat[: numels[i]])
-                    # Padding is not sent, and ``out`` may be new memory: hooks on the result would
-                    # see what was there before, NaNs even.
-                    if flat.numel() > numels[i]:
-                        flat[numels[i] :].zero_()
-            parts.clear()
-            received.clear()
-
-        return finish
-
-    @staticmethod
-    def _buffers(
-        parts: Sequence[Sequence[torch.Tensor]], numels: Sequence[int], wire: torch.dtype
-    ) -> list[torch.Tensor]:
-        """Buffers for the parts from one peer; those of dtype ``wire`` share one allocation."""
-        # One allocation instead of one per gradient. (On "cpu", whatever default device a user has
-        # set.)
-        is_wire = [part[0].dtype == wire for part in parts]
-        chosen = [n for n, yes in zip(numels, is_wire, strict=True) if yes]
-        pieces = iter(torch.empty(sum(chosen), dtype=wire, device="cpu").split(chosen))
-        return [
-            next(pieces) if yes else torch.empty(n, dtype=part[0].dtype, device="cpu")
-            for part, n, yes in zip(parts, numels, is_wire, strict=True)
-        ]
-
-    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
-        received = {peer: [torch.empty_like(t) for t in tensors] for peer in self.peers}
-        works = self._start(
-            [([t], p, tag + i) for i, t in enumerate(tensors) for p in self.peers],
-            [([received[p][i]], p, tag + i) for i in range(len(tensors)) for p in self.peers],
-        )
-
-        def finish() -> None:
-            _wait(works)
-            with record_function("fsdp2::exchange"):
-                for i, mine in enumerate(tensors):
-                    terms = [mine if r == self.rank else received[r][i] for r in range(self.size)]
-                    # In rank order on every rank, or replicas would differ in the last bits. The
-                    # first addition reads the terms of ranks 0 and 1 and may write over either. Any
-                    # later term must still be there when it is added, so the sum goes elsewhere.
-                    if self.rank < 2:
-                        mean_in_order(terms, mine)
-                    else:
-                        mean_in_order(terms, terms[0])
-                        mine.copy_(terms[0])
-
-        return finish
-
-
-# Elements added up at a time: few enough to stay in a core's cache until they are divided.
-BLOCK_NUMEL = 64 * 1024
-
-
-def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """``out`` = mean of ``terms``, added one after the other in the dtype of ``out``.
-
-    Args:
-        terms: 1-D tensors of the same length.
-        out: 1-D tensor of that length; may be one of the first two terms, no later one.
-    """
-    blocks = [term.split(BLOCK_NUMEL) for term in terms]
-    for i, block in enumerate(out.split(BLOCK_NUMEL)):
-        # With a wider ``out`` the first term is copied into it: ``add`` of two narrow ones would
-        # round their sum before it is widened.
-        if len(terms) > 1 and terms[0].dtype == terms[1].dtype == out.dtype:
-            torch.add(blocks[0][i], blocks[1][i], out=block)
-            rest = blocks[2:]
-        else:
-            block.copy_(blocks[0][i])
-            rest = blocks[1:]
-        for term in rest:
-            block.add_(term[i])
-        block.div_(len(terms))
-
-
-def _as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    assert tensor is not None
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -529,15 +327,6 @@ def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[
     torch._foreach_copy_(cast, others)
     made = iter(cast)
     return [tensor if tensor.dtype == dtype else next(made) for tensor in given]
-
-
-def _wait(works: list[Any]) -> None:
-    """Streams wait where they order the work, else the host; None is ordered by the stream."""
-    # `clear`, as to wait once more would write the results once more (see `GroupTransport`).
-    for work in works:
-        if work is not None:
-            work.wait()
-    works.clear()
 
 
 def _either(group: dist.ProcessGroup, *names: str) -> Callable:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..comm.means import BLOCK_NUMEL, cut_length
 from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, done, ended
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
@@ -70,8 +71,10 @@ class _CountingExchange(Exchange):
         staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
         numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
         sizes = [sum(n) * wire.itemsize + staged for n in numels]
-        received = (self.size - 1) * sizes[bucket.rank]
-        held.append(Held(account, "communication buffers", received))
+        # Read from the memory of the others block by block, as within one host.
+        blocks = [min(n, BLOCK_NUMEL) * wire.itemsize for n in numels[bucket.rank]]
+        blocks.append(min(staged, BLOCK_NUMEL * wide.itemsize))
+        held.append(Held(account, "communication buffers", self.size * max(blocks)))
         others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
         nbytes += staged * self.size
@@ -80,8 +83,10 @@ class _CountingExchange(Exchange):
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
-        held = [Held(self.replay.account, "communication buffers", (self.size - 1) * nbytes)]
-        self._note_all_reduce(tensors, nbytes, (self.size - 1) * nbytes)
+        parts = [cut_length(t.nbytes, self.size) for t in tensors]
+        block = min(max(parts, default=0), BLOCK_NUMEL * 4)  # of floats
+        held = [Held(self.replay.account, "communication buffers", self.size * block)]
+        self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
         return held.clear
 
     def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:

@@ -104,6 +104,10 @@ class FirstForward:
                 if unit.state is State.SHARDED:
                     unit.param_group.give_back_tags()
             raise
+        # Now that ranks are known to have the same groups, and are all here.
+        for unit in self._units:
+            for transports in unit.param_group.transports:
+                transports.connect()
         # Samples of whole parameters have memory on the device; nothing compares them again.
         for unit in self._units:
             unit.param_group.initial = None

@@ -7,6 +7,7 @@ messages of an exchange; memory by looking at all storages of all units before e
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.transport import counting_sent
 from fsdp2.comm.compressed import CompressedTransport, Wire
 from fsdp2.comm.transports import Exchange, done
 from fsdp2.runtime.unit import units_in
@@ -32,9 +34,13 @@ class Traffic:
     gathered: float = 0
     reduced: float = 0
     all_reduced: float = 0
-    sent: int = 0
+    by_kind: Counter[str] = dataclasses.field(default_factory=Counter)
     num_gathers: int = 0
     narrow: int = 0
+
+    @property
+    def sent(self) -> int:
+        return self.by_kind.total()
 
     @property
     def total(self) -> float:
@@ -46,7 +52,6 @@ def counting() -> Iterator[Traffic]:
     """Counts what this rank's exchanges do inside the context."""
     traffic = Traffic()
     gather, scatter, reduce = Exchange.all_gather, Exchange.reduce_scatter, Exchange.all_reduce
-    start = Exchange._start
 
     def all_gather(self: Exchange, plan: Any, tag: int) -> Any:
         payload = sum(output.nbytes for output in plan.outputs)
@@ -67,10 +72,6 @@ def counting() -> Iterator[Traffic]:
         payload = sum(t.nbytes for t in tensors)
         traffic.all_reduced += 2 * payload * (self.size - 1) / self.size
         return reduce(self, tensors, tag)
-
-    def counted_start(self: Exchange, sends: Any, receives: Any) -> Any:
-        traffic.sent += sum(tensors[0].nbytes for tensors, *_ in sends)
-        return start(self, sends, receives)
 
     # Rows of bytes under a `CommPolicy`: who asks for them tells what they are.
     in_all_reduce = 0
@@ -117,12 +118,9 @@ def counting() -> Iterator[Traffic]:
         mock.patch.multiple(Wire, all_gather=narrow_gather, all_to_all=narrow_exchange),
         mock.patch.object(CompressedTransport, "all_reduce", all_reduce_narrow),
         mock.patch.multiple(
-            Exchange,
-            all_gather=all_gather,
-            reduce_scatter=reduce_scatter,
-            all_reduce=all_reduce,
-            _start=counted_start,
+            Exchange, all_gather=all_gather, reduce_scatter=reduce_scatter, all_reduce=all_reduce
         ),
+        counting_sent() as traffic.by_kind,
     ):
         yield traffic
 

@@ -1,0 +1,473 @@
+"""Ranks of one host tell each other where their data lies, and read it there.
+
+One exchange of a group, seen from one rank: it *posts* to every other rank the address of what that
+one is to read, reads what the others have posted as soon as all have, and acknowledges. It is over
+when the others have acknowledged too: then what was posted may change. Posts and acknowledgements
+are a few bytes on a Unix socket per pair of ranks; the data is copied once, by the reader
+(`cross_memory`). A rank that ends closes its sockets, which the others see at once.
+
+While a rank waits for an exchange, it serves all that it has begun, of all groups. But it may also
+be busy, or wait elsewhere: in a collective of the user, for a rank that waits for it to read. So a
+thread serves what is still unread every few milliseconds. (A thread that did all of it would wake
+up for each message, and take turns with the caller's for Python's lock.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from ..sharding.process_groups import timeout_of
+from .cross_memory import Ranges, ReadError, host_id, read
+
+SWITCH = "FSDP2_CROSS_MEMORY"  # 0 in the environment of a rank: its groups send messages instead
+
+Posts = dict[int, Ranges]  # by rank of the group
+
+_POST, _ACKNOWLEDGE = 1, 2
+_HEADER = struct.Struct("=BQ")
+_LONGEST = 1 << 16  # bytes of a post: 4,000 ranges
+_LATE_S = 0.004  # after which the thread serves
+_SLICE_S = 0.05  # of waiting, after which a thread looks whether another one was told
+_RECORD = 256  # bytes that ranks exchange to meet
+_CPU = torch.device("cpu")
+
+
+class Operation:
+    """One exchange that this rank has begun.
+
+    Args:
+        sequence: how many of its key there were before, and this one.
+        read_all: reads what the others have posted.
+        is_acknowledged: whether others tell when they have read.
+    """
+
+    def __init__(
+        self,
+        links: HostLinks,
+        channel: _Channel,
+        read_all: Callable[[Posts], None],
+        is_acknowledged: bool,
+    ) -> None:
+        self.links, self.channel = links, channel
+        self.sequence = channel.num_begun
+        self.read_all = read_all
+        self.is_acknowledged = is_acknowledged
+        self.has_read = False
+
+    def missing(self) -> list[int]:
+        """The ranks that have not posted, else those that have not read."""
+        channel = self.channel
+        if not self.has_read:
+            return [peer for peer, posts in channel.posts.items() if not posts]
+        if not self.is_acknowledged:
+            return []
+        return [peer for peer, count in channel.num_read.items() if count < self.sequence]
+
+    def wait(self) -> None:
+        """Return when everything was read here, and by the others.
+
+        Raises:
+            torch.distributed.DistNetworkError: a rank has ended or given up, or the timeout of the
+                group is over.
+        """
+        deadline = None
+        while missing := self.missing():
+            self.links.check(missing)
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + self.links.timeout_s()
+            elif now > deadline:
+                self.links.fail(
+                    f"timed out after {self.links.timeout_s():g} s; of the group's ranks, "
+                    f"{missing} did not {'read' if self.has_read else 'come'}"
+                )
+            _serve(min(_SLICE_S, max(0.0, deadline - now)))
+
+
+class _Channel:
+    """The exchanges of one key: posts and acknowledgements of each other rank, in order."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self.posts: dict[int, deque[Ranges]] = {peer: deque() for peer in peers}
+        self.num_read = dict.fromkeys(peers, 0)
+        self.num_begun = 0
+        self.num_ready = 0  # ranks of which there is a post
+        self.unread: deque[Operation] = deque()
+
+
+class HostLinks:
+    """Connections of this rank with the others of a group, all on one host.
+
+    Attributes:
+        size, rank: of the group, and of this process in it.
+        peers: the other ranks, from the next one on: were all to begin with the same rank, they
+            would read the same memory at once.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, pids: Sequence[int], sockets: dict[int, socket.socket]
+    ) -> None:
+        self.size, self.rank = group.size(), group.rank()
+        self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        # Not the group: these links live in a dictionary as long as it does.
+        self._group = ref(group)
+        self._pids, self._sockets = pids, sockets
+        self._channels: dict[int, _Channel] = {}
+        self._lost: set[int] = set()
+        self._broken = ""
+        self._owner = os.getpid()
+        for peer, connection in sockets.items():
+            connection.setblocking(False)
+            _served.epoll.register(connection, select.EPOLLIN)
+            _served.links[connection.fileno()] = (ref(self), peer)
+        # (Hang-ups are reported whatever is asked for.)
+        self._hangups = select.epoll()
+        for connection in sockets.values():
+            self._hangups.register(connection, 0)
+
+    def begin(
+        self,
+        key: int,
+        posts: Posts,
+        read_all: Callable[[Posts], None],
+        *,
+        is_acknowledged: bool = True,
+    ) -> Operation:
+        """Begin an exchange: tell each other rank which ranges of this process to read.
+
+        Args:
+            key: the same on all ranks; exchanges of one key are in the same order on all.
+            read_all: called once with what the others have posted, here or while this rank waits
+                for any exchange.
+            is_acknowledged: False where a later exchange tells that all have read.
+        """
+        with _lock:
+            self.check(())
+            channel = self._channel(key)
+            channel.num_begun += 1
+            operation = Operation(self, channel, read_all, is_acknowledged)
+            channel.unread.append(operation)
+            _served.note_unread(1)
+            header = _HEADER.pack(_POST, key)
+            for peer in self.peers:
+                ranges = posts[peer]
+                self._send(peer, header + struct.pack(f"={len(ranges)}Q", *ranges))
+            _serve(0)
+            self._read_ready(channel, key)
+        return operation
+
+    def read(self, peer: int, into: Ranges, ranges: Ranges) -> None:
+        """Copy ``ranges`` of the memory of rank ``peer``."""
+        read(self._pids[peer], into, ranges)
+
+    def check_sizes(self, peer: int, expected: Sequence[int], ranges: Ranges) -> None:
+        if list(expected) != ranges[1::2]:
+            self.fail(f"rank {peer} of the group offers ranges of other sizes than expected")
+
+    def timeout_s(self) -> float:
+        group = self._group()
+        timeout = dist.default_pg_timeout if group is None else timeout_of(group, _CPU)
+        return timeout.total_seconds()
+
+    def check(self, needed: Sequence[int]) -> None:
+        """Raise if an exchange has failed, or one of the ranks ``needed`` is gone."""
+        if self._broken:
+            raise dist.DistNetworkError(self._broken)
+        gone = [peer for peer in needed if peer in self._lost]
+        if gone:
+            self.fail(f"ranks {gone} of the group have ended, or given up after an error")
+
+    def fail(self, reason: str) -> None:
+        """Give up: this rank's exchanges raise from now on, and those of the others."""
+        # Closed before memory is freed that others may be reading: who finds the connection open
+        # after it has read, has read what was posted.
+        self.close()
+        self._broken = f"Exchange of memory within the host: {reason}"
+        raise dist.DistNetworkError(self._broken)
+
+    def close(self) -> None:
+        """Close the connections; without effect in a fork of the process that made them."""
+        if os.getpid() != self._owner:
+            return
+        for connection in self._sockets.values():
+            _served.drop(connection)
+            connection.close()
+        self._sockets = {}
+        self._hangups.close()
+        for channel in self._channels.values():
+            _served.note_unread(-len(channel.unread))
+            channel.unread.clear()
+
+    def __del__(self) -> None:
+        with suppress(OSError, TypeError, AttributeError):  # at the end of the interpreter
+            self.close()
+
+    def _channel(self, key: int) -> _Channel:
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = _Channel(self.peers)
+        return channel
+
+    def _send(self, peer: int, message: bytes) -> None:
+        deadline = None
+        while True:
+            try:
+                self._sockets[peer].send(message)
+                return
+            except BlockingIOError:
+                # Its buffer is full: hundreds of posts that it has not looked at. It does so in
+                # its next exchange.
+                if deadline is None:
+                    deadline = time.monotonic() + self.timeout_s()
+                if time.monotonic() > deadline:
+                    self.fail(f"rank {peer} of the group took no message")
+                _serve(0.001)
+                self.check((peer,))
+            except OSError:
+                self._lost.add(peer)
+                self.check((peer,))
+
+    def receive(self, peer: int) -> None:
+        """Take the next message of a rank, if there is one."""
+        connection = self._sockets.get(peer)
+        if connection is None:
+            return
+        try:
+            message = connection.recv(_LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._lost.add(peer)
+            _served.drop(connection)
+            return
+        kind, key = _HEADER.unpack_from(message)
+        channel = self._channel(key)
+        if kind == _ACKNOWLEDGE:
+            channel.num_read[peer] += 1
+            return
+        count = (len(message) - _HEADER.size) // 8
+        posts = channel.posts[peer]
+        channel.num_ready += not posts
+        posts.append(list(struct.unpack_from(f"={count}Q", message, _HEADER.size)))
+        self._read_ready(channel, key)
+
+    def _read_ready(self, channel: _Channel, key: int) -> None:
+        """Read what all the others have posted, and tell them."""
+        while channel.unread and channel.num_ready == len(self.peers):
+            operation = channel.unread.popleft()
+            _served.note_unread(-1)
+            posts = {peer: theirs.popleft() for peer, theirs in channel.posts.items()}
+            channel.num_ready = sum(map(bool, channel.posts.values()))
+            try:
+                operation.read_all(posts)
+            except dist.DistNetworkError:
+                raise
+            except (ReadError, RuntimeError) as error:
+                self.fail(str(error))
+            operation.read_all = _nothing  # it holds tensors
+            # A rank that gave up has freed what it posted, perhaps before it was read here. The
+            # others wait for this one's acknowledgement: of them, no connection is closed.
+            if self._hangups.poll(0):
+                self.fail("a rank of the group has ended, or given up after an error")
+            operation.has_read = True
+            if operation.is_acknowledged:
+                for peer in self.peers:
+                    self._send(peer, _HEADER.pack(_ACKNOWLEDGE, key))
+
+
+def _nothing(posts: Posts) -> None:
+    pass
+
+
+class _Served:
+    """The connections of all links of this process."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self.links: dict[int, tuple[ref[HostLinks], int]] = {}  # by file descriptor
+        self.num_unread = self.num_waiting = 0
+        self.is_late = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def note_unread(self, change: int) -> None:
+        """Count exchanges that were begun and not read; the caller has the lock."""
+        self.num_unread += change
+        if self.num_unread and not self.is_late.is_set():
+            if self.thread is None:
+                self.thread = threading.Thread(
+                    target=self._serve_late, name="fsdp2 exchange", daemon=True
+                )
+                self.thread.start()
+            self.is_late.set()
+
+    @torch.no_grad()
+    def _serve_late(self) -> None:
+        while True:
+            self.is_late.wait()
+            time.sleep(_LATE_S)
+            with _lock:
+                if not self.num_unread:
+                    self.is_late.clear()
+                    continue
+            if not self.num_waiting:
+                _serve(0)
+
+    def drop(self, connection: socket.socket) -> None:
+        if self.links.pop(connection.fileno(), None) is not None:
+            self.epoll.unregister(connection)
+
+
+def _serve(timeout_s: float) -> None:
+    """Take the messages that came, or the first that comes within ``timeout_s``."""
+    # (A message that the thread took would wake up nobody who waits here.)
+    _served.num_waiting += timeout_s > 0
+    try:
+        events = _served.epoll.poll(timeout_s)
+    finally:
+        _served.num_waiting -= timeout_s > 0
+    with _lock:
+        for number, _ in events:
+            found = _served.links.get(number)
+            links = None if found is None else found[0]()
+            if found is not None and links is not None:
+                # Links that break say so to who waits for them: it may be others that wait here.
+                with suppress(dist.DistNetworkError):
+                    links.receive(found[1])
+
+
+def _start_anew() -> None:
+    """In a fork: it has none of the connections, and an epoll would be its parent's as well."""
+    global _served, _lock
+    _served, _lock = _Served(), threading.RLock()
+
+
+_served = _Served()
+_lock = threading.RLock()
+_found: WeakKeyDictionary[dist.ProcessGroup, HostLinks | None] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def host_links(group: dist.ProcessGroup) -> HostLinks | None:
+    """The links of a group, or None: its ranks are on several hosts, or may not read each other.
+
+    Collective over the ranks of ``group`` at the first call; all get links, or none does.
+    """
+    if group not in _found:
+        _found[group] = _connect(group)
+    return _found[group]
+
+
+def _connect(group: dist.ProcessGroup) -> HostLinks | None:
+    token = os.urandom(16)
+    # At an address that others read once, to see whether they may.
+    proof = ctypes.create_string_buffer(token, len(token))
+    listener = None
+    try:
+        listener = _listen(token.hex(), group.size())
+        here = host_id() if os.environ.get(SWITCH, "1") != "0" and listener else ""
+        mine = [here, str(os.getpid()), str(ctypes.addressof(proof)), token.hex()]
+        everyone = [text.split("\n") for text in _all(group, "\n".join(mine))]
+        if not all(each[0] == everyone[0][0] != "" for each in everyone):
+            return None
+        assert listener is not None
+        pids = [int(pid) for _, pid, _, _ in everyone]
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for rank, (_, _, address, expected) in enumerate(everyone):
+                if rank != group.rank():
+                    _prove(pids[rank], int(address), bytes.fromhex(expected))
+            works = "yes"
+        except (OSError, ValueError):
+            works = "no"
+        if set(_all(group, works)) != {"yes"}:
+            return None
+        try:
+            _meet(group, listener, pids, [each[3] for each in everyone], sockets)
+        except OSError:
+            works = "no"
+        if set(_all(group, works)) != {"yes"}:
+            for connection in sockets.values():
+                connection.close()
+            return None
+        return HostLinks(group, pids, sockets)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _prove(pid: int, address: int, expected: bytes) -> None:
+    found = ctypes.create_string_buffer(len(expected))
+    read(pid, [ctypes.addressof(found), len(expected)], [address, len(expected)])
+    if found.raw != expected:
+        raise ValueError("another process")
+
+
+def _address(name: str) -> str:
+    # In no file system: nothing is left behind, whatever happens.
+    return f"\0fsdp2-{name}"
+
+
+def _listen(name: str, num: int) -> socket.socket | None:
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(_address(name))
+        listener.listen(num)
+        return listener
+    except (AttributeError, OSError):
+        if listener is not None:
+            listener.close()
+        return None
+
+
+def _meet(
+    group: dist.ProcessGroup,
+    listener: socket.socket,
+    pids: Sequence[int],
+    names: Sequence[str],
+    sockets: dict[int, socket.socket],
+) -> None:
+    """Connect with all other ranks: calls those below, and is called by those above."""
+    timeout_s = timeout_of(group, _CPU).total_seconds()
+    for peer in range(group.rank()):
+        connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(timeout_s)
+        connection.connect(_address(names[peer]))
+    listener.settimeout(timeout_s)
+    while len(sockets) < group.size() - 1:
+        connection, _ = listener.accept()
+        # Every process of the host can find the listener; only the ranks are let in.
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+        pid, _, _ = struct.unpack("3i", credentials)
+        peer = pids.index(pid) if pid in pids else -1
+        if peer <= group.rank() or peer in sockets:
+            connection.close()
+        else:
+            sockets[peer] = connection
+
+
+def _all(group: dist.ProcessGroup, text: str) -> list[str]:
+    """The texts of all ranks."""
+    mine = torch.zeros(_RECORD, dtype=torch.uint8, device="cpu")
+    encoded = text.encode()
+    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    everyone = [torch.zeros_like(mine) for _ in range(group.size())]
+    group.allgather([everyone], [mine]).wait()
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in everyone]

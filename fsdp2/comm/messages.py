@@ -1,0 +1,134 @@
+"""The parts of an exchange as messages of a gloo group, received straight into place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ..sharding.gather_plan import GatherPlan
+from ..sharding.gather_plan import Messages as Listed
+from .means import cut, mean_in_order
+from .streams import Finish, wait_for
+
+# An all-reduce of fewer bytes is one exchange of the whole: half as many messages, one after the
+# other, and (n-1) instead of 2 (n-1)/n times the bytes.
+WHOLE_BYTES = 64 * 1024
+
+
+class Messages:
+    """Exchanges by messages.
+
+    Args:
+        group: of gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        # As ``send`` and ``recv`` of a group count them: by number in the group, not by global
+        # rank.
+        self.peers = [r for r in range(self.size) if r != self.rank]
+
+    def gather(self, plan: GatherPlan, tag: int) -> Finish:
+        """Start to fill the slices of the others in the outputs of ``plan``."""
+        if plan.messages is None:
+            plan.messages = self._gather_messages(plan, tag)
+        return self._start(*plan.messages)
+
+    def _gather_messages(self, plan: GatherPlan, tag: int) -> tuple[Listed, Listed]:
+        sends: Listed = []
+        receives: Listed = []
+        for i, (mine, output, rows) in enumerate(
+            zip(plan.inputs, plan.outputs, plan.rows, strict=True)
+        ):
+            numel = output.numel() // self.size
+            for peer in self.peers:
+                # Padding is not sent: of empty slices there is no message, on both sides alike.
+                if rows[peer]:
+                    theirs = output[peer * numel : peer * numel + rows[peer]]
+                    receives.append(([theirs], peer, tag + i))
+                if rows[self.rank]:
+                    sends.append(([mine[: rows[self.rank]]], peer, tag + i))
+        return sends, receives
+
+    def scatter(
+        self, parts: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor], tag: int
+    ) -> Finish:
+        """Start to write into ``outs`` the means over ranks of what they have for this one.
+
+        Args:
+            parts: for each of ``outs``, the contiguous 1-D tensors for each rank.
+        """
+        own = [part[self.rank] for part in parts]
+        received = {peer: _buffers(own) for peer in self.peers}
+        wait = self._start(
+            [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
+             if len(part[p])],
+            [([received[p][i]], p, tag + i) for i, term in enumerate(own) for p in self.peers
+             if len(term)],
+        )  # fmt: skip
+
+        def finish() -> None:
+            wait()
+            with record_function("fsdp2::exchange"):
+                for i, (term, out) in enumerate(zip(own, outs, strict=True)):
+                    ordered = [term if r == self.rank else received[r][i] for r in range(self.size)]
+                    self._add_up(ordered, out)
+            own.clear()
+            received.clear()
+
+        return finish
+
+    def _add_up(self, ordered: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        # In rank order, or replicas would differ in the last bits. The first addition reads the
+        # terms of ranks 0 and 1 and may write over either. Any later term must still be there when
+        # it is added, so the sum goes elsewhere.
+        if self.rank > 1 and out.data_ptr() == ordered[self.rank].data_ptr():
+            mean_in_order(ordered, ordered[0])
+            out.copy_(ordered[0])
+        else:
+            mean_in_order(ordered, out[: len(ordered[0])])
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
+        """Start to replace 1-D ``tensors`` by their means over ranks."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if self.size == 2 or nbytes < WHOLE_BYTES:
+            return self.scatter([[tensor] * self.size for tensor in tensors], tensors, tag)
+        # Each rank adds up one part of each tensor, and sends the sums to the others.
+        parts = [cut(tensor, self.size) for tensor in tensors]
+        own = [part[self.rank] for part in parts]
+        add_up = self.scatter(parts, own, tag)
+
+        def finish() -> None:
+            add_up()
+            # The tags again: between two ranks messages of one tag arrive in order.
+            self._start(
+                [([term], p, tag + i) for i, term in enumerate(own) for p in self.peers
+                 if len(term)],
+                [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
+                 if len(part[p])],
+            )()  # fmt: skip
+
+        return finish
+
+    def _start(self, sends: Listed, receives: Listed) -> Finish:
+        group = self.group
+        works = [group.recv(*message) for message in receives]
+        works += [group.send(*message) for message in sends]
+        return lambda: wait_for(works)
+
+
+def _buffers(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Buffers for the terms of one peer; those of one dtype share one allocation."""
+    # One allocation instead of one per gradient. (On "cpu", whatever default device a user has
+    # set.)
+    made: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in like):
+        chosen = [i for i, tensor in enumerate(like) if tensor.dtype == dtype]
+        numels = [len(like[i]) for i in chosen]
+        flat = torch.empty(sum(numels), dtype=dtype, device="cpu")
+        made.update(zip(chosen, flat.split(numels), strict=True))
+    return [made[i] for i in range(len(like))]

@@ -1,0 +1,248 @@
+"""Exchanges of 5 to 8 ranks, as messages and as reads of memory within the host."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
+from models import EVEN_MLP, MLP, TRANSFORMER
+from reference import Training, check_training, pair
+
+pytestmark = [ours_only("transports"), cpu_only("gloo")]
+
+if not RUNS_ON_TORCH:
+    import fsdp2.comm.exchange
+    import fsdp2.comm.host_links
+    from benchmarks.transport import counting_sent
+    from fsdp2 import MixedPrecisionPolicy
+    from fsdp2.comm.host_links import SWITCH, HostLinks, host_links
+    from fsdp2.comm.host_reads import HostReads
+    from fsdp2.comm.messages import WHOLE_BYTES, Messages
+
+
+def links_of(group: dist.ProcessGroup) -> HostLinks:
+    links = host_links(group)
+    if links is None:
+        pytest.skip("processes may not read each other's memory here")
+    return links
+
+
+def ways(group: dist.ProcessGroup) -> list[Any]:
+    return [Messages(group), HostReads(links_of(group))]
+
+
+def some_ranks(num: int) -> dist.ProcessGroup | None:
+    """A group of the first ``num`` ranks; None on the others."""
+    group = dist.new_group(list(range(num)))
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def term(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What ``rank`` contributes: values whose sum depends on the order."""
+    made = torch.Generator().manual_seed(1000 * rank + numel % 997)
+    return (torch.randn(numel, generator=made) * 10.0 ** (rank % 3)).to(dtype)
+
+
+def mean(terms: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """In rank order, in ``dtype``."""
+    total = terms[0].to(dtype)
+    for each in terms[1:]:
+        total = total + each.to(dtype)
+    return total / len(terms)
+
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+]
+
+
+@distributed(8)
+def test_sums_are_those_in_rank_order_bit_for_bit() -> None:
+    """Of several dtypes in one exchange, with parts that the last ranks do not have."""
+    for num in (5, 6, 7, 8):
+        group = some_ranks(num)
+        if group is None:
+            continue
+        me = group.rank()
+        for number, way in enumerate(ways(group)):
+            # Of the second tensor ranks have 3 rows of 16 each until there are none left.
+            numels = [[70_001] * num, [max(0, min(3, 13 - 3 * r)) * 16 for r in range(num)]]
+            parts, outs, expected = [], [], []
+            for wire, wide in DTYPES:
+                for sizes in numels:
+                    parts.append(term(me, sum(sizes), wire).split(sizes))
+                    padding = 5
+                    outs.append(torch.full((sizes[me] + padding,), 7.0, dtype=wide))
+                    whole = [term(r, sum(sizes), wire).split(sizes)[me] for r in range(num)]
+                    expected.append(mean(whole, wide))
+            way.scatter(parts, outs, 1000 + 100 * number)()
+            for out, right in zip(outs, expected, strict=True):
+                assert torch.equal(out[: len(right)], right), (num, number, out.dtype)
+                assert (out[len(right) :] == 7).all()
+    dist.barrier()
+
+
+@distributed(8)
+def test_an_all_reduce_sends_each_byte_twice_and_gives_equal_bits() -> None:
+    for num in (5, 6, 7, 8):
+        group = some_ranks(num)
+        if group is None:
+            continue
+        me = group.rank()
+        for number, way in enumerate(ways(group)):
+            for dtype in (torch.float32, torch.bfloat16):
+                # One that divides evenly, one that leaves the last ranks a part that is shorter.
+                sizes = [num * 8192, 70_001, 1]
+                tensors = [term(me, numel, dtype) for numel in sizes]
+                with counting_sent() as sent:
+                    way.all_reduce(tensors[:1], 50_000)()
+                nbytes = sizes[0] * dtype.itemsize
+                assert nbytes >= WHOLE_BYTES
+                assert sent == {"all_reduce": 2 * nbytes * (num - 1) // num}
+                way.all_reduce(tensors[1:], 60_000)()
+                for numel, found in zip(sizes, tensors, strict=True):
+                    right = mean([term(r, numel, dtype) for r in range(num)], dtype)
+                    assert torch.equal(found, right), (num, number, numel, dtype)
+    dist.barrier()
+
+
+def as_messages(group: dist.ProcessGroup) -> None:
+    """In the place of `host_links`."""
+
+
+def assert_replicas_are_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    group = mesh.get_group("replicate")
+    for param in model.parameters():
+        local: Any = param.to_local()  # type: ignore[attr-defined]
+        found = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(found, local.detach().contiguous(), group=group)
+        assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@distributed(8)
+def test_training(reads: bool) -> None:
+    """Layers with fewer rows than there are ranks, in fp64 and with gradients sent in bf16."""
+    links = host_links if reads else as_messages
+    bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    with mock.patch.object(fsdp2.comm.exchange, "host_links", links):
+        for shape in ((8,), (2, 4), (4, 2)):
+            hybrid = len(shape) == 2
+            mesh = cached_mesh(*shape, names=("replicate", "shard") if hybrid else None)
+            training = Training(steps=2, bitwise=False)
+            for case in (MLP, TRANSFORMER):
+                model, _ = check_training(case, training, mesh=mesh, direct_min_bytes=0)
+                if hybrid:
+                    assert_replicas_are_equal(model, mesh)
+            model, _ = pair(EVEN_MLP, dtype=torch.float32, mesh=mesh, direct_min_bytes=0, **bf16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                batch = EVEN_MLP.batch(step, dist.get_rank(), torch.float32)
+                EVEN_MLP.loss(model, *batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if hybrid:
+                assert_replicas_are_equal(model, mesh)
+
+
+def new_group(timeout_s: float = 30.0) -> dist.ProcessGroup:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@distributed(2)
+def test_all_ranks_read_or_none_does() -> None:
+    """One rank may not read, or has the switch off."""
+
+    def refuse(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise PermissionError
+
+    links_of(new_group())
+    with mock.patch.object(fsdp2.comm.host_links, "_prove", refuse):
+        assert host_links(new_group()) is None
+    with mock.patch.object(fsdp2.comm.host_links, "_meet", refuse):
+        assert host_links(new_group()) is None
+    with mock.patch.dict(os.environ, {SWITCH: str(dist.get_rank())}):
+        assert host_links(new_group()) is None
+
+
+@distributed(2)
+def test_ranks_may_wait_in_different_orders() -> None:
+    """Of exchanges in two groups, and of two with one tag, which keep their order."""
+    both = [HostReads(links_of(new_group())) for _ in range(2)]
+    me = dist.get_rank()
+    outs = [torch.zeros(4) for _ in range(3)]
+    waits = []
+    for i, (way, tag) in enumerate(((both[0], 1), (both[1], 1), (both[0], 1))):
+        parts = [(torch.full((4,), 10.0 * i + me), torch.full((4,), 20.0 * i + me))]
+        waits.append(way.scatter(parts, [outs[i]], tag))
+    for wait in waits if me else reversed(waits):
+        wait()
+    for i, out in enumerate(outs):
+        assert out.tolist() == [(10.0 + 10 * me) * i + 0.5] * 4
+
+
+def exchange(way: HostReads, numel: int = 4) -> Callable[[], None]:
+    return way.scatter([(torch.ones(numel), torch.ones(numel))], [torch.zeros(numel)], 1)
+
+
+@distributed(2)
+def test_a_rank_that_gives_up_is_noticed_at_once() -> None:
+    links = links_of(new_group())
+    way = HostReads(links)
+    exchange(way)()
+    if dist.get_rank() == 1:
+        links.close()
+    else:
+        for _ in range(2):  # and every later exchange of the group fails likewise
+            with pytest.raises(dist.DistNetworkError, match=r"have ended, or given up"):
+                exchange(way)()
+    dist.barrier()
+
+
+@distributed(2)
+def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
+    """It posts and fails: the memory may be another's by the time it is read."""
+    links = links_of(new_group())
+    way = HostReads(links)
+    if dist.get_rank() == 1:
+        wait = exchange(way)
+        links.close()
+        del wait
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistNetworkError, match=r"ended, or given up"):
+            exchange(way)()
+    dist.barrier()
+
+
+@distributed(2)
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
+    links = links_of(new_group(1.0))
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistNetworkError, match=r"after 1 s; .* \[1\] did not come"):
+            exchange(HostReads(links))()
+    dist.barrier()
+
+
+@distributed(2)
+def test_ranks_that_expect_other_sizes_fail() -> None:
+    way = HostReads(links_of(new_group(20.0)))
+    with pytest.raises(dist.DistNetworkError, match=r"other sizes|given up"):
+        exchange(way, 4 + dist.get_rank())()
+    dist.barrier()
