@@ -84,7 +84,7 @@ class Operation:
                 group is over.
         """
         deadline = None
-        while missing := self.missing():
+        while (missing := self.missing()) or not self.has_read:
             self.links.check(missing)
             now = time.monotonic()
             if deadline is None:
@@ -133,10 +133,6 @@ class HostLinks:
             connection.setblocking(False)
             _served.epoll.register(connection, select.EPOLLIN)
             _served.links[connection.fileno()] = (ref(self), peer)
-        # (Hang-ups are reported whatever is asked for.)
-        self._hangups = select.epoll()
-        for connection in sockets.values():
-            self._hangups.register(connection, 0)
 
     def begin(
         self,
@@ -206,7 +202,6 @@ class HostLinks:
             _served.drop(connection)
             connection.close()
         self._sockets = {}
-        self._hangups.close()
         for channel in self._channels.values():
             _served.note_unread(-len(channel.unread))
             channel.unread.clear()
@@ -280,14 +275,13 @@ class HostLinks:
             except (ReadError, RuntimeError) as error:
                 self.fail(str(error))
             operation.read_all = _nothing  # it holds tensors
-            # A rank that gave up has freed what it posted, perhaps before it was read here. The
-            # others wait for this one's acknowledgement: of them, no connection is closed.
-            if self._hangups.poll(0):
-                self.fail("a rank of the group has ended, or given up after an error")
-            operation.has_read = True
+            # A rank that gave up has freed what it posted, perhaps before it was read here. But
+            # then it has closed its connection before, and to send to it is an error. (Without an
+            # acknowledgement, the next exchange sends.)
             if operation.is_acknowledged:
                 for peer in self.peers:
                     self._send(peer, _HEADER.pack(_ACKNOWLEDGE, key))
+            operation.has_read = True
 
 
 def _nothing(posts: Posts) -> None:

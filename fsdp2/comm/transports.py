@@ -37,7 +37,8 @@ from .exchange import Exchange
 from .means import Mean, as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for
 
-# Above this many ranks the number of messages of an exchange costs more than its directness saves.
+# Most ranks that exchange data in pairs; chosen with `python -m benchmarks.exchange`, and a number
+# that all ranks know. More have not been measured, and messages grow with their square.
 EXCHANGE_MAX_RANKS = 16
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -217,17 +218,22 @@ def test_a_rank_that_gives_up_is_noticed_at_once() -> None:
 
 @distributed(2)
 def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
-    """It posts and fails: the memory may be another's by the time it is read."""
+    """It posts, reads, and fails: the memory may be another's by the time it is read."""
     links = links_of(new_group())
     way = HostReads(links)
-    if dist.get_rank() == 1:
-        wait = exchange(way)
-        links.close()
-        del wait
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with pytest.raises(dist.DistNetworkError, match=r"ended, or given up"):
-            exchange(way)()
+    with fsdp2.comm.host_links._lock if dist.get_rank() == 0 else nullcontext():  # no thread reads
+        if dist.get_rank() == 0:
+            wait = exchange(way)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            wait = exchange(way)
+            assert links._channels[5].num_begun == 1
+            assert not links._channels[5].unread  # read and acknowledged
+            links.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(dist.DistNetworkError, match=r"ended, or given up"):
+                wait()
     dist.barrier()
 
 
