@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
+from operator import attrgetter, is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -44,6 +45,9 @@ from ..sharding.param import ShardedParam
 from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.reduce_plan import ReducePlan
 from .unit_config import UnitConfig
+
+# With `map` in place of generators, which cost a frame per item: these run in every backward.
+_nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 
 
 class Reduction:
@@ -74,7 +78,7 @@ class Reduction:
         self.bucket = bucket
         self.plan = plan
         self.grads = grads
-        self.only_partial = all(grad is None for grad in grads)
+        self.only_partial = all(map(is_, grads, repeat(None)))
         self.scatter = transports.scatter
         self.replicate = transports.replicate
         self.is_local = self.scatter is None and self.replicate is None
@@ -503,7 +507,7 @@ class ReductionsInFlight:
             except RuntimeError as error:
                 new.reraise(error, reduction)
         if not streams.stream_ordered:
-            if len(self._launched) > 1 and any(r.replicate is not None for r in reductions):
+            if len(self._launched) > 1 and any(map(_replicate_of, reductions)):
                 self._advance(islice(self._launched, len(self._launched) - 1))
             if new.nbytes > self.max_bytes and max_units is None:
                 self.complete(streams)
@@ -514,7 +518,7 @@ class ReductionsInFlight:
             while len(self._launched) >= max_units:
                 self._complete_oldest(streams)
             return
-        in_flight = sum(older.nbytes for older in self._launched)
+        in_flight = sum(map(_nbytes_of, self._launched))
         while self._launched and in_flight + nbytes > self.max_bytes:
             in_flight -= self._launched[0].nbytes
             self._complete_oldest(streams)

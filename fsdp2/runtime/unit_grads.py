@@ -8,6 +8,7 @@ that dtype.
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .param_group import ParamGroup
 from .reduction import Reduction, reduced_without_graph
 from .unit_config import UnitConfig
 
+_partial_of = attrgetter("partial_present")
 Taken = list[dict[int, torch.Tensor]]  # for each bucket: index of a parameter -> its gradient
 
 
@@ -88,7 +90,7 @@ class UnitGrads:
         """Whether anything is left to reduce, including sums that wait for an all-reduce."""
         if self.has_whole():
             return True
-        return any(bucket.partial_present for bucket in self._param_group.buckets)
+        return any(map(_partial_of, self._param_group.buckets))
 
     def earlier_are_left(self) -> bool:
         """Whether earlier backwards left gradients that are in no ``.grad`` yet."""
