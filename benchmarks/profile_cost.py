@@ -81,12 +81,19 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     found = {
         "lm, 2 ranks over gloo": run_ranks(lm, 2, {"rounds": rounds}),
+        "lm, 1 rank": run_ranks(lm, 1, {"rounds": rounds}),
         "hooks, host only": run_ranks(hooks, 2, {"rounds": rounds}, fake=True),
     }
-    print("| measure | units | step without, ms | with, ms | ratio |\n|---|---|---|---|---|")
+    print("| measure | units | step without, ms | with, ms | ratio of medians | middle half |")
+    print("|---|---|---|---|---|---|")
     for name, measured in found.items():
         off, on = (1e3 * statistics.median(measured[key]) for key in ("off_s", "on_s"))
-        print(f"| {name} | {measured['units']} | {off:.1f} | {on:.1f} | {on / off:.3f} |")
+        pairs = [b / a for a, b in zip(measured["off_s"], measured["on_s"], strict=True)]
+        low, _, high = statistics.quantiles(pairs, n=4)
+        print(
+            f"| {name} | {measured['units']} | {off:.1f} | {on:.1f} | {on / off:.3f} "
+            f"| {low:.3f} to {high:.3f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -21,22 +21,25 @@ class Held:
     """Bytes that units hold on the device, by purpose; updated unit by unit.
 
     Attributes:
-        now: sums over all units measured so far.
+        now: sums over all units measured so far, in the order of `PARTS`. A tuple, which is made
+            again only if a number changes: samples keep it as it is.
     """
 
     def __init__(self) -> None:
-        self.now = dict.fromkeys(PARTS, 0)
-        self._of_unit: dict[Unit, dict[str, int]] = {}
+        self.now = _NOTHING
+        self._of_unit: dict[Unit, tuple[int, ...]] = {}
         self._accumulated: dict[Unit, int] = {}
 
     def measure(self, unit: Unit) -> None:
         """Update the bytes of one unit."""
-        parts = _parts(unit)
-        parts[UNREDUCED] += self._accumulated.get(unit, 0)
-        before = self._of_unit.get(unit, {})
-        for name, nbytes in parts.items():
-            self.now[name] += nbytes - before.get(name, 0)
-        self._of_unit[unit] = parts
+        # About ten times per unit and step: what is slow here is what a profile costs.
+        parts = _parts(unit, self._accumulated.get(unit, 0))
+        before = self._of_unit.get(unit, _NOTHING)
+        if parts != before:
+            self._of_unit[unit] = parts
+            self.now = tuple(
+                n + new - old for n, new, old in zip(self.now, parts, before, strict=True)
+            )
 
     def note_accumulated(self, unit: Unit) -> None:
         """After a backward of ``unit`` without gradient sync, count the unsharded gradients."""
@@ -49,31 +52,37 @@ class Held:
 
     def take(self, nbytes: int) -> None:
         """Count gradients that a reduction holds; negative when it drops them."""
-        self.now[UNREDUCED] += nbytes
+        self.now = (*self.now[:-1], self.now[-1] + nbytes)
 
 
-def _parts(unit: Unit) -> dict[str, int]:
-    buckets = unit.buckets
-    here = [b for b in buckets if b.shard_device == b.device]  # else in host memory
-    stores = [b.grads.storage.size() for b in here if b.grads is not None]
-    secondary = [b.secondary.storage.size() for b in buckets if b.secondary is not None]
-    return {
-        PARAMETERS: sum(b.shards.nbytes for b in here),
-        GRADIENTS: sum(stores),
-        GATHERED: sum(b.allocated_bytes for b in buckets),
-        SECONDARY: sum(secondary),
-        UNREDUCED: sum(b.partial.nbytes for b in buckets if b.partial is not None),
-    }
+_NOTHING = (0,) * len(PARTS)
+
+
+def _parts(unit: Unit, unreduced: int) -> tuple[int, ...]:
+    shards = grads = gathered = secondary = 0
+    for bucket in unit.buckets:
+        if bucket.shard_device == bucket.device:  # else in host memory
+            shards += bucket.shards.nbytes
+            if bucket.grads is not None:
+                grads += bucket.grads.storage.size()
+        if bucket.gathered is not None:
+            for storage in bucket.gathered.storages:
+                gathered += storage.size()
+        if bucket.secondary is not None:
+            secondary += bucket.secondary.storage.size()
+        if bucket.partial is not None:
+            unreduced += bucket.partial.nbytes
+    return shards, grads, gathered, secondary, unreduced
 
 
 def _nbytes(grad: torch.Tensor) -> int:
     return getattr(grad, "_local_tensor", grad).nbytes
 
 
-def total_reader(device: torch.device) -> Callable[[], int | None]:
+def total_reader(device: torch.device) -> Callable[[], Any]:
     """A function that returns the memory in use: of a device's allocator, or of the process.
 
-    It returns None if this is unknown, takes microseconds and waits for nothing.
+    It returns what `total_of` takes, in about a microsecond, and waits for nothing.
     """
     if device.type == "cuda":
         # (torch.cuda.memory_allocated makes a flat dict of all statistics first)
@@ -89,10 +98,20 @@ def total_reader(device: torch.device) -> Callable[[], int | None]:
     return _resident_reader()
 
 
-def _resident_reader() -> Callable[[], int | None]:
+def total_of(read: Any) -> int | None:
+    """Bytes, from what a `total_reader` returned; None if they are unknown."""
+    if isinstance(read, bytes):
+        return int(read.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return read
+
+
+def _resident_reader() -> Callable[[], Any]:
     try:
         file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 (as long as the reader)
     except OSError:
         return lambda: None  # not Linux
-    page = os.sysconf("SC_PAGE_SIZE")
-    return lambda: int(os.pread(file.fileno(), 100, 0).split()[1]) * page
+
+    def resident(fd: int = file.fileno(), pread: Any = os.pread, of: Any = file) -> bytes:
+        return pread(fd, 100, 0)  # text: it is understood when the profile is over
+
+    return resident

@@ -32,7 +32,7 @@ from ..sharding.bucket import Bucket
 from . import events
 from .clocks import Mark, make_clock
 from .events import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, REDUCE_SCATTER
-from .memory import Held, total_reader
+from .memory import PARTS, Held, total_of, total_reader
 from .patches import Patches
 from .timed import Operation, TimedTransport
 
@@ -66,7 +66,7 @@ class Recorder:
         self._borders: list[tuple[bool, str, str, int, Mark]] = []
         self._operations: list[Operation] = []
         self._waits: list[tuple[Operation, Mark, Mark]] = []
-        self._samples: list[tuple[Mark, dict[str, int], int | None]] = []
+        self._samples: list[tuple[Mark, tuple[int, ...], Any]] = []
         self._moments: list[tuple[str, Mark]] = []
         # The current state.
         self._open: list[tuple[Unit | None, str]] = []
@@ -97,6 +97,8 @@ class Recorder:
             if unit.runtime is not None:
                 self._watch(runtime_of(unit))
                 self._held.measure(unit)
+                for bucket in unit.buckets:  # here, and not in the first step that is recorded
+                    self._facts_of(unit, bucket)
         self._sample(self._last)
 
     def stop(self) -> None:
@@ -276,12 +278,17 @@ class Recorder:
     def _start_unshard(self, unit: Unit, original: Callable[..., Any], streams: Streams) -> None:
         held = [b for b in unit.buckets if b.cache_valid]
         secondary = unit.state is State.SECONDARY
-        # Marks on the gather stream, before and after.
-        with streams.gathering():
+        end = None
+        if streams.stream_ordered:
+            # Marks on the gather stream, before and after.
+            with streams.gathering():
+                operation = self.operation(unit, ALL_GATHER, 0, (0, 0))
+            original(streams)
+            with streams.gathering():
+                end = self.clock.mark()
+        else:
             operation = self.operation(unit, ALL_GATHER, 0, (0, 0))
-        original(streams)
-        with streams.gathering():
-            end = self.clock.mark()
+            original(streams)
         num_ranks, nbytes, sent = 0, 0, 0
         for bucket, transports in zip(unit.buckets, unit.param_group.transports, strict=True):
             if bucket in held or transports.gather is None:
@@ -299,7 +306,7 @@ class Recorder:
             sent += facts.sent_by_regather(link.group.size())
         if num_ranks:
             operation.num_ranks, operation.nbytes, operation.sent_bytes = num_ranks, nbytes, sent
-            self.launched(operation, end=end if streams.stream_ordered else None)
+            self.launched(operation, end=end)
             self._gathering[unit] = operation
         self._note_memory(unit)
 
@@ -371,10 +378,10 @@ class Recorder:
     def _note_memory(self, unit: Unit) -> None:
         if unit in self._names:
             self._held.measure(unit)
-            self._sample(self.clock.mark())
+            self._samples.append((self.clock.mark(), self._held.now, self._total()))
 
     def _sample(self, mark: Mark) -> None:
-        self._samples.append((mark, dict(self._held.now), self._total()))
+        self._samples.append((mark, self._held.now, self._total()))
 
     # -- as data ----------------------------------------------------------------------------
 
@@ -410,7 +417,8 @@ class Recorder:
             ),
             waits=tuple(waits),
             memory=tuple(
-                events.Sample(read(mark), parts, total) for mark, parts, total in self._samples
+                events.Sample(read(mark), dict(zip(PARTS, parts, strict=True)), total_of(total))
+                for mark, parts, total in self._samples
             ),
             moments=tuple(events.Moment(kind, read(mark)) for kind, mark in self._moments),
             end_s=read(self._stopped),

@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, Profile, explain, fully_shard, profile, replicate
+from fsdp2.profiling import recorder
+from fsdp2.profiling.memory import PARTS
 from fsdp2.runtime.unit import Unit, units_in
 from fsdp2.testing import simulated_mesh
 from harness import cached_mesh, distributed, ours_only
@@ -305,8 +307,10 @@ def test_accumulation_without_sync() -> None:
         for _ in range(2):
             with model.no_sync():
                 model(x).sum().backward()
-            held = p._recorder._held.now["unreduced gradients"]  # type: ignore[union-attr]
-            assert held == sum(4 * unit.numel for unit in explain(model).units)
+            held = p._recorder._held.now  # type: ignore[union-attr]
+            assert held[PARTS.index("unreduced gradients")] == sum(
+                4 * unit.numel for unit in explain(model).units
+            )
             model(x).sum().backward()
             optimizer.step()
             other.step()
@@ -318,6 +322,25 @@ def test_accumulation_without_sync() -> None:
         assert unit.gather.count >= 2  # at least one per micro-batch
     # Another model's optimizer is none of it.
     assert sum(m.kind == "optimizer" for m in p.recording.moments) == 2
+
+
+@distributed(2)
+def test_a_profiled_step_works_out_nothing_that_is_known_before() -> None:
+    """Bytes of buckets at the start, text of the system at the end; equal samples share numbers."""
+    model = shard_case(MLP, MLP.build(), mesh=cached_mesh(2))
+    x = MLP.batch(0, 0, torch.float32)[0]
+    model(x).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        with profile(model) as p:
+            patch.setattr(recorder, "facts_of", lambda *_: 1 / 0)
+            patch.setattr(recorder, "total_of", lambda *_: 1 / 0)
+            model(x).sum().backward()
+            assert p._recorder is not None
+            samples = p._recorder._samples
+            assert len({id(parts) for _, parts, _ in samples}) < len(samples)
+        with pytest.raises(ZeroDivisionError):
+            _ = p.recording
+    check_consistent(p)
 
 
 @distributed(2)
