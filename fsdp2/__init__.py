@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .api.fully_shard import fully_shard, replicate
     from .api.functions import register_fsdp_forward_method, share_comm_ctx
     from .api.initialization import broadcast_replicas, init_on_whole_tensors, materialize
+    from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
     from .api.shard_model import shard_model
     from .comm.store_exchange import RanksDisagreeError
@@ -75,6 +76,7 @@ __all__ = [
     "iter_full_tensors",
     "load_full_state_dict",
     "materialize",
+    "merge_units",
     "optim",
     "plan",
     "profile",
@@ -120,6 +122,7 @@ _HOME = {
     "iter_full_tensors": "api.full_state",
     "load_full_state_dict": "api.full_state",
     "materialize": "api.initialization",
+    "merge_units": "api.merging",
     "plan": "planner",
     "profile": "profiling",
     "register_fsdp_forward_method": "api.functions",

@@ -8,7 +8,7 @@ since: a checkpoint that is loaded in between puts everything right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ class InitialValues:
         self._params = [param for param in params if _is_cut_for_all(param)]
         self._whole = Samples([whole_of(param) for param in self._params])
         self._shards = Samples([])
+        self._others: list[InitialValues] = []
 
     def of_shards(self) -> InitialValues | None:
         """Sample the shards too, once there are any; None if there is nothing to compare."""
@@ -36,15 +37,21 @@ class InitialValues:
         self._shards = Samples([param.local for param in self._params])
         return self if self._params else None
 
+    def joined(self, others: Iterable[InitialValues | None]) -> InitialValues:
+        """These and others: of units that became one."""
+        self._others += filter(None, others)
+        return self
+
     def unwritten(self) -> list[tuple[ShardedParam, bytes]]:
         """The parameters whose shards are as they were, with samples of what they were cut from."""
         # By value, not by version counter: a load with ``assign=True``, a move and a write through
         # ``.data`` all leave counters as they were, or bring new ones.
         now = Samples([param.local for param in self._params]).read()
         rows = zip(self._params, self._whole.read(), self._shards.read(), now, strict=True)
-        return [
+        found = [
             (param, whole) for param, whole, before, own in rows if whole and own and own == before
         ]
+        return found + [each for other in self._others for each in other.unwritten()]
 
 
 def whole_of(param: ShardedParam) -> torch.Tensor:

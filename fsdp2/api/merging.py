@@ -1,0 +1,280 @@
+"""`merge_units`: small neighbouring units of a sharded model as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import nn
+
+from ..comm.streams import device_module
+from ..runtime.building import build_runtime, name_units
+from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
+from ..runtime.root import Runtime, runtime_of
+from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
+from .torch_compat import publish_state
+
+
+@dataclass(frozen=True)
+class MergedUnits:
+    """What `merge_units` did; its ``str()`` is a few lines.
+
+    Attributes:
+        merged: the names of the units that each new unit was made of.
+        left: the names of units smaller than ``min_bytes`` that are as they were, with the reason.
+    """
+
+    merged: tuple[tuple[str, ...], ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(names)} units are one: {names[0]} .. {names[-1]}" for names in self.merged
+        ] or ["No units were merged"]
+        for reason, alike in groupby(self.left.items(), key=lambda item: item[1]):
+            names = [name for name, _ in alike]
+            lines.append(f"Left as they were ({reason}): {', '.join(names)}")
+        return "\n".join(lines)
+
+
+def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
+    """Merge small neighbouring units until each gathers at least ``min_bytes``.
+
+    A unit costs some hundred microseconds of host time and three collectives in a step, however
+    small it is. Merged units are like those of ``fully_shard([module_a, module_b])``: they are
+    gathered when the first of their modules runs, and their gradients are reduced when backward has
+    left that module. Modules that do not run one after the other compute the same as before, but
+    are gathered and reduced more often.
+
+    Neighbours follow each other in the order of the last forward, or in module order before the
+    first, inside the same unit. Units with other settings, meshes or dtypes are not
+    merged, nor are units around others, units that ran several times or not at all in that
+    forward, replicated ones, and those with registered methods. Parameters stay the same objects,
+    so optimizers remain valid. Call it on all ranks, outside of a step; the next forward compares
+    the ranks again.
+
+    Args:
+        model: sharded, or a module that contains sharded ones.
+        min_bytes: of gathered parameters, in the dtype of computation.
+
+    Returns:
+        What was merged, and which small units were not.
+
+    Raises:
+        ValueError: if nothing is sharded, or ``min_bytes`` is not positive.
+        TypeError: if it is not an int.
+        RuntimeError: between forward and backward, and if gradients of micro-batches have not been
+            reduced.
+
+    Example:
+        >>> for layer in model.layers:  # a thousand of them
+        ...     fully_shard(layer)
+        >>> fully_shard(model)
+        >>> print(merge_units(model, min_bytes=4 * 2**20))
+    """
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
+        raise TypeError(f"min_bytes must be an int, got {min_bytes!r}")
+    if min_bytes < 1:
+        raise ValueError(f"min_bytes must be positive, got {min_bytes}")
+    units = units_in(model)
+    if not units:
+        raise ValueError("The model is not sharded: call fully_shard or shard_model first")
+    if units[0].runtime is None:
+        name_units(model, units)
+    runtimes = list(dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None))
+    _check_between_steps(units, runtimes)
+    left: dict[str, str] = {}
+    groups = _groups(units, _order(units, runtimes, left), min_bytes, left)
+    merged = tuple(tuple(unit.name for unit in group) for group in groups)
+    if groups:
+        _apply(groups, units, runtimes)
+    return MergedUnits(merged, left)
+
+
+def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> None:
+    for runtime in runtimes:
+        runtime.finalization.check_forward()
+    for unit in units:
+        if unit.running or unit.awaits_backward:
+            raise RuntimeError(
+                f"merge_units was called between forward and backward of unit '{unit.name}': call "
+                "it before a forward, and drop outputs whose backward will not run"
+            )
+        if unit.gradients.are_left():
+            raise RuntimeError(
+                f"merge_units was called while unit '{unit.name}' holds gradients of micro-batches "
+                "that are not reduced: call it between steps"
+            )
+
+
+# -- which ---------------------------------------------------------------------------------------
+
+
+def _order(units: list[Unit], runtimes: list[Runtime], left: dict[str, str]) -> list[Unit]:
+    """The units that may be merged, as they run."""
+    order = [unit for runtime in runtimes for unit in runtime.last_order(runtime.root)]
+    if not order:
+        return units
+    times = Counter(order)
+    for unit in units:
+        if times[unit] != 1 and not unit.encloses:
+            why = "runs several times" if times[unit] else "did not run in the last forward"
+            left[unit.name] = why
+    known = set(units)
+    return [unit for unit in order if unit in known and (times[unit] == 1 or unit.encloses)]
+
+
+def _groups(
+    units: list[Unit], order: list[Unit], min_bytes: int, left: dict[str, str]
+) -> list[list[Unit]]:
+    """Neighbours to merge; notes why small units are left."""
+    around = _parents(units)
+    encloses = {unit for unit in around.values() if unit is not None}
+    runs: list[list[Unit]] = [[]]
+    for unit in order:
+        why = _unfit(unit, encloses)
+        if why is not None:
+            if unit not in encloses and _bytes([unit]) < min_bytes:
+                left[unit.name] = why
+            runs.append([])
+        elif runs[-1] and _alike(runs[-1][-1], unit, around):
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    groups = [group for run in runs for group in _cut(run, min_bytes)]
+    for group in groups:
+        if len(group) == 1 and _bytes(group) < min_bytes:
+            left[group[0].name] = "no neighbour with the same settings"
+    return [group for group in groups if len(group) > 1]
+
+
+def _cut(run: list[Unit], min_bytes: int) -> list[list[Unit]]:
+    """Cut a run of neighbours into groups of at least so many bytes."""
+    groups: list[list[Unit]] = []
+    for unit in run:
+        if groups and _bytes(groups[-1]) < min_bytes:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    if len(groups) > 1 and _bytes(groups[-1]) < min_bytes:
+        last = groups.pop()
+        groups[-1] += last
+    return groups
+
+
+def _parents(units: Iterable[Unit]) -> dict[Unit, Unit | None]:
+    """The innermost unit around each."""
+    found: dict[Unit, Unit | None] = {}
+    owner = {module: unit for unit in units for module in unit.modules}
+    for unit in owner.values():
+        found.setdefault(unit, None)
+    for top, unit in owner.items():  # outer ones first: inner ones overwrite what they write
+        for module in top.modules():
+            inner = owner.get(module)
+            if inner is not None and inner is not unit:
+                found[inner] = unit
+    return found
+
+
+def _unfit(unit: Unit, encloses: set[Unit]) -> str | None:
+    """Why a unit cannot be merged with any other."""
+    if unit in encloses:
+        return "contains other units"
+    if hooks_of(unit).methods:
+        return "has registered methods"
+    if unit.mesh.num_shards == 1:
+        return "is not gathered: one shard"
+    return None if unit.params else "has no parameters"
+
+
+def _alike(one: Unit, other: Unit, around: dict[Unit, Unit | None]) -> bool:
+    return (
+        around[one] is around[other]
+        and one.mesh == other.mesh
+        and one.device == other.device
+        and one.config == other.config
+    )
+
+
+def _bytes(units: Iterable[Unit]) -> int:
+    """Of gathered parameters, with padding; known before the first gather."""
+    return sum(
+        slot.full_numel * bucket.itemsizes[0]
+        for unit in units
+        for bucket in unit.buckets
+        for slot in bucket.layout.slots
+    )
+
+
+# -- how -----------------------------------------------------------------------------------------
+
+
+def _apply(groups: list[list[Unit]], units: list[Unit], runtimes: list[Runtime]) -> None:
+    for unit in units:
+        # The storages are made anew on compute's stream: an optimizer may still be writing the old
+        # ones on another.
+        module = device_module(unit.device)
+        if module is not None:
+            module.synchronize()
+            break
+    roots = [(runtime, runtime.root.modules[0]) for runtime in runtimes]
+    for runtime in runtimes:
+        runtime.reset()
+    into: dict[Unit, Unit] = {}
+    for group in groups:
+        made = _merged(group)
+        into.update(dict.fromkeys(group, made))
+    everywhere = list(dict.fromkeys([*units, *(u for r in runtimes for u in r.units)]))
+    for unit in dict.fromkeys(into.get(unit, unit) for unit in everywhere):
+        for chosen in (unit.forward_prefetch, unit.backward_prefetch):
+            renamed = dict.fromkeys(into.get(other, other) for other in chosen)
+            chosen[:] = [other for other in renamed if other is not unit]
+    for unit in everywhere:
+        unit.runtime = None  # type: ignore[assignment]
+    for runtime, root in roots:
+        # The same tree again, now and not in the next forward: what was set on it is carried over.
+        new = build_runtime(root)
+        new.is_last_backward = runtime.is_last_backward
+
+
+def _merged(group: Sequence[Unit]) -> Unit:
+    """One unit with the modules and parameters of ``group``."""
+    first = group[0]
+    modules = tuple(module for unit in group for module in unit.modules)
+    new = Unit(modules, first.mesh, first.device, replace(first.config))
+    new.name = ", ".join(unit.name for unit in group)
+    new.registration.unit_name = new.name
+    param_group = new.param_group
+    for unit in group:
+        if unit.registration.registered != "sharded":
+            unit.registration.register("sharded")
+        unit.param_group.adopt_replaced(keep_objects=False)
+        unit.registration.check_writes()
+        param_group.params += unit.params
+        param_group.unwritten += unit.param_group.unwritten
+    initial = [unit.param_group.initial for unit in group if unit.param_group.initial is not None]
+    param_group.initial = initial[0].joined(initial[1:]) if initial else None
+    param_group.reshard_storage()
+    # By hand: the first module's gathers in forward, and the last one's, which backward reaches
+    # first, in backward.
+    new.forward_prefetch = list(dict.fromkeys(u for unit in group for u in unit.forward_prefetch))
+    new.backward_prefetch = list(
+        dict.fromkeys(u for unit in reversed(group) for u in unit.backward_prefetch)
+    )
+    hooks = new.hooks = UnitHooks(new)
+    for unit in group:
+        for module in unit.modules:
+            hooks.take_over(hooks_of(unit), module)
+            set_unit(module, new)
+        for owner in {m for param in unit.params for m, _ in param.owners}:
+            for hook in owner._state_dict_pre_hooks.values():
+                named = getattr(hook, "__self__", None)
+                if isinstance(named, StateDictHooks) and named.unit is unit:
+                    named.unit = new
+    for original, (owner_unit, param) in list(ORIGINS.items()):
+        if owner_unit in group:
+            ORIGINS[original] = (new, param)
+    publish_state(new)
+    return new
