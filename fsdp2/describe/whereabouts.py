@@ -57,7 +57,7 @@ class Whereabouts:
 
     @property
     def place(self) -> str:
-        """As in "in forward of unit 'layers.2', step 12, at train.py:88 in step"."""
+        """Phase, unit, step and line, as a text."""
         where = f"in {self.phase} of unit '{self.unit}'" if self.unit else "outside of the model"
         at = f", at {self.at}" if self.at else ""
         return f"{where}, step {self.order[0] + 1}{at}"
