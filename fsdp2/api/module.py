@@ -432,11 +432,12 @@ class FSDPModule(_Base):
             # What modules hold now may be unsharded: ``parameters()``, which the method of
             # `nn.Module` walks, would miss the gradients that the optimizer reads.
             for param in unit.params:
-                grad = param.sharded.grad
-                if grad is not None and set_to_none:
+                # (No variable holds a gradient: its memory, which a caller might keep, would then
+                # be left to it, and new tensors made in each step.)
+                if param.sharded.grad is not None and set_to_none:
                     param.sharded.grad = None
-                elif grad is not None:
-                    grad.requires_grad_(False).zero_()
+                elif param.sharded.grad is not None:
+                    param.sharded.grad.requires_grad_(False).zero_()
         super().zero_grad(set_to_none)  # parameters that no unit has
         for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
             runtime.release_gradients()

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -20,7 +21,10 @@ from ..common.failures import explained
 from ..dtensor.placement import all_ranks, this_rank
 from .errors import CheckpointError
 
-_run: dict[int, str] = {}  # id of the store -> nonce of the run
+# By default group. Not by `id` of its store: a program that makes one group after another would be
+# given an old nonce where a new store happens to lie at an old address, on some of the ranks only.
+_runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_alone: list[str] = []  # the nonce without a store, once there is one
 _attempts: Counter[str] = Counter()
 _questions: Counter[str] = Counter()
 _looks = itertools.count()
@@ -37,11 +41,14 @@ def the_store() -> dist.Store | None:
 def run_nonce() -> str:
     """Random hexadecimal digits, equal on all ranks of this run and different in every run."""
     store = the_store()
-    key = id(store)
-    if key not in _run:
-        mine = secrets.token_hex(8)
-        _run[key] = mine if store is None else _agree(store, "fsdp2/run", mine)
-    return _run[key]
+    if store is None:
+        if not _alone:
+            _alone.append(secrets.token_hex(8))
+        return _alone[0]
+    group = dist.distributed_c10d._get_default_group()
+    if group not in _runs:
+        _runs[group] = _agree(store, "fsdp2/run", secrets.token_hex(8))
+    return _runs[group]
 
 
 def _agree(store: dist.Store, key: str, value: str) -> str:

@@ -476,7 +476,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "state", "_embeddings", "_freed", "_recalled",
         "_gather_finish", "_gather_event", "_waits_for_gather", "_versions",
         "forwards", "next_in_backward", "running", "backward_began", "weight_grads_deferred",
-        "recomputes_all", "has_graph", "reduced",
+        "recomputed", "recomputes_all", "has_graph", "reduced",
     }  # fmt: skip
     planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+from fsdp2.comm import messages
 from fsdp2.comm import streams as streams_module
-from fsdp2.comm import transports as collectives
 from fsdp2.comm.streams import DeviceStreams
 from fsdp2.comm.transports import GroupTransport, done
 from fsdp2.runtime import unit as unit_module
@@ -617,7 +617,7 @@ MUTATIONS: dict[str, Mutation] = {
         lambda: replace(Reduction, "_run_finish", lambda r: setattr(r, "_finish", done)),
     ),
     "the messages of an exchange are not waited for": Mutation(
-        "host_exchange", READ, lambda: replace(collectives, "_wait", lambda works: works.clear())
+        "host_exchange", READ, lambda: replace(messages, "wait_for", lambda works: works.clear())
     ),
     # harmless
     "gathers run on compute": Mutation(
