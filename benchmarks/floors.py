@@ -31,13 +31,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 
-from . import hooks, lm, memory
+from . import hooks, lm, machine, memory
 from .models import LMConfig, StackConfig
 from .ranks import run_ranks
-from .report import row
+from .report import number, row, write_record
 from .steps import make_lm
 from .suite import above_plain, round_medians
 from .variants import OURS, Variant, build
+
+RESULTS = machine.REPOSITORY / "benchmarks" / "results"
 
 
 class Messages(lm.Run):
@@ -160,15 +162,41 @@ def measure_hooks(width: int, rounds: int, iters: int) -> dict[str, Any]:
     return {run.variant.name: {"rounds_s": run.rounds_s} for run in runs}
 
 
-def ratio_row(title: str, unit: str, scale: float, ours: list[float], floor: list[float]) -> str:
-    """One line of the table; the ratio is the median over rounds, with its range."""
+def ratio_row(
+    title: str, unit: str, scale: float, ours: list[float], floor: list[float]
+) -> dict[str, Any]:
+    """One figure; the ratio is the median over rounds, with its range."""
     ratios = [mine / least for mine, least in zip(ours, floor, strict=True)]
-    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-    values = [f"{statistics.median(seconds) * scale:.3g}" for seconds in (floor, ours)]
-    return row([f"{title}, {unit}", *values, f"{statistics.median(ratios):.2f}{spread}"])
+    return {
+        "title": title,
+        "unit": unit,
+        "floor": statistics.median(floor) * scale,
+        "ours": statistics.median(ours) * scale,
+        "ratio": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+    }
 
 
-def lm_rows(ranks: int, rounds: int, iters: int) -> list[str]:
+def table(figures: list[dict[str, Any]]) -> str:
+    """The figures in Markdown."""
+    lines = [row(["measure", "floor", "fsdp2", "fsdp2 / floor"]), row(["---"] * 4)]
+    for figure in figures:
+        low, high = figure["range"]
+        spread = f" ({low:.2f} to {high:.2f})" if low != high else ""
+        lines.append(
+            row(
+                [
+                    f"{figure['title']}, {figure['unit']}",
+                    number(figure["floor"]),
+                    number(figure["ours"]),
+                    f"{figure['ratio']:.2f}{spread}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def lm_rows(ranks: int, rounds: int, iters: int) -> list[dict[str, Any]]:
     """The language model in both precisions."""
     rows = []
     for bf16 in (False, True):
@@ -176,12 +204,13 @@ def lm_rows(ranks: int, rounds: int, iters: int) -> list[str]:
         found = run_ranks(measure_lm, ranks, arguments)
         times = {name: round_medians(result["rounds_s"]) for name, result in found.items()}
         floor = [a + b for a, b in zip(times["plain"], times["messages"], strict=True)]
-        title = f"LM forward+backward, {'bf16' if bf16 else 'fp32'}, {ranks} ranks"
+        precision = "bf16 compute, fp32 reduce" if bf16 else "fp32"
+        title = f"LM forward+backward, {precision}" + (f", {ranks} ranks" if ranks != 2 else "")
         rows.append(ratio_row(title, "ms", 1e3, times[OURS], floor))
     return rows
 
 
-def hook_rows(rounds: int, iters: int) -> list[str]:
+def hook_rows(rounds: int, iters: int) -> list[dict[str, Any]]:
     """The stack of tiny units, with two widths."""
     rows = []
     for width in (64, 16):
@@ -191,13 +220,12 @@ def hook_rows(rounds: int, iters: int) -> list[str]:
         units = StackConfig().num_blocks
         ours = above_plain(times, units)[OURS]
         floor = [seconds / units for seconds in times["calls"]]
-        rows.append(
-            ratio_row(f"hook time per unit and step, {width} x {width}", "us", 1e6, ours, floor)
-        )
+        title = "hook time per unit and step" + (", 16 x 16" if width == 16 else "")
+        rows.append(ratio_row(title, "us", 1e6, ours, floor))
     return rows
 
 
-def memory_rows() -> list[str]:
+def memory_rows() -> list[dict[str, Any]]:
     """Peak memory above own state, in both precisions."""
     config = LMConfig()
     largest = config.vocab * config.width
@@ -221,17 +249,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of lm (default 2)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iters", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help="benchmarks/results/floors.json")
     options = parser.parse_args()
-    rows = []
+    about = machine.describe()
+    figures = []
     if "lm" in options.measures:
-        rows += lm_rows(options.ranks, options.rounds, options.iters)
+        figures += lm_rows(options.ranks, options.rounds, options.iters)
     if "hooks" in options.measures:
-        rows += hook_rows(options.rounds, 3 * options.iters)
+        figures += hook_rows(options.rounds, 3 * options.iters)
     if "memory" in options.measures:
-        rows += memory_rows()
-    print(row(["measure", "floor", "fsdp2", "fsdp2 / floor"]))
-    print(row(["---"] * 4))
-    print("\n".join(rows))
+        figures += memory_rows()
+    print(table(figures))
+    if options.write:
+        write_record({"name": "floors", **about, "figures": figures}, RESULTS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import copies, floors, policies, report, suite
+from benchmarks import copies, floors, performance, policies, report, suite
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
 from benchmarks.ranks import run_ranks
@@ -266,6 +266,21 @@ def test_the_floor_of_a_step_sends_the_bytes_of_the_step() -> None:
     found = run_ranks(floors.measure_lm, 2, arguments)
     assert found["messages"]["sent_bytes"] == found[OURS]["sent_bytes"] > 0
     assert all(found[name]["rounds_s"] for name in ("plain", "messages", OURS))
+
+
+def test_the_page_has_the_tables_of_the_records() -> None:
+    rows = performance.rows_of(report.read_records(performance.RESULTS))  # each has its limit
+    figures = json.loads((performance.RESULTS / "floors.json").read_text())["figures"]
+    of_rows = {figure["title"] for figure in figures} & {row["title"] for row in rows}
+    assert len(of_rows) >= 5
+    table = performance.table(rows, {figure["title"]: figure for figure in figures})
+    assert table in performance.PAGE.read_text()
+    assert performance.best_and_worst(rows) in performance.README.read_text()
+
+
+def test_a_figure_without_a_limit_is_an_error() -> None:
+    with pytest.raises(KeyError, match="says nothing about 'new'"):
+        performance.limit_of("new")
 
 
 def test_results_are_json_without_special_numbers(records: dict[str, dict[str, Any]]) -> None:

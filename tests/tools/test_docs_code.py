@@ -270,31 +270,3 @@ def test_commands_are_found() -> None:
 
 
 # ---------------------------------------------------------------------------------- measured values
-
-
-def test_the_readme_repeats_measured_values_and_invents_none() -> None:
-    """Its five rows are rows of the table that `make bench` writes, with fewer columns."""
-    table = rows(ROOT / "benchmarks" / "README.md")
-    head = table["measure"]
-    columns = [head.index(name) for name in ("torch FSDP2", "fsdp2", "fsdp2 / torch FSDP2")]
-    shown = rows(ROOT / "README.md")
-    # In the table above, a row may rest on the one before it.
-    full = {"AdamW step, `fsdp2.optim.local_step`, ms": "the same, fsdp2.optim.local_step, ms"}
-    # (The last column repeats ratios of an earlier run, with torch 2.13.)
-    measured = {full.get(name, name): row[:4] for name, row in shown.items() if len(row) == 5}
-    del measured["two gloo ranks of one thread"]
-    assert len(measured) == 5
-    for name, row in measured.items():
-        assert row[1:] == [table[name][column] for column in columns], (
-            f"{name}: the README's row is not that of benchmarks/README.md"
-        )
-
-
-def rows(page: Path) -> dict[str, list[str]]:
-    """The first row of each name in the tables of a page."""
-    found: dict[str, list[str]] = {}
-    for line in page.read_text().splitlines():
-        if line.startswith("| "):
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            found.setdefault(cells[0], cells)
-    return found

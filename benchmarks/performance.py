@@ -1,0 +1,137 @@
+"""The tables of docs/performance.md and of the README: `python -m benchmarks.performance`.
+
+Made of the records that the other benchmarks left in `results/`, so that no figure is typed. A row
+is a measure of `python -m benchmarks`; the peer is the better of FSDP1 and torch's FSDP2 with its
+default and with its best settings, by the medians of the row. Sorted by the ratio to it, the worst
+first. `--write` puts the tables between the marks in both files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .machine import REPOSITORY
+from .report import number, read_records, row, sources, write_readme
+from .variants import BASELINE, BEST_BASELINE, OURS
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGE, README = REPOSITORY / "docs" / "performance.md", REPOSITORY / "README.md"
+MARKS = "<!-- performance:begin -->", "<!-- performance:end -->"
+PEERS = ("FSDP1", BASELINE, BEST_BASELINE)
+# Beside another row, of which they are a part or another view.
+SECONDARY = (
+    "CPU time of the same",
+    "forward+backward of that stack",
+    "moved inside an exchange",
+    "largest single copy",
+)
+IN_README = (2, 3)  # rows: of the worst, of the best
+
+# What limits each measure of fsdp2, by the beginning of its title.
+LIMITS = {
+    "LM forward+backward, fp32": "bytes: each is copied once, by the core that computes",
+    "LM forward+backward, bf16": "casts of shards, and bytes as in fp32",
+    "2-D": "half of the work is DTensor's operators, the same in both libraries",
+    "hook time": "Python frames, operators, first touch of memory",
+    "AdamW step of that stack": "DTensor's dispatch, which `local_step` and `flat_step` avoid",
+    "the same, fsdp2.optim.local_step": "an operator for each parameter, as without sharding",
+    "the same, fsdp2.optim.flat_step": "looking at the `.grad` of every parameter",
+    "peak memory": "one unit gathered ahead, and one whose gradients are on their way",
+    "held between steps": "nothing is held",
+    "copied outside": "small parameters, which are packed",
+}  # fmt: skip
+
+
+def rows_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per figure with a peer, the worst first."""
+    rows = []
+    for record in records:
+        for figure in record["figures"]:
+            values = figure["values"]
+            peers = {name: values[name] for name in PEERS if name in values}
+            title = figure["title"]
+            if OURS not in values or not peers or title.startswith(SECONDARY):
+                continue
+            best = min(peers, key=lambda name: peers[name])
+            title = title.replace("the same, ", "AdamW step of that stack, ")
+            rows.append({
+                "title": title,
+                "unit": figure["unit"],
+                "ours": values[OURS],
+                "peer": best,
+                "theirs": peers[best],
+                "torch FSDP2": peers[BASELINE],
+                "ratio": values[OURS] / peers[best] if peers[best] else None,
+                "spread": figure["ratio_ranges"].get(OURS),
+                "noisy": figure["too_noisy"],
+                "limit": limit_of(figure["title"]),
+            })  # fmt: skip
+    return sorted(rows, key=lambda each: -(each["ratio"] or 0))
+
+
+def limit_of(title: str) -> str:
+    """What limits a measure.
+
+    Raises:
+        KeyError: if nothing is written about it.
+    """
+    for beginning, limit in LIMITS.items():
+        if title.startswith(beginning):
+            return limit
+    raise KeyError(f"LIMITS in {Path(__file__).name} says nothing about {title!r}")
+
+
+def table(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
+    """All rows, with floors where there are any."""
+    header = ["measure", OURS, "best peer", f"{OURS} / best peer", f"{OURS} / floor"]
+    lines = [row([*header, "what limits it"]), row(["---"] * (len(header) + 1))]
+    for each in rows:
+        floor = floors.get(each["title"])
+        lines.append(row([
+            f"{each['title']}, {each['unit']}",
+            number(each["ours"]),
+            f"{number(each['theirs'])} ({each['peer']})",
+            "too noisy" if each["noisy"] else number(each["ratio"]),
+            "-" if floor is None else f"{floor['ratio']:.2f}",
+            each["limit"],
+        ]))  # fmt: skip
+    return "\n".join(lines)
+
+
+def best_and_worst(rows: list[dict[str, Any]]) -> str:
+    """The rows of the README."""
+    told = [each for each in rows if each["ratio"] is not None and not each["noisy"]]
+    worst, best = IN_README
+    header = ["two gloo ranks of one thread", "best peer", OURS, f"{OURS} / best peer"]
+    lines = [row(header), row(["---"] * len(header))]
+    for each in told[:worst] + told[-best:]:
+        lines.append(row([
+            f"{each['title']}, {each['unit']}",
+            f"{number(each['theirs'])} ({each['peer']})",
+            number(each["ours"]),
+            number(each["ratio"]),
+        ]))  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md and README")
+    options = parser.parse_args()
+    records = read_records(RESULTS)
+    path = RESULTS / "floors.json"
+    floors = json.loads(path.read_text())["figures"] if path.exists() else []
+    rows = rows_of(records)
+    whole = table(rows, {each["title"]: each for each in floors})
+    few = best_and_worst(rows)
+    print(f"{whole}\n\n{few}")
+    if options.write:
+        write_readme(PAGE, "\n".join([*sources(records), "", whole]), *MARKS)
+        write_readme(README, few, *MARKS)
+
+
+if __name__ == "__main__":
+    main()
