@@ -267,6 +267,3 @@ def test_commands_are_found() -> None:
     programs = {word for word in KNOWN for _, command in COMMANDS if command.startswith(word)}
     assert programs == set(KNOWN)
     assert len(COMMANDS) > 60
-
-
-# ---------------------------------------------------------------------------------- measured values
