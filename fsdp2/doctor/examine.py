@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -88,7 +87,7 @@ def examine(
         _examine(meeting, found, folder, message_bytes)
     except PhaseError as error:
         if error.name == "arrival":
-            _keep_facts(meeting, found)
+            found.facts = _facts_in(error.values)  # of the ranks that did arrive
         found.findings = _findings_of(error, found.facts)
     if meeting.rank == 0:
         told = check(found.facts, found.links, found.folders, need_bytes)
@@ -101,7 +100,7 @@ def _examine(meeting: Meeting, found: Examination, folder: Path | None, message_
     arrived = meeting.phase("arrival", mine.to_dict)
     if arrived is None:
         return
-    found.facts = [Facts.from_dict(each) for each in arrived.values()]
+    found.facts = _facts_in(arrived)
     if meeting.world_size > 1:
         members = meeting.phase("hosts", lambda: _leaders(meeting, found.facts))
         if members is None:
@@ -116,16 +115,8 @@ def _examine(meeting: Meeting, found: Examination, folder: Path | None, message_
         _look_at_folder(meeting, found, folder)
 
 
-def _keep_facts(meeting: Meeting, found: Examination) -> None:
-    """Of the ranks that did arrive."""
-    if meeting.store is None:
-        return
-    for rank in range(meeting.world_size):
-        key = f"arrival/{rank}"
-        if meeting.store.check([key]):
-            told = json.loads(meeting.store.get(key))
-            if "value" in told:
-                found.facts.append(Facts.from_dict(told["value"]))
+def _facts_in(told: Mapping[int, Any]) -> list[Facts]:
+    return [Facts.from_dict(each) for each in told.values()]
 
 
 def _findings_of(error: PhaseError, facts: list[Facts]) -> list[Finding]:

@@ -101,10 +101,11 @@ class Meeting:
             return {self.rank: told.get("value")} if self._decided(name) else None
         said, missing = self._collect(name)
         failed = {rank: each["error"] for rank, each in said.items() if "error" in each}
+        values = {rank: each["value"] for rank, each in said.items() if "value" in each}
         self.store.set(f"{name}/go", json.dumps(not (failed or missing)))
         if failed or missing:
-            raise PhaseError(name, failed, missing)
-        return {rank: each["value"] for rank, each in said.items()}
+            raise PhaseError(name, failed, missing, values)
+        return values
 
     def _collect(self, name: str) -> tuple[dict[int, dict[str, Any]], list[int]]:
         assert self.store is not None
@@ -165,8 +166,15 @@ class PhaseError(RuntimeError):
         name: of the phase.
         failed: messages by rank.
         missing: ranks of which nothing was heard.
+        values: results of the other ranks, by rank.
     """
 
-    def __init__(self, name: str, failed: dict[int, str], missing: list[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        failed: dict[int, str],
+        missing: list[int],
+        values: dict[int, Any] | None = None,
+    ) -> None:
         super().__init__(name)
-        self.name, self.failed, self.missing = name, failed, missing
+        self.name, self.failed, self.missing, self.values = name, failed, missing, values or {}
