@@ -1,7 +1,7 @@
 """What fewer bytes on the wire gain, by the speed of the link: for docs/communication.md.
 
-Two network namespaces with one rank each are joined by a pair of virtual interfaces, whose rate the
-kernel limits (``tc``, a token bucket on either side). So what is limited are the bytes that gloo
+Two hosts (network namespaces, `benchmarks.hosts`) have one rank each; the kernel limits the rate at
+which each sends (``tc``, a token bucket). So what is limited are the bytes that gloo
 really sends, TCP's included. All variants live in the same two processes and take turns; a ratio
 is taken within a round. Beside the times it has the bytes that `explain` says a rank sends, and
 those that the interface has counted. Writes benchmarks/results/policies.json and prints a table.
@@ -16,15 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +33,7 @@ from fsdp2 import CommPolicy, MixedPrecisionPolicy
 
 from . import machine
 from .choosing import describe
+from .hosts import Host, hosts, why_not
 from .models import LM, Block, LMConfig
 from .ranks import COLLECTIVE_TIMEOUT, progress
 from .report import number, row, write_readme
@@ -100,24 +97,12 @@ class Trainee:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def limit(interface: str, megabits: int | None) -> None:
-    """Limit what this namespace sends."""
-    subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], capture_output=True)
-    if megabits is not None:
-        # A bucket of what the link carries in 2 ms, and of no less than a few large packets; a
-        # queue that is never full, since drops would make this a test of TCP.
-        burst = max(megabits * 1000 // 8 * 2, 200_000)
-        rate = ["rate", f"{megabits}mbit", "burst", str(burst), "limit", str(64 * 2**20)]
-        command = ["tc", "qdisc", "add", "dev", interface, "root", "tbf", *rate]
-        subprocess.run(command, check=True, capture_output=True)
+def sent_bytes() -> int:
+    """What this host has sent, as the kernel counts."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def sent_bytes(interface: str) -> int:
-    """What the interface has sent, as the kernel counts."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
-def measure(interface: str, precision: str, speeds: dict[str, int | None], rounds: int) -> Any:
+def measure(host: Host, precision: str, speeds: dict[str, int | None], rounds: int) -> Any:
     """Times all variants at all speeds, on this rank."""
     variants = VARIANTS
     if precision != "fp32":  # weights are gathered in bfloat16 anyway
@@ -125,17 +110,17 @@ def measure(interface: str, precision: str, speeds: dict[str, int | None], round
     trainees = {name: Trainee(policy, PRECISIONS[precision]) for name, policy in variants.items()}
     order = list(trainees)
     result: dict[str, Any] = {}
-    limit(interface, None)
+    host.limit(None)
     for name, trainee in trainees.items():
         for _ in range(WARM_UP_STEPS):
             trainee.step()
-        before = sent_bytes(interface)
+        before = sent_bytes()
         trainee.step()
         told = fsdp2.explain(trainee.model).totals.sent_bytes
-        result[name] = {"told": told, "counted": sent_bytes(interface) - before, "seconds": {}}
+        result[name] = {"told": told, "counted": sent_bytes() - before, "seconds": {}}
     for speed, megabits in speeds.items():
         progress(f"{precision}: {speed}")
-        limit(interface, megabits)
+        host.limit(megabits)
         for name in order:
             result[name]["seconds"][speed] = []
         for i in range(rounds):
@@ -143,7 +128,7 @@ def measure(interface: str, precision: str, speeds: dict[str, int | None], round
             gc.collect()
             for name in order[turn:] + order[:turn]:
                 result[name]["seconds"][speed].append(trainees[name].step())
-    limit(interface, None)
+    host.limit(None)
     for name, trainee in trainees.items():
         result[name]["loss"] = statistics.mean(trainee.losses[-5:])
         result[name]["num_steps"] = trainee.num_steps
@@ -153,14 +138,13 @@ def measure(interface: str, precision: str, speeds: dict[str, int | None], round
 def rank_main(options: argparse.Namespace) -> None:
     """The main function of a rank, in its namespace."""
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = options.interface
     store = dist.TCPStore(options.master, PORT, is_master=options.rank == 0)
     dist.init_process_group(
         "gloo", store=store, rank=options.rank, world_size=2, timeout=COLLECTIVE_TIMEOUT
     )
     speeds = {name: limit for name, limit in SPEEDS.items() if name in options.speeds}
     answer = {
-        precision: measure(options.interface, precision, speeds, options.rounds)
+        precision: measure(Host(*options.host), precision, speeds, options.rounds)
         for precision in options.precisions
     }
     if options.rank == 0:
@@ -169,74 +153,22 @@ def rank_main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-# -- namespaces ------------------------------------------------------------------------------------
-
-
-class NotPermittedError(RuntimeError):
-    """Namespaces cannot be made here."""
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise NotPermittedError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-@contextmanager
-def joined_namespaces() -> Iterator[list[tuple[str, str, str]]]:
-    """Two network namespaces, joined: the name, the interface and the address of each."""
-    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
-        raise NotPermittedError("needs root, and ip and tc (the package iproute2)")
-    pid = os.getpid()
-    sides = [(f"fsdp2-{pid}-{i}", f"f2-{pid}-{i}", f"10.213.77.{i + 1}") for i in range(2)]
-    with ExitStack() as stack:
-        for name, _, _ in sides:
-            _run("ip", "netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
-        (first, one, _), (second, other, _) = sides
-        _run("ip", "link", "add", one, "netns", first, "type", "veth",
-             "peer", "name", other, "netns", second)  # fmt: skip
-        for name, interface, address in sides:
-            _run("ip", "-n", name, "address", "add", f"{address}/30", "dev", interface)
-            _run("ip", "-n", name, "link", "set", interface, "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        yield sides
+# -- hosts -----------------------------------------------------------------------------------------
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts a rank in each namespace; returns what rank 0 answers."""
-    with joined_namespaces() as sides, tempfile.TemporaryDirectory(prefix="bench_") as folder:
+    """Starts a rank on each of two hosts; returns what rank 0 answers."""
+    with hosts(2) as pair, tempfile.TemporaryDirectory(prefix="bench_") as folder:
         answer = Path(folder) / "answer.json"
+        common = ["--answer", str(answer), "--rounds", str(options.rounds)]
+        common += ["--master", pair[0].address]
+        common += ["--speeds", *options.speeds, "--precisions", *options.precisions]
         processes = []
-        for rank, (name, interface, _) in enumerate(sides):
+        for rank, host in enumerate(pair):
+            mine = ["--rank", str(rank), "--host", host.name, host.address]
+            command = host.python("-m", "benchmarks.policies", *mine, *common)
             processes.append(
-                subprocess.Popen(
-                    [
-                        "ip",
-                        "netns",
-                        "exec",
-                        name,
-                        sys.executable,
-                        "-m",
-                        "benchmarks.policies",
-                        "--rank",
-                        str(rank),
-                        "--interface",
-                        interface,
-                        "--master",
-                        sides[0][2],
-                        "--answer",
-                        str(answer),
-                        "--rounds",
-                        str(options.rounds),
-                        "--speeds",
-                        *options.speeds,
-                        "--precisions",
-                        *options.precisions,
-                    ],
-                    cwd=machine.REPOSITORY,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
+                subprocess.Popen(command, cwd=machine.REPOSITORY, env=host.environment())
             )
         try:
             codes = [process.wait() for process in processes]
@@ -298,8 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only-table", action="store_true", help="of the results that are there")
     parser.add_argument("--write-docs", action="store_true", help="put it into the docs")
-    for name in ("--interface", "--master"):  # of ranks
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    # Of ranks.
+    parser.add_argument("--host", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--master", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -308,12 +241,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     path = options.output / "policies.json"
     if not options.only_table:
-        about = machine.describe()
-        try:
-            results = run(options)
-        except NotPermittedError as error:
-            print(f"benchmarks.policies cannot limit a link here: {error}", file=sys.stderr)
+        if reason := why_not():
+            print(f"benchmarks.policies cannot limit a link here: {reason}", file=sys.stderr)
             return 2
+        about = machine.describe()
+        results = run(options)
         record = {"name": "policies", **about, "num_ranks": 2, "results": results}
         options.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")

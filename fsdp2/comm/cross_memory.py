@@ -41,12 +41,18 @@ def _readv() -> Callable[..., int] | None:
 
 
 def host_id() -> str:
-    """Equal in processes that can name each other by process id; "" where nothing can be read."""
+    """Equal in processes that can name each other by process id, and find each other's sockets.
+
+    "" where nothing can be read.
+    """
     if _readv() is None:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        # Sockets without a file are names of the network namespace: containers of one host may
+        # share their processes and not these.
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+        return " ".join([boot, *spaces])
     except OSError:
         return ""
 

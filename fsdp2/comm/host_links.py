@@ -390,14 +390,15 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | None:
             works = "no"
         if set(_all(group, works)) != {"yes"}:
             return None
-        try:
-            _meet(group, listener, pids, [each[3] for each in everyone], sockets)
-        except OSError:
-            works = "no"
-        if set(_all(group, works)) != {"yes"}:
-            for connection in sockets.values():
-                connection.close()
-            return None
+        for step in (_call, _answer):
+            try:
+                step(group, listener, pids, [each[3] for each in everyone], sockets)
+            except OSError:
+                works = "no"
+            if set(_all(group, works)) != {"yes"}:
+                for connection in sockets.values():
+                    connection.close()
+                return None
         return HostLinks(group, pids, sockets)
     finally:
         if listener is not None:
@@ -429,20 +430,33 @@ def _listen(name: str, num: int) -> socket.socket | None:
         return None
 
 
-def _meet(
+def _call(
     group: dist.ProcessGroup,
     listener: socket.socket,
     pids: Sequence[int],
     names: Sequence[str],
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Connect with all other ranks: calls those below, and is called by those above."""
-    timeout_s = timeout_of(group, _CPU).total_seconds()
+    """Connect to all lower ranks, which have listened since before they told their names.
+
+    That they accept is not waited for: where one rank fails, the others hear of it before they
+    wait for its call.
+    """
     for peer in range(group.rank()):
         connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(timeout_s)
+        connection.settimeout(timeout_of(group, _CPU).total_seconds())
         connection.connect(_address(names[peer]))
-    listener.settimeout(timeout_s)
+
+
+def _answer(
+    group: dist.ProcessGroup,
+    listener: socket.socket,
+    pids: Sequence[int],
+    names: Sequence[str],
+    sockets: dict[int, socket.socket],
+) -> None:
+    """Accept the calls of all higher ranks."""
+    listener.settimeout(timeout_of(group, _CPU).total_seconds())
     while len(sockets) < group.size() - 1:
         connection, _ = listener.accept()
         # Every process of the host can find the listener; only the ranks are let in.

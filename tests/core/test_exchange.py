@@ -176,10 +176,22 @@ def test_all_ranks_read_or_none_does() -> None:
     links_of(new_group())
     with mock.patch.object(fsdp2.comm.host_links, "_prove", refuse):
         assert host_links(new_group()) is None
-    with mock.patch.object(fsdp2.comm.host_links, "_meet", refuse):
-        assert host_links(new_group()) is None
+    for step in ("_call", "_answer"):
+        with mock.patch.object(fsdp2.comm.host_links, step, refuse):
+            assert host_links(new_group()) is None
     with mock.patch.dict(os.environ, {SWITCH: str(dist.get_rank())}):
         assert host_links(new_group()) is None
+
+
+@distributed(2)
+def test_ranks_that_find_each_others_memory_and_not_sockets_do_not_wait() -> None:
+    """As in containers that share their processes, and have networks of their own."""
+
+    def of_this_rank(name: str) -> str:
+        return f"\0{dist.get_rank()} {name}"
+
+    with mock.patch.object(fsdp2.comm.host_links, "_address", of_this_rank):
+        assert host_links(new_group(timeout_s=5)) is None
 
 
 @distributed(2)

@@ -17,7 +17,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its command line", allow_module_level=True)
 
-import hosts
+from benchmarks import hosts
 from example_runs import TIMEOUT_S, environment, free_port
 from fsdp2.cli.main import main
 

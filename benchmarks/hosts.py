@@ -62,9 +62,22 @@ class Host:
         found = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         return found | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
 
+    def limit(self, mbits: float | None) -> None:
+        """Limit what it sends, in megabits per second; None: no limit."""
+        tbf = ("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf")
+        if mbits is None:
+            with suppress(RuntimeError):  # there was no limit
+                _run(*self.command("tc", "qdisc", "del", "dev", "eth0", "root"))
+            return
+        # A bucket of what the link carries in 2 ms, and of no less than a few large packets; a
+        # queue that is never full, since drops would make this a test of TCP.
+        burst = max(int(mbits * 1e6 / 8 * 2e-3), 200_000)
+        rate = ("rate", f"{int(mbits * 1e6)}bit", "burst", str(burst), "limit", str(64 * 2**20))
+        _run(*self.command(*tbf, *rate))
+
     def cut(self) -> None:
         """Take its cable out: nothing answers any more, and nobody is told."""
-        _run("ip", "netns", "exec", self.name, "ip", "link", "set", "eth0", "down")
+        _run(*self.command("ip", "link", "set", "eth0", "down"))
 
 
 @contextmanager
@@ -97,8 +110,7 @@ def hosts(count: int, *, mbits: float | None = None) -> Iterator[list[Host]]:
             for device in ("lo", "eth0"):
                 _run(*host.command("ip", "link", "set", device, "up"))
             if mbits is not None:
-                limit = ("rate", f"{mbits}mbit", "burst", "64kb", "latency", "200ms")
-                _run(*host.command("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit))
+                host.limit(mbits)
             found.append(host)
         yield found
     finally:
