@@ -276,6 +276,12 @@ TRACING = (
         "torch.ops.aten._local_scalar_dense",
     ),
     *_names(
+        "the flight recorder, written when a rank hangs",
+        "torch._C._distributed_c10d._dump_fr_trace",
+        "torch._C._distributed_c10d._dump_nccl_trace",
+        without="a report of a hang has no record of collectives",
+    ),
+    *_names(
         "a simulated link on CUDA",
         "torch.cuda._sleep",
         without="an AttributeError from the test tool that uses it",

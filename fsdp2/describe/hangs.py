@@ -15,7 +15,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +27,8 @@ from torch import nn
 from ..comm.store_exchange import can_meet, name_ranks
 from ..runtime.comparison import name_of
 from ..runtime.unit import units_in
+from . import flight_records
+from .flight_records import PREFIX
 from .whereabouts import Whereabouts, look
 
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
@@ -48,6 +52,9 @@ class HangReport:
         silent: ranks that have stopped writing where they are: their processes are gone, stopped,
             or cannot reach the store. Where they were last, None if they never wrote.
         together: ranks that wait at the same place.
+        store_silent_s: for how long the store has not answered, in seconds, if that is why nothing
+            is known of the others.
+        flight_record: the file with torch's record of its collectives, if one was written.
     """
 
     rank: int
@@ -56,12 +63,19 @@ class HangReport:
     elsewhere: Mapping[int, Whereabouts]
     silent: Mapping[int, Whereabouts | None]
     together: tuple[int, ...]
+    store_silent_s: float | None = None
+    flight_record: Path | None = None
 
     def __str__(self) -> str:
         what = self.here.waits_for or "the device"
         lines = [
             f"Rank {self.rank} has waited {self.waited_s:.0f} s for {what}, {self.here.place}."
         ]
+        if self.store_silent_s is not None:
+            lines.append(
+                f"The store of the process group has not answered for {self.store_silent_s:.0f} s: "
+                "its host is gone, or this one is cut off. So nothing is known of other ranks."
+            )
         silent: dict[str, list[int]] = {}
         for rank, last in self.silent.items():
             silent.setdefault("never heard of" if last is None else f"last {last}", []).append(rank)
@@ -76,10 +90,13 @@ class HangReport:
             lines.append(f"{name_ranks(ranks).capitalize()}: {text}.")
         if len(apart) > 8:
             lines.append(f"And {len(apart) - 8} more places.")
-        if not self.silent and not self.elsewhere:
+        if not self.silent and not self.elsewhere and self.store_silent_s is None:
             lines.append("All ranks wait at this place: the connection or the device hangs.")
         elif len(self.together) > 1:
             lines.append(f"At the same place wait {name_ranks(self.together)}.")
+        if self.flight_record is not None:
+            folder = self.flight_record.parent
+            lines.append(f"Collectives: {self.flight_record} (torchfrtrace {folder} -p {PREFIX})")
         return "\n".join(lines)
 
 
@@ -128,6 +145,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
             the same text and the stacks of all threads on stderr, and the process ends with exit
             code 76, so that a launcher can start the job again. Or a function, called with a
             `HangReport` from a thread of its own; each wait is reported once.
+        flight_records: a folder, one for all ranks, for the last collectives of each rank that
+            reports, as torch's flight recorder has them: ``torchfrtrace FOLDER -p rank_`` compares
+            them. None: none are written.
+
+    A store that does not answer for ``after_s``, while this rank waits in vain, is reported too:
+    its host is gone, or the link of this one is cut.
 
     Raises:
         ValueError: if ``after_s`` is not positive, or ``on_hang`` is none of these.
@@ -147,12 +170,14 @@ class watch_hangs:  # noqa: N801 (used like a function)
         *,
         after_s: float = 60.0,
         on_hang: str | Callable[[HangReport], object] = "warn",
+        flight_records: str | os.PathLike[str] | None = None,
     ) -> None:
         if not after_s > 0:
             raise ValueError(f"after_s is {after_s}, but has to be more than 0 seconds")
         if not callable(on_hang) and on_hang not in ("warn", "exit"):
             raise ValueError(f"on_hang is {on_hang!r}, but has to be 'warn', 'exit' or a function")
         self._after_s, self._on_hang = after_s, on_hang
+        self._flight_records = flight_records
         self._interval_s = min(_LONGEST_S, max(_SHORTEST_S, after_s / _INTERVALS))
         names = {module: name for name, module in model.named_modules()}
         self._units = units_in(model)
@@ -160,7 +185,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._on_devices = any(unit.device.type != "cpu" for unit in self._units)
         self._beat = 0
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> watch_hangs:
         # Nobody to wait for: one process, also one that plays a rank of many.
@@ -177,8 +202,14 @@ class watch_hangs:  # noqa: N801 (used like a function)
         # A client of its own: the training thread may wait in the other for minutes.
         self._store: Any = dist.distributed_c10d._get_default_store().clone()
         self._trains = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="fsdp2-hangs", daemon=True)
-        self._thread.start()
+        self._answered = time.monotonic()
+        # Two, because a request to a store that is cut off may take as long as TCP tries again.
+        self._threads = [
+            threading.Thread(target=target, name="fsdp2-hangs", daemon=True)
+            for target in (self._watch, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -188,10 +219,11 @@ class watch_hangs:  # noqa: N801 (used like a function)
         trace: TracebackType | None,
     ) -> None:
         self._done.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)  # it may be in a request to a store that is gone
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)  # it may be in a request to a store that is gone
 
-    # -- in the thread ------------------------------------------------------------------------
+    # -- in the threads -----------------------------------------------------------------------
 
     def _watch(self) -> None:
         since, reported = time.monotonic(), False
@@ -208,12 +240,34 @@ class watch_hangs:  # noqa: N801 (used like a function)
                 if waits and waited_s >= self._after_s and not reported:
                     reported = self._report(place, since)
             except RuntimeError:
-                return  # the store is gone, and with it the job
+                return  # the store is gone, which `_watch_store` reports
+
+    def _watch_store(self) -> None:
+        since = time.monotonic()
+        before: Whereabouts | None = None
+        while not self._done.wait(self._interval_s):
+            now = time.monotonic()
+            if now - self._answered < 2 * self._interval_s:
+                before = None
+                continue
+            place = look(self._units, self._names, self._trains)
+            # Counted from here on: the whole process may have been stopped for a while.
+            if before is None or not _stands(before, place):
+                since = now
+            before = place
+            if now - since >= self._after_s and (place.waits_for or self._on_devices):
+                # It may be the store for which the program waits, so there is nobody else to blame.
+                silent = now - self._answered
+                self._act(HangReport(self._rank, now - since, place, {}, {}, (), silent))
+                return
 
     def _write(self) -> Whereabouts:
         place = look(self._units, self._names, self._trains)
         self._beat += 1
-        self._store.set(self._key(self._rank), json.dumps([self._beat, asdict(place)]))
+        key = self._key(self._rank)
+        self._store.set(key, json.dumps([self._beat, asdict(place)]))
+        self._store.check([key])  # `set` does not wait for an answer
+        self._answered = time.monotonic()
         return place
 
     def _key(self, rank: int) -> str:
@@ -233,6 +287,14 @@ class watch_hangs:  # noqa: N801 (used like a function)
         late = any(where.order < place.order for where in report.elsewhere.values())
         if not (place.waits_for or late or report.silent):
             return False  # it computes, or it is itself the one for which others wait
+        self._act(report)
+        return True
+
+    def _act(self, report: HangReport) -> None:
+        if self._flight_records is not None:
+            with suppress(OSError):  # a full disk must not hide the report
+                file = flight_records.dump(self._flight_records, self._rank)
+                report = replace(report, flight_record=file)
         if callable(self._on_hang):
             self._on_hang(report)
         elif self._on_hang == "warn":
@@ -242,7 +304,6 @@ class watch_hangs:  # noqa: N801 (used like a function)
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
             os._exit(EXIT_CODE)
-        return True
 
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
         """What each rank wrote last: how often it has, and where it was."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -189,8 +191,10 @@ def rank_that_ends(rank: int, port: int, output: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model: Any = Blocks()
     fully_shard(model)
-    with watch_hangs(model, after_s=AFTER_S, on_hang="exit"):
+    with watch_hangs(model, after_s=AFTER_S, on_hang="exit", flight_records=f"{output}-flight"):
         step(model)
+        dist.barrier()  # a collective for the record; gathers may be messages
+        Path(f"{output}-trains").touch()
         if rank == 1:
             time.sleep(100)
         step(model)
@@ -216,3 +220,41 @@ def test_a_process_that_ends_because_of_a_hang(tmp_path: Path) -> None:
     assert "Rank 1: outside of the model, step 2, at test_watch_hangs.py:" in said
     assert f"This process ends (exit code {EXIT_CODE})" in said
     assert "wait_unshard" in said  # in the stacks
+    record = tmp_path / "0-flight" / "rank_0"
+    assert f"Collectives: {record} (torchfrtrace {record.parent} -p rank_)" in said
+    entries = pickle.loads(record.read_bytes())["entries"]
+    assert "gloo:barrier" in {entry["profiling_name"] for entry in entries}
+
+
+def store_server(port: Any) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(server.port)
+    time.sleep(100)
+
+
+def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
+    """As for a host whose link is cut: nothing can be written, and nobody can be asked."""
+    mine, its = multiprocessing.Pipe()
+    server = fork_context().Process(target=store_server, args=(its,))
+    server.start()
+    port = mine.recv()
+    ranks = [
+        fork_context().Process(target=rank_that_ends, args=(rank, port, str(tmp_path / str(rank))))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        assert server.pid is not None
+        while not (tmp_path / "0-trains").exists():
+            assert ranks[0].is_alive()
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGSTOP)
+        ranks[0].join(60)
+        assert ranks[0].exitcode == EXIT_CODE
+    finally:
+        for process in (*ranks, server):
+            process.kill()
+    said = (tmp_path / "0").read_text()
+    assert "The store of the process group has not answered for" in said
+    assert "for the all-gather of unit '(root)', in forward of unit '(root)', step 2" in said
