@@ -46,7 +46,7 @@ def make_counting_transport(
 
 
 class _CountingExchange(Exchange):
-    """Messages straight into place: rows that ranks do not have are not sent."""
+    """Straight into place: rows that ranks do not have are not sent."""
 
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         self.replay = replay
@@ -71,23 +71,30 @@ class _CountingExchange(Exchange):
         staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
         numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
         sizes = [sum(n) * wire.itemsize + staged for n in numels]
-        # Read from the memory of the others block by block, as within one host.
         blocks = [min(n, BLOCK_NUMEL) * wire.itemsize for n in numels[bucket.rank]]
         blocks.append(min(staged, BLOCK_NUMEL * wide.itemsize))
-        held.append(Held(account, "communication buffers", self.size * max(blocks)))
         others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
         nbytes += staged * self.size
         self._note_reduce(nbytes, others, bucket, plan, _copied(plan, grads, wire, wide))
-        return held.clear
+        return self._add_up(self.size * max(blocks), held)
+
+    def _add_up(self, block: int, held: list[Any]) -> Finish:
+        """What ends a reduction: the others' memory is read block by block, as within one host."""
+
+        def finish() -> None:
+            # While it is under way there are no blocks, however many reductions there are.
+            self.replay.account.touch("communication buffers", block)
+            held.clear()
+
+        return finish
 
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
         parts = [cut_length(t.nbytes, self.size) for t in tensors]
         block = min(max(parts, default=0), BLOCK_NUMEL * 4)  # of floats
-        held = [Held(self.replay.account, "communication buffers", self.size * block)]
         self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
-        return held.clear
+        return self._add_up(self.size * block, [])
 
     def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:
         messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)

@@ -74,8 +74,8 @@ def estimate(
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
         optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
             None.
-        device_type: the device of the run. "cpu" models gloo, where up to four ranks exchange
-            messages straight into place.
+        device_type: the device of the run. "cpu" models gloo on one host, where ranks read
+            what they need from each other's memory (up to 16 ranks).
         ranks_per_node: determines which traffic leaves a node.
         fake: False runs one real step on the CPU, with all the memory that it needs; required for
             models whose shapes depend on their data.
