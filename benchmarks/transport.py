@@ -18,6 +18,7 @@ from fsdp2.comm.host_links import HostLinks
 from fsdp2.comm.messages import Messages
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+USES = (*KINDS, "all_reduce")  # of the exchanges within a host
 
 
 @contextmanager
@@ -71,8 +72,8 @@ def counting_sent() -> Iterator[Counter[str]]:
         return start(self, sends, receives)
 
     def counted_begin(self: HostLinks, key: int, posts: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = (*KINDS, KINDS[2])[key % 4]
-        sent[kind] += sum(sum(ranges[1::2]) for ranges in posts.values())
+        if posts is not None:
+            sent[USES[key % 8]] += sum(sum(ranges[1::2]) for ranges in posts.values())
         return begin(self, key, posts, *args, **kwargs)
 
     start, begin = Messages._start, HostLinks.begin

@@ -18,6 +18,7 @@ from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .host_links import host_links
 from .host_reads import HostReads
+from .host_relays import HostRelays
 from .messages import Messages
 from .streams import Finish
 
@@ -31,8 +32,8 @@ class Exchange:
 
     Args:
         group: of gloo.
-        reads: whether ranks of one host read each other's memory, where that is permitted; else
-            they send messages.
+        reads: whether ranks of one host read each other's memory, where that is permitted, and
+            send messages to other hosts only; else all send messages.
     """
 
     stream_ordered = False
@@ -42,14 +43,19 @@ class Exchange:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._ways: HostReads | Messages | None = None if reads else Messages(group)
+        self._ways: HostReads | HostRelays | Messages | None = None if reads else Messages(group)
 
     @property
-    def _way(self) -> HostReads | Messages:
+    def _way(self) -> HostReads | HostRelays | Messages:
         if self._ways is None:
             # At the latest at the first exchange, in which all ranks of the group take part.
             links = host_links(self.group)
-            self._ways = Messages(self.group) if links is None else HostReads(links)
+            if links is None:
+                self._ways = Messages(self.group)
+            elif len(links.hosts) == 1:
+                self._ways = HostReads(links)
+            else:
+                self._ways = HostRelays(self.group, links)
         return self._ways
 
     def connect(self) -> None:

@@ -32,13 +32,16 @@ import torch.distributed as dist
 from ..sharding.process_groups import timeout_of
 from .cross_memory import Ranges, ReadError, host_id, read
 
-SWITCH = "FSDP2_CROSS_MEMORY"  # 0 in the environment of a rank: its groups send messages instead
+# In the environment of a rank.
+SWITCH = "FSDP2_CROSS_MEMORY"  # 0: its memory is not read, others send it messages instead
+ORDER = "FSDP2_SUM_ORDER"  # "rank": its groups add in rank order, on however many hosts they are
 
 Posts = dict[int, Ranges]  # by rank of the group
 
 _POST, _ACKNOWLEDGE = 1, 2
 _HEADER = struct.Struct("=BQ")
-_LONGEST = 1 << 16  # bytes of a post: 4,000 ranges
+_LONGEST = 1 << 16  # bytes of a message
+_FULL = 8000  # numbers of a message, two for a range
 _LATE_S = 0.004  # after which the thread serves
 _SLICE_S = 0.05  # of waiting, after which a thread looks whether another one was told
 _RECORD = 256  # bytes that ranks exchange to meet
@@ -102,6 +105,7 @@ class _Channel:
 
     def __init__(self, peers: Sequence[int]) -> None:
         self.posts: dict[int, deque[Ranges]] = {peer: deque() for peer in peers}
+        self.begun: Posts = {peer: [] for peer in peers}  # posts of which there is more to come
         self.num_read = dict.fromkeys(peers, 0)
         self.num_begun = 0
         self.num_ready = 0  # ranks of which there is a post
@@ -109,19 +113,32 @@ class _Channel:
 
 
 class HostLinks:
-    """Connections of this rank with the others of a group, all on one host.
+    """Connections of this rank with those of a group that are on its host.
 
     Attributes:
         size, rank: of the group, and of this process in it.
-        peers: the other ranks, from the next one on: were all to begin with the same rank, they
+        hosts: the ranks of each host in order, hosts by their first rank; those that may not read
+            the memory of others count as hosts of one rank.
+        in_rank_order: whether sums over several hosts are to be in rank order.
+        members: the ranks of this host.
+        peers: its other ranks, from the next one on: were all to begin with the same rank, they
             would read the same memory at once.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, pids: Sequence[int], sockets: dict[int, socket.socket]
+        self,
+        group: dist.ProcessGroup,
+        hosts: Sequence[Sequence[int]],
+        pids: dict[int, int],
+        sockets: dict[int, socket.socket],
+        *,
+        in_rank_order: bool,
     ) -> None:
         self.size, self.rank = group.size(), group.rank()
-        self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.hosts, self.in_rank_order = hosts, in_rank_order
+        self.members = next(host for host in hosts if self.rank in host)
+        place = self.members.index(self.rank)
+        self.peers = [*self.members[place + 1 :], *self.members[:place]]
         # Not the group: these links live in a dictionary as long as it does.
         self._group = ref(group)
         self._pids, self._sockets = pids, sockets
@@ -137,7 +154,7 @@ class HostLinks:
     def begin(
         self,
         key: int,
-        posts: Posts,
+        posts: Posts | None,
         read_all: Callable[[Posts], None],
         *,
         is_acknowledged: bool = True,
@@ -146,6 +163,8 @@ class HostLinks:
 
         Args:
             key: the same on all ranks; exchanges of one key are in the same order on all.
+            posts: what each other rank is to read; None: `post` tells later, as nothing is there
+                yet.
             read_all: called once with what the others have posted, here or while this rank waits
                 for any exchange.
             is_acknowledged: False where a later exchange tells that all have read.
@@ -157,13 +176,22 @@ class HostLinks:
             operation = Operation(self, channel, read_all, is_acknowledged)
             channel.unread.append(operation)
             _served.note_unread(1)
-            header = _HEADER.pack(_POST, key)
-            for peer in self.peers:
-                ranges = posts[peer]
-                self._send(peer, header + struct.pack(f"={len(ranges)}Q", *ranges))
+            if posts is not None:
+                self.post(key, posts)
             _serve(0)
             self._read_ready(channel, key)
         return operation
+
+    def post(self, key: int, posts: Posts) -> None:
+        """Tell each other rank which ranges of this process to read."""
+        with _lock:
+            for peer in self.peers:
+                ranges = posts[peer]
+                # In as many messages as it takes: a post ends with the first that is not full.
+                for start in range(0, len(ranges) + 1, _FULL):
+                    part = ranges[start : start + _FULL]
+                    message = _HEADER.pack(_POST, key) + struct.pack(f"={len(part)}Q", *part)
+                    self._send(peer, message)
 
     def read(self, peer: int, into: Ranges, ranges: Ranges) -> None:
         """Copy ``ranges`` of the memory of rank ``peer``."""
@@ -219,8 +247,13 @@ class HostLinks:
     def _send(self, peer: int, message: bytes) -> None:
         deadline = None
         while True:
+            connection = self._sockets.get(peer)
+            if connection is None:  # another thread has given up
+                self._lost.add(peer)
+                self.check((peer,))
+                return
             try:
-                self._sockets[peer].send(message)
+                connection.send(message)
                 return
             except BlockingIOError:
                 # Its buffer is full: hundreds of posts that it has not looked at. It does so in
@@ -256,9 +289,13 @@ class HostLinks:
             channel.num_read[peer] += 1
             return
         count = (len(message) - _HEADER.size) // 8
+        channel.begun[peer] += struct.unpack_from(f"={count}Q", message, _HEADER.size)
+        if count == _FULL:
+            return
         posts = channel.posts[peer]
         channel.num_ready += not posts
-        posts.append(list(struct.unpack_from(f"={count}Q", message, _HEADER.size)))
+        posts.append(channel.begun[peer])
+        channel.begun[peer] = []
         self._read_ready(channel, key)
 
     def _read_ready(self, channel: _Channel, key: int) -> None:
@@ -357,7 +394,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def host_links(group: dist.ProcessGroup) -> HostLinks | None:
-    """The links of a group, or None: its ranks are on several hosts, or may not read each other.
+    """The links of a group, or None: no two of its ranks are on one host and may read each other.
 
     Collective over the ranks of ``group`` at the first call; all get links, or none does.
     """
@@ -374,35 +411,48 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | None:
     try:
         listener = _listen(token.hex(), group.size())
         here = host_id() if os.environ.get(SWITCH, "1") != "0" and listener else ""
-        mine = [here, str(os.getpid()), str(ctypes.addressof(proof)), token.hex()]
+        order = os.environ.get(ORDER, "")
+        mine = [here, str(os.getpid()), str(ctypes.addressof(proof)), token.hex(), order]
         everyone = [text.split("\n") for text in _all(group, "\n".join(mine))]
-        if not all(each[0] == everyone[0][0] != "" for each in everyone):
+        hosts = _hosts([each[0] for each in everyone])
+        if len(hosts) == group.size():
             return None
-        assert listener is not None
-        pids = [int(pid) for _, pid, _, _ in everyone]
+        # Only of this host: elsewhere, other processes have the same numbers.
+        members = next(host for host in hosts if group.rank() in host)
+        pids = {rank: int(everyone[rank][1]) for rank in members}
         sockets: dict[int, socket.socket] = {}
+        works = "yes"
         try:
-            for rank, (_, _, address, expected) in enumerate(everyone):
+            for rank in members:
                 if rank != group.rank():
-                    _prove(pids[rank], int(address), bytes.fromhex(expected))
-            works = "yes"
+                    _prove(pids[rank], int(everyone[rank][2]), bytes.fromhex(everyone[rank][3]))
         except (OSError, ValueError):
             works = "no"
         if set(_all(group, works)) != {"yes"}:
             return None
         for step in (_call, _answer):
             try:
-                step(group, listener, pids, [each[3] for each in everyone], sockets)
+                if listener is not None:
+                    step(group, listener, pids, [each[3] for each in everyone], sockets)
             except OSError:
                 works = "no"
             if set(_all(group, works)) != {"yes"}:
                 for connection in sockets.values():
                     connection.close()
                 return None
-        return HostLinks(group, pids, sockets)
+        in_rank_order = any(each[4] == "rank" for each in everyone)
+        return HostLinks(group, hosts, pids, sockets, in_rank_order=in_rank_order)
     finally:
         if listener is not None:
             listener.close()
+
+
+def _hosts(names: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, by the names of their hosts; "" is a host of its own."""
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        found.setdefault(name or f"rank {rank}", []).append(rank)
+    return list(found.values())
 
 
 def _prove(pid: int, address: int, expected: bytes) -> None:
@@ -433,16 +483,18 @@ def _listen(name: str, num: int) -> socket.socket | None:
 def _call(
     group: dist.ProcessGroup,
     listener: socket.socket,
-    pids: Sequence[int],
+    pids: dict[int, int],
     names: Sequence[str],
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Connect to all lower ranks, which have listened since before they told their names.
+    """Connect to this host's lower ranks, which have listened since before they told their names.
 
     That they accept is not waited for: where one rank fails, the others hear of it before they
     wait for its call.
     """
-    for peer in range(group.rank()):
+    for peer in pids:
+        if peer >= group.rank():
+            continue
         connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(timeout_of(group, _CPU).total_seconds())
         connection.connect(_address(names[peer]))
@@ -451,24 +503,24 @@ def _call(
 def _answer(
     group: dist.ProcessGroup,
     listener: socket.socket,
-    pids: Sequence[int],
+    pids: dict[int, int],
     names: Sequence[str],
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Accept the calls of all higher ranks."""
+    """Accept the calls of all higher ranks of this host."""
+    ranks = {pid: rank for rank, pid in pids.items() if rank > group.rank()}
     listener.settimeout(timeout_of(group, _CPU).total_seconds())
-    while len(sockets) < group.size() - 1:
+    while len(sockets) < len(pids) - 1:
         connection, _ = listener.accept()
         # Every process of the host can find the listener; only the ranks are let in.
         credentials = connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
         )
         pid, _, _ = struct.unpack("3i", credentials)
-        peer = pids.index(pid) if pid in pids else -1
-        if peer <= group.rank() or peer in sockets:
+        if pid not in ranks or ranks[pid] in sockets:
             connection.close()
         else:
-            sockets[peer] = connection
+            sockets[ranks[pid]] = connection
 
 
 def _all(group: dist.ProcessGroup, text: str) -> list[str]:

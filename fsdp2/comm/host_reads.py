@@ -18,7 +18,7 @@ from .host_links import HostLinks, Operation, Posts
 from .means import BLOCK_NUMEL, cut, mean_in_order
 from .streams import Finish
 
-_GATHER, _SCATTER, _SUM, _SPREAD = range(4)  # what a tag is used for, by each of these once
+GATHER, SCATTER, SUM, SPREAD = range(4)  # what a tag is used for, by each of these once
 
 
 class HostReads:
@@ -51,7 +51,7 @@ class HostReads:
                         into += [start + peer * step, numels[peer] * itemsize]
                 links.read(peer, into, posts[peer])
 
-        return links.begin(_key(tag, _GATHER), dict.fromkeys(links.peers, mine), read_all).wait
+        return links.begin(key(tag, GATHER), dict.fromkeys(links.peers, mine), read_all).wait
 
     def scatter(
         self, parts: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor], tag: int
@@ -62,14 +62,14 @@ class HostReads:
             parts: for each of ``outs``, the contiguous 1-D tensors for each rank.
         """
         links = self._links
-        posts = {peer: _ranges([part[peer] for part in parts]) for peer in links.peers}
+        posts = {peer: ranges_of([part[peer] for part in parts]) for peer in links.peers}
 
         def read_all(posts: Posts) -> None:
             own = [part[links.rank] for part in parts]
             with record_function("fsdp2::exchange"):
-                _add_up(links, own, outs, posts)
+                add_up(links, own, outs, posts)
 
-        operation = links.begin(_key(tag, _SCATTER), posts, read_all)
+        operation = links.begin(key(tag, SCATTER), posts, read_all)
 
         def finish() -> None:
             operation.wait()
@@ -86,20 +86,20 @@ class HostReads:
         links = self._links
         parts = [cut(tensor, links.size) for tensor in tensors]
         own = [part[links.rank] for part in parts]
-        others = {peer: _ranges([part[peer] for part in parts]) for peer in links.peers}
+        others = {peer: ranges_of([part[peer] for part in parts]) for peer in links.peers}
 
         def spread(posts: Posts) -> None:
             for peer in links.peers:
                 links.read(peer, others[peer], posts[peer])
 
-        def add_up(posts: Posts) -> None:
+        def sum_own(posts: Posts) -> None:
             with record_function("fsdp2::exchange"):
-                _add_up(links, own, own, posts)
-            everyone = dict.fromkeys(links.peers, _ranges(own))
-            begun.append(links.begin(_key(tag, _SPREAD), everyone, spread))
+                add_up(links, own, own, posts)
+            everyone = dict.fromkeys(links.peers, ranges_of(own))
+            begun.append(links.begin(key(tag, SPREAD), everyone, spread))
 
         begun: list[Operation] = []
-        begun.append(links.begin(_key(tag, _SUM), others, add_up, is_acknowledged=False))
+        begun.append(links.begin(key(tag, SUM), others, sum_own, is_acknowledged=False))
 
         def finish() -> None:
             for operation in begun:  # the first one appends the second
@@ -109,39 +109,51 @@ class HostReads:
         return finish
 
 
-def _add_up(
-    links: HostLinks, own: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], posts: Posts
+def add_up(
+    links: HostLinks,
+    own: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    posts: Posts,
+    divide_by: int = 0,
 ) -> None:
-    """Write means in rank order, block by block. All outputs may be the own terms."""
+    """Write means over the host in rank order, block by block. All outputs may be the own terms.
+
+    Args:
+        divide_by: what sums are divided by, if not by the number of the host's ranks.
+    """
     sizes = [tensor.nbytes for tensor in own if len(tensor)]
     for peer in links.peers:
         links.check_sizes(peer, sizes, posts[peer])
     in_place = len(own) > 0 and own[0] is outs[0]
+    # In the order of the ranks, and not of the reads.
+    places = {rank: place for place, rank in enumerate(links.members)}
     nums_before = 0
     for term, out in zip(own, outs, strict=True):
         if not len(term):
             continue
-        buffer = term.new_empty((links.size, min(len(term), BLOCK_NUMEL)))
+        buffer = term.new_empty((len(places), min(len(term), BLOCK_NUMEL)))
         for begin in range(0, len(term), BLOCK_NUMEL):
             mine = term[begin : begin + BLOCK_NUMEL]
             into = out[begin : begin + len(mine)]  # it may end with padding
             terms = [block[: len(mine)] for block in buffer]
             for peer in links.peers:
                 start = posts[peer][nums_before] + begin * term.itemsize
-                links.read(peer, [terms[peer].data_ptr(), mine.nbytes], [start, mine.nbytes])
-            terms[links.rank] = mine
-            if in_place and links.rank > 1:  # it would be overwritten before it is added
-                mean_in_order(terms, terms[0])
+                links.read(
+                    peer, [terms[places[peer]].data_ptr(), mine.nbytes], [start, mine.nbytes]
+                )
+            terms[places[links.rank]] = mine
+            if in_place and places[links.rank] > 1:  # it would be overwritten before it is added
+                mean_in_order(terms, terms[0], divide_by)
                 into.copy_(terms[0])
             else:
-                mean_in_order(terms, into)
+                mean_in_order(terms, into, divide_by)
         nums_before += 2
 
 
-def _ranges(tensors: Sequence[torch.Tensor]) -> Ranges:
+def ranges_of(tensors: Sequence[torch.Tensor]) -> Ranges:
     """Where tensors lie; of empty ones nothing is said, on both sides alike."""
     return [n for tensor in tensors if len(tensor) for n in (tensor.data_ptr(), tensor.nbytes)]
 
 
-def _key(tag: int, use: int) -> int:
-    return 4 * tag + use
+def key(tag: int, use: int) -> int:
+    return 8 * tag + use

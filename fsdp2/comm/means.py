@@ -72,13 +72,15 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 BLOCK_NUMEL = 64 * 1024
 
 
-def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor, divide_by: int = 0) -> None:
     """``out`` = mean of ``terms``, added one after the other in the dtype of ``out``.
 
     Args:
         terms: 1-D tensors of the same length.
         out: 1-D tensor of that length; may be one of the first two terms, no later one.
+        divide_by: what the sum is divided by, if not by the number of ``terms``; 1 leaves a sum.
     """
+    divide_by = divide_by or len(terms)
     blocks = [term.split(BLOCK_NUMEL) for term in terms]
     for i, block in enumerate(out.split(BLOCK_NUMEL)):
         # With a wider ``out`` the first term is copied into it: ``add`` of two narrow ones would
@@ -91,7 +93,8 @@ def mean_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             rest = blocks[1:]
         for term in rest:
             block.add_(term[i])
-        block.div_(len(terms))
+        if divide_by != 1:
+            block.div_(divide_by)
 
 
 def cut(tensor: torch.Tensor, num: int) -> list[torch.Tensor]:

@@ -63,7 +63,8 @@ class Messages:
             parts: for each of ``outs``, the contiguous 1-D tensors for each rank.
         """
         own = [part[self.rank] for part in parts]
-        received = {peer: _buffers(own) for peer in self.peers}
+        numels, dtypes = [len(term) for term in own], [term.dtype for term in own]
+        received = {peer: buffers(numels, dtypes) for peer in self.peers}
         wait = self._start(
             [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
              if len(part[p])],
@@ -121,14 +122,14 @@ class Messages:
         return lambda: wait_for(works)
 
 
-def _buffers(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Buffers for the terms of one peer; those of one dtype share one allocation."""
+def buffers(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """1-D buffers, say for the terms of one peer; those of one dtype share one allocation."""
     # One allocation instead of one per gradient. (On "cpu", whatever default device a user has
     # set.)
     made: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in like):
-        chosen = [i for i, tensor in enumerate(like) if tensor.dtype == dtype]
-        numels = [len(like[i]) for i in chosen]
-        flat = torch.empty(sum(numels), dtype=dtype, device="cpu")
-        made.update(zip(chosen, flat.split(numels), strict=True))
-    return [made[i] for i in range(len(like))]
+    for dtype in dict.fromkeys(dtypes):
+        chosen = [i for i, each in enumerate(dtypes) if each == dtype]
+        lengths = [numels[i] for i in chosen]
+        flat = torch.empty(sum(lengths), dtype=dtype, device="cpu")
+        made.update(zip(chosen, flat.split(lengths), strict=True))
+    return [made[i] for i in range(len(numels))]

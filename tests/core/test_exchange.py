@@ -27,7 +27,7 @@ if not RUNS_ON_TORCH:
     from benchmarks.transport import counting_sent
     from fsdp2 import MixedPrecisionPolicy
     from fsdp2.comm.host_links import SWITCH, HostLinks, host_links
-    from fsdp2.comm.host_reads import HostReads
+    from fsdp2.comm.host_reads import SCATTER, HostReads, key
     from fsdp2.comm.messages import WHOLE_BYTES, Messages
 
 
@@ -239,8 +239,8 @@ def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
         dist.barrier()
         if dist.get_rank() == 1:
             wait = exchange(way)
-            assert links._channels[5].num_begun == 1
-            assert not links._channels[5].unread  # read and acknowledged
+            assert links._channels[key(1, SCATTER)].num_begun == 1
+            assert not links._channels[key(1, SCATTER)].unread  # read and acknowledged
             links.close()
         dist.barrier()
         if dist.get_rank() == 0:

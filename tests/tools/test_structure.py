@@ -38,14 +38,15 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    assert core().files <= 54
+    assert core().files <= 55
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
     # step without one enters; 215 and 24 for a budget of gathered bytes. 565 lines and 60 functions
-    # for exchanges within a host: connections, reads, all-reduces in two phases.
-    assert core().code_lines <= 8240
-    assert core().functions <= 876
+    # for exchanges within a host: connections, reads, all-reduces in two phases; 300 and 27 for
+    # groups over several hosts, which no step on one host enters.
+    assert core().code_lines <= 8540
+    assert core().functions <= 903
 
 
 def test_no_function_of_the_core_is_long() -> None:

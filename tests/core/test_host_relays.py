@@ -1,0 +1,314 @@
+"""Exchanges of groups with several ranks on each of several hosts, which are pretended here."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
+from models import EVEN_MLP, MLP, TRANSFORMER
+from reference import Training, check_training, pair
+
+pytestmark = [ours_only("transports"), cpu_only("gloo")]
+
+if not RUNS_ON_TORCH:
+    import fsdp2.comm.host_links
+    from fsdp2.comm.host_links import ORDER, HostLinks, _connect
+    from fsdp2.comm.host_relays import HostRelays
+    from fsdp2.comm.messages import WHOLE_BYTES
+
+# By ranks: the host of each. Even, uneven, one rank alone, out of order, many, and more ranks than
+# the others have.
+PLACES: dict[int, list[list[int]]] = {
+    4: [[0, 0, 1, 1], [0, 1, 1, 0]],
+    5: [[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]],
+    6: [[0, 1, 2, 0, 1, 2], [0, 0, 0, 0, 0, 1]],
+    8: [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, 2, 3]],
+}
+
+
+@contextmanager
+def on_hosts(places: Sequence[int]) -> Iterator[None]:
+    """Groups that are made inside have their ranks on these hosts, by global rank."""
+    real = fsdp2.comm.host_links.host_id()
+
+    def pretended() -> str:
+        return f"{real} {places[dist.get_rank()]}" if real else ""
+
+    with mock.patch.object(fsdp2.comm.host_links, "host_id", pretended):
+        yield
+
+
+class CountingGroup:
+    """A group that counts the bytes of its messages, by receiver."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.sent: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.sent[peer] += tensors[0].nbytes
+        return self.group.send(tensors, peer, tag)
+
+
+def relays(group: dist.ProcessGroup, places: Sequence[int]) -> tuple[HostRelays, CountingGroup]:
+    with on_hosts(places):
+        links = _connect(group)
+    if links is None:
+        pytest.skip("processes may not read each other's memory here")
+    counting: Any = CountingGroup(group)
+    return HostRelays(counting, links), counting
+
+
+def each_group(*nums: int) -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
+    for num in nums:
+        group = dist.new_group(list(range(num)))
+        if isinstance(group, dist.ProcessGroup):
+            for places in PLACES[num]:
+                yield group, places
+
+
+def term(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What ``rank`` contributes: values whose sum depends on the order."""
+    made = torch.Generator().manual_seed(1000 * rank + numel % 997)
+    return (torch.randn(numel, generator=made) * 10.0 ** (rank % 3)).to(dtype)
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    result = terms[0].clone()
+    for each in terms[1:]:
+        result = result + each
+    return result
+
+
+def mean(terms: list[Tensor], dtype: torch.dtype, places: Sequence[int]) -> Tensor:
+    """In rank order within each host, then over hosts in the order of their first ranks."""
+    wide = [each.to(dtype) for each in terms]
+    hosts = list(dict.fromkeys(places))
+    sums = [total([wide[r] for r in range(len(terms)) if places[r] == host]) for host in hosts]
+    return total(sums) / len(terms)
+
+
+def bytes_between_hosts(counting: CountingGroup, places: Sequence[int]) -> Counter[tuple[int, int]]:
+    """By (from, to) of hosts; nothing is sent within one."""
+    group = counting.group
+    mine = torch.tensor([counting.sent[r] for r in range(group.size())])
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    found: Counter[tuple[int, int]] = Counter()
+    for sender, sent in enumerate(everyone):
+        for receiver, nbytes in enumerate(sent.tolist()):
+            assert not nbytes or places[sender] != places[receiver]
+            found[places[sender], places[receiver]] += nbytes
+    counting.sent.clear()
+    return found
+
+
+def pairs(places: Sequence[int]) -> list[tuple[int, int]]:
+    hosts = set(places)
+    return [(a, b) for a in hosts for b in hosts if a != b]
+
+
+@distributed(8)
+def test_a_shard_crosses_each_link_once() -> None:
+    """Of several tensors, with rows that the last ranks do not have."""
+    for group, places in each_group(4, 5, 6, 8):
+        way, counting = relays(group, places)
+        num, me = group.size(), group.rank()
+        rows = [[7] * num, [max(0, min(3, 11 - 3 * r)) for r in range(num)], [60_000] * num]
+        widest = [max(numels) for numels in rows]
+        inputs = [term(me, width, torch.float32) for width in widest]
+        outputs = [torch.full((num * width,), torch.nan) for width in widest]
+        plan: Any = SimpleNamespace(inputs=inputs, outputs=outputs, rows=rows, messages=None)
+        for _ in range(2):
+            wait = way.gather(plan, 0)
+            for own, output, width in zip(inputs, outputs, widest, strict=True):
+                output[me * width : (me + 1) * width] = own
+            wait()
+            for output, width, numels in zip(outputs, widest, rows, strict=True):
+                for rank, found in enumerate(output.split(width)):
+                    right = term(rank, width, torch.float32)[: numels[rank]]
+                    assert torch.equal(found[: numels[rank]], right), (places, rank)
+            crossed = bytes_between_hosts(counting, places)
+            for here, there in pairs(places):
+                held = sum(n[r] for n in rows for r in range(num) if places[r] == here)
+                assert crossed[here, there] == 4 * held, places
+    dist.barrier()
+
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+]
+
+
+@distributed(8)
+def test_a_host_sends_one_sum_for_each_rank_of_another() -> None:
+    """Bit for bit the sum within hosts and then over them; parts of no rows, and padding."""
+    for group, places in each_group(4, 5, 6, 8):
+        way, counting = relays(group, places)
+        num, me = group.size(), group.rank()
+        numels = [[70_001] * num, [max(0, min(3, 13 - 3 * r)) * 16 for r in range(num)]]
+        parts, outs, expected = [], [], []
+        for wire, wide in DTYPES:
+            for sizes in numels:
+                parts.append(term(me, sum(sizes), wire).split(sizes))
+                outs.append(torch.full((sizes[me] + 5,), 7.0, dtype=wide))
+                whole = [term(r, sum(sizes), wire).split(sizes)[me] for r in range(num)]
+                expected.append(mean(whole, wide, places))
+        way.scatter(parts, outs, 100)()
+        for out, right in zip(outs, expected, strict=True):
+            assert torch.equal(out[: len(right)], right), (places, out.dtype)
+            assert (out[len(right) :] == 7).all()
+        crossed = bytes_between_hosts(counting, places)
+        for here, there in pairs(places):
+            # One rank alone sends what it has.
+            alone = places.count(here) == 1
+            itemsize = sum((wire if alone else wide).itemsize for wire, wide in DTYPES)
+            owned = sum(n[r] for n in numels for r in range(num) if places[r] == there)
+            assert crossed[here, there] == itemsize * owned, places
+    dist.barrier()
+
+
+@distributed(8)
+def test_an_all_reduce_crosses_links_twice_and_gives_equal_bits() -> None:
+    for group, places in each_group(4, 5, 6, 8):
+        way, counting = relays(group, places)
+        num, me = group.size(), group.rank()
+        for dtype in (torch.float32, torch.bfloat16):
+            sizes = [num * 16384, 70_001, 1]
+            assert sizes[0] * dtype.itemsize >= WHOLE_BYTES
+            tensors = [term(me, numel, dtype) for numel in sizes]
+            way.all_reduce(tensors[:1], 50_000)()
+            crossed = bytes_between_hosts(counting, places)
+            for here, there in pairs(places):
+                both = places.count(here) + places.count(there)
+                assert crossed[here, there] == 16384 * dtype.itemsize * both
+            way.all_reduce(tensors[1:], 60_000)()
+            counting.sent.clear()
+            for numel, found in zip(sizes, tensors, strict=True):
+                terms = [term(r, numel, dtype) for r in range(num)]
+                assert torch.equal(found, mean(terms, dtype, places)), (places, numel, dtype)
+    dist.barrier()
+
+
+@distributed(4)
+def test_rank_order_by_choice() -> None:
+    """Of one rank: then all add as on one host."""
+    places = [0, 0, 1, 1]
+    group = dist.new_group(list(range(4)))
+    assert isinstance(group, dist.ProcessGroup)
+    me = group.rank()
+    with mock.patch.dict(os.environ, {ORDER: "rank"} if me == 2 else {}):
+        way, _ = relays(group, places)
+    out = torch.zeros(40_000)
+    way.scatter([term(me, 160_000, torch.float32).split(40_000)], [out], 1)()
+    terms = [term(r, 160_000, torch.float32).split(40_000)[me] for r in range(4)]
+    assert torch.equal(out, mean(terms, torch.float32, [0] * 4))
+    assert not torch.equal(out, mean(terms, torch.float32, places))
+    flat = term(me, 160_000, torch.float32)
+    way.all_reduce([flat], 10)()
+    whole = [term(r, 160_000, torch.float32) for r in range(4)]
+    assert torch.equal(flat, mean(whole, torch.float32, [0] * 4))
+
+
+@distributed(4)
+def test_ranks_may_wait_in_different_orders() -> None:
+    """Gathers of two groups, which take two steps on a host."""
+    both = []
+    for _ in range(2):
+        group = dist.new_group(list(range(4)))
+        assert isinstance(group, dist.ProcessGroup)
+        both.append(relays(group, [0, 0, 1, 1])[0])
+    me = dist.get_rank()
+    plans: list[Any] = []
+    for number in range(2):
+        inputs, outputs = [torch.full((4,), 10.0 * number + me)], [torch.zeros(16)]
+        plans.append(SimpleNamespace(inputs=inputs, outputs=outputs, rows=[[4] * 4], messages=None))
+    waits: list[Callable[[], None]] = [
+        way.gather(plan, 1) for way, plan in zip(both, plans, strict=True)
+    ]
+    for wait in waits if me % 2 else reversed(waits):
+        wait()
+    for number, plan in enumerate(plans):
+        for rank in {0, 1, 2, 3} - {me}:
+            assert plan.outputs[0][4 * rank] == 10.0 * number + rank
+
+
+@distributed(4)
+def test_an_error_between_hosts_is_raised_on_all_ranks_of_a_host() -> None:
+    """Rank 3 gives up, and ranks of the other host wait for what it would send."""
+    group = dist.new_group(list(range(4)), timeout=datetime.timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    way, _ = relays(group, [0, 0, 1, 1])
+    me = group.rank()
+    plan: Any = SimpleNamespace(
+        inputs=[torch.ones(4)], outputs=[torch.zeros(16)], rows=[[4] * 4], messages=None
+    )
+    if me != 3:
+        with pytest.raises(dist.DistNetworkError, match=r"did not come|have ended|timed out"):
+            way.gather(plan, 1)()
+        with pytest.raises(dist.DistNetworkError, match=r"did not come|have ended|timed out"):
+            way.gather(plan, 1)
+    dist.barrier()
+
+
+@distributed(2)
+def test_posts_of_many_ranges_arrive() -> None:
+    """More than fit into one message: 4,000, twice that, and one more."""
+    group = dist.new_group(list(range(2)))
+    assert isinstance(group, dist.ProcessGroup)
+    links = _connect(group)
+    if not isinstance(links, HostLinks):
+        pytest.skip("processes may not read each other's memory here")
+    for number, count in enumerate((3999, 4000, 4001, 8000, 0)):
+        found: list[Any] = []
+        links.begin(number, {1 - group.rank(): list(range(2 * count))}, found.append).wait()
+        assert found == [{1 - group.rank(): list(range(2 * count))}]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+@distributed(8)
+def test_training(every: bool) -> None:
+    """Layers with fewer rows than there are ranks; replicas that are on one host and on others."""
+    for places in PLACES[8] if every else PLACES[8][1:]:
+        with on_hosts(places):
+            fsdp2.comm.host_links._found.clear()
+            for shape in ((8,), (4, 2), (2, 4)) if every else ((8,), (4, 2)):
+                names = ("replicate", "shard") if len(shape) == 2 else None
+                mesh = cached_mesh(*shape, names=names)
+                training = Training(steps=2, bitwise=False)
+                for case in (MLP, TRANSFORMER) if every else (MLP,):
+                    model, _ = check_training(case, training, mesh=mesh, direct_min_bytes=0)
+                model, _ = pair(EVEN_MLP, dtype=torch.float32, mesh=mesh)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for step in range(2):
+                    batch = EVEN_MLP.batch(step, dist.get_rank(), torch.float32)
+                    EVEN_MLP.loss(model, *batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if names is not None:
+                    group = mesh.get_group("replicate")
+                    for param in model.parameters():
+                        local: Any = param.to_local()  # type: ignore[attr-defined]
+                        found = [torch.empty_like(local) for _ in range(group.size())]
+                        dist.all_gather(found, local.detach().contiguous(), group=group)
+                        assert all(torch.equal(one, found[0]) for one in found)
+    fsdp2.comm.host_links._found.clear()
