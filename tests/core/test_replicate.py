@@ -25,7 +25,7 @@ from fsdp2 import (
 )
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.comm.transports import Exchange
-from harness import cached_mesh, distributed, ours_only, shared_folder
+from harness import cached_mesh, cpu_only, distributed, ours_only, shared_folder
 from models import BY_NAME, EVEN_MLP, LORA, MLP, NESTED, PARITY_CASES, TRANSFORMER, Case
 from reference import (
     assert_all_same,
@@ -218,6 +218,7 @@ def events_of(model: nn.Sequential) -> Iterator[list[str]]:
             handle.remove()
 
 
+@cpu_only("events are noted at the exchange")
 @distributed(2)
 def test_nothing_is_gathered_and_all_reduces_run_beside_backward() -> None:
     model, _ = build(EVEN_MLP, "all", dtype=torch.float32)
@@ -237,6 +238,7 @@ def test_nothing_is_gathered_and_all_reduces_run_beside_backward() -> None:
         assert [event for event in events if event in order] == order, events
 
 
+@cpu_only("events are noted at the exchange")
 @distributed(2)
 def test_only_sharded_units_are_gathered() -> None:
     model, _ = build(EVEN_MLP, "units", dtype=torch.float32)
