@@ -217,9 +217,11 @@ class HostLinks:
     def fail(self, reason: str) -> None:
         """Give up: this rank's exchanges raise from now on, and those of the others."""
         # Closed before memory is freed that others may be reading: who finds the connection open
-        # after it has read, has read what was posted.
-        self.close()
-        self._broken = f"Exchange of memory within the host: {reason}"
+        # after it has read, has read what was posted. And not while the thread reads, into memory
+        # that the caller frees next.
+        with _lock:
+            self.close()
+            self._broken = f"Exchange of memory within the host: {reason}"
         raise dist.DistNetworkError(self._broken)
 
     def close(self) -> None:
@@ -233,6 +235,11 @@ class HostLinks:
         for channel in self._channels.values():
             _served.note_unread(-len(channel.unread))
             channel.unread.clear()
+
+    def close_copies(self) -> None:
+        """In a fork: close its copies of the connections, which stay open in its parent."""
+        for connection in self._sockets.values():
+            connection.close()
 
     def __del__(self) -> None:
         with suppress(OSError, TypeError, AttributeError):  # at the end of the interpreter
@@ -311,6 +318,10 @@ class HostLinks:
                 raise
             except (ReadError, RuntimeError) as error:
                 self.fail(str(error))
+            except BaseException as error:  # Ctrl-C: what was not read now never will be
+                with suppress(dist.DistNetworkError):
+                    self.fail(f"interrupted by {type(error).__name__}")
+                raise
             operation.read_all = _nothing  # it holds tensors
             # A rank that gave up has freed what it posted, perhaps before it was read here. But
             # then it has closed its connection before, and to send to it is an error. (Without an
@@ -382,8 +393,15 @@ def _serve(timeout_s: float) -> None:
 
 
 def _start_anew() -> None:
-    """In a fork: it has none of the connections, and an epoll would be its parent's as well."""
+    """In a fork: its connections and its epoll would be its parent's as well."""
     global _served, _lock
+    # Closed, or none of the others would see when the parent ends or gives up: a connection is open
+    # for as long as any process has it, and workers that load data may outlive a rank.
+    for links, _ in _served.links.values():
+        there = links()
+        if there is not None:
+            there.close_copies()
+    _served.epoll.close()
     _served, _lock = _Served(), threading.RLock()
 
 

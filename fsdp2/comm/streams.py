@@ -242,8 +242,9 @@ def ended(finish: Finish, *, stream_ordered: bool) -> Finish:
 
 def wait_for(works: list[Any]) -> None:
     """Streams wait where they order the work, else the host; None is ordered by the stream."""
-    # `clear`, as to wait once more would write the results once more (see `GroupTransport`).
-    for work in works:
-        if work is not None:
-            work.wait()
-    works.clear()
+    # Each is dropped once it is over, as to wait once more would write the results once more (see
+    # `GroupTransport`); and after Ctrl-C in the middle, the others have to be waited for still.
+    while works:
+        if works[-1] is not None:
+            works[-1].wait()
+        del works[-1]

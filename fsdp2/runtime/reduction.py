@@ -139,8 +139,12 @@ class Reduction:
         """Host-ordered devices: finish the reduce-scatter and start the all-reduce, if any."""
         if self._advanced:
             return
+        try:
+            self._run_finish()
+        except RuntimeError:
+            self._advanced = True  # `discard` waits again after Ctrl-C only
+            raise
         self._advanced = True
-        self._run_finish()
         # Messages have read them until now. The all-reduce does not: they are not held for it.
         self.grads = ()
         if self.replicate is not None:

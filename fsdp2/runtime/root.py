@@ -80,6 +80,7 @@ class Runtime:
         self.num_backwards = 0
         self.forwards = Forwards()
         self._carried_unit: Unit | None = None
+        self._kept_unit: Unit | None = None  # as it was expected to run again at once
         self._entered: Forward | None = None  # that backward reached last; with a budget
         self.limit_gathered(root.config.max_gathered_bytes)
         self._finalizing = False  # inside of `finalize_backward`
@@ -102,6 +103,8 @@ class Runtime:
             return
         if self.forward_root is None or self.forward_root not in unit.enclosing:
             self._begin_forward(unit)
+        if self._kept_unit is not None:
+            self._free_kept(beside=unit)
         unit.registration.check()
         unit.unshard(self.streams)
         unit.running += 1
@@ -183,15 +186,18 @@ class Runtime:
             self.forwards.note(unit, forward if differentiable else None)
         outermost = self.forward_root is unit
         order, position = self.forward_order, len(self._this_forward)
+        runs_next = self._predicted and position < len(order) and order[position] is unit
         after = unit.after_forward(
             differentiable=differentiable,
-            runs_next=self._predicted and position < len(order) and order[position] is unit,
+            runs_next=runs_next,
             ends_forward=self._predicted
             and not outermost
             and position == len(order)
             and self._this_forward[-1] is unit,
         )
         if after is AfterForward.KEEP:
+            if runs_next and unit.reshard_after_forward is not False:
+                self._kept_unit = unit
             config = unit.config
             only_for_backward = (
                 config.reshard_after_forward is None and config.reshard_after_backward
@@ -216,7 +222,15 @@ class Runtime:
             if not differentiable and self._offloads:
                 self.streams.synchronize()  # else backward does; then the host may write shards
 
+    def _free_kept(self, *, beside: Unit | None = None) -> None:
+        """Free the unit that was kept to run again, if it does not: another one runs, or none."""
+        unit, self._kept_unit = self._kept_unit, None
+        if unit is not None and unit is not beside and not unit.running:
+            unit.reshard(self.streams)
+
     def _end_forward(self) -> None:
+        if self._kept_unit is not None:
+            self._free_kept()
         for unit in self.units:
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
@@ -607,7 +621,7 @@ class Runtime:
             self.streams.synchronize()
         self.forwards.forget_ungraphed()
         self.forwards.end_pass()
-        self._carried_unit = self._entered = None
+        self._carried_unit = self._kept_unit = self._entered = None
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None

@@ -418,8 +418,12 @@ class Unit:
         launched = bool(self._gather_finish)
         try:
             while self._gather_finish:
-                self._gather_finish.pop(0)()
+                # Forgotten once it is over, and not before: after Ctrl-C in the middle of it,
+                # recovery has to wait for what still comes in.
+                self._gather_finish[0]()
+                del self._gather_finish[0]
         except RuntimeError as error:
+            del self._gather_finish[0]
             self._give_up_gather(streams)
             reraise(error, self._current_gather(), self.mesh.shard_group)
         if launched:

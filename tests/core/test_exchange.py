@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -225,6 +229,75 @@ def test_a_rank_that_gives_up_is_noticed_at_once() -> None:
         for _ in range(2):  # and every later exchange of the group fails likewise
             with pytest.raises(dist.DistNetworkError, match=r"have ended, or given up"):
                 exchange(way)()
+    dist.barrier()
+
+
+@distributed(2)
+def test_a_fork_of_a_rank_does_not_hide_that_the_rank_has_ended() -> None:
+    """A worker that loads data has copies of all descriptors, and may outlive its rank."""
+    links = links_of(new_group(10.0))
+    exchange(HostReads(links))()
+    if dist.get_rank() == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+            child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            links.close()
+            dist.barrier()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    else:
+        with pytest.raises(dist.DistNetworkError, match=r"have ended, or given up"):
+            exchange(HostReads(links))()
+        dist.barrier()
+
+
+@distributed(2)
+def test_a_rank_that_gives_up_waits_for_its_thread_to_end_reading() -> None:
+    """Else memory that is freed next would be written."""
+    links = links_of(new_group())
+    done = threading.Event()
+
+    def give_up() -> None:
+        with pytest.raises(dist.DistNetworkError, match="no more"):
+            links.fail("no more")
+        done.set()
+
+    thread = threading.Thread(target=give_up)
+    with fsdp2.comm.host_links._lock:  # as the thread has it that reads
+        thread.start()
+        assert not done.wait(0.2)
+        assert links._sockets
+    assert done.wait(10.0)
+    thread.join()
+    dist.barrier()
+
+
+@distributed(2)
+def test_ctrl_c_while_a_rank_reads_ends_the_exchanges_of_the_group() -> None:
+    """What it was reading will never be whole: the others must not wait for it."""
+    links = links_of(new_group())
+    way = HostReads(links)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 1:
+        with (
+            mock.patch.object(fsdp2.comm.host_links, "read", interrupted),
+            fsdp2.comm.host_links._lock,  # not in the thread, which gets no signals
+            pytest.raises(KeyboardInterrupt),
+        ):
+            exchange(way)()
+        with pytest.raises(dist.DistNetworkError, match="interrupted by KeyboardInterrupt"):
+            exchange(way)
+    else:
+        with pytest.raises(dist.DistNetworkError, match="given up"):
+            exchange(way)()
     dist.barrier()
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +118,50 @@ def test_the_next_step_is_right(fault: str, mode: bool) -> None:
         assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@ours_only("how ranks exchange data")
+@distributed(2)
+def test_the_step_after_ctrl_c_in_any_wait_is_right(reads: bool) -> None:
+    """What still comes in is waited for, before its memory is freed."""
+    import fsdp2.comm.exchange as exchange
+    import fsdp2.comm.host_links as host_links
+    import fsdp2.comm.messages as messages
+
+    waits = (host_links.Operation, "wait") if reads else (messages, "wait_for")
+    links = host_links.host_links if reads else lambda _: None
+    wait, calls, stops_at = getattr(*waits), 0, -1
+
+    def interrupted(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == stops_at:
+            raise KeyboardInterrupt
+        if calls == stops_at and dist.get_rank() == 1:
+            time.sleep(0.02)  # the other one is interrupted before this one has come
+        wait(*args)
+
+    with mock.patch.object(exchange, "host_links", links), mock.patch.object(*waits, interrupted):
+        model, plain = pair(FRAGILE, mesh=cached_mesh(2))
+        run_both(FRAGILE, model, plain, 0)
+        calls = 0
+        run_both(FRAGILE, model, plain, 0)
+        num_waits = calls
+        assert num_waits > 10
+        for number in range(num_waits):
+            model.zero_grad()
+            plain.zero_grad()
+            if dist.get_rank() == 1:
+                time.sleep(0.02)
+            calls, stops_at = 0, number
+            with pytest.raises(KeyboardInterrupt):
+                FRAGILE.loss(model, *FRAGILE.batch(8, dist.get_rank(), torch.float64)).backward()
+            model.zero_grad()
+            stops_at = -1
+            run_both(FRAGILE, model, plain, number)
+            assert_sharded(model)
+            assert_same_gradients(model, plain)
 
 
 @every_fault

@@ -40,6 +40,51 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+class Sometimes(nn.Module):
+    """A layer is called again, or another of its unit, in some steps only."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        first, second, last = (nn.Linear(6, 6).double() for _ in range(3))
+        self.first, self.second, self.last = first, first if shared else second, last
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.first(x).tanh()
+        if both:
+            x = self.second(x).tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("with_last", [True, False])
+@ours_only("torch has no order that it expects")
+@distributed(2)
+def test_a_unit_that_was_expected_again_is_freed_when_it_does_not_run(
+    shared: bool, with_last: bool
+) -> None:
+    """Gathered for one more use, it would stay so after an evaluation."""
+    model = Sometimes(shared=shared)
+    if not with_last:  # then nothing comes after it
+        model.last = nn.Identity()  # type: ignore[assignment]
+    else:
+        fully_shard(model.last)
+    fully_shard([model.first] if shared else [model.first, model.second])  # type: ignore[arg-type]
+    fully_shard(model)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    unit = unit_of(model.first)
+    held = []
+    if with_last:
+        model.last.register_forward_pre_hook(lambda *_: held.append(unit.state))
+    with torch.no_grad():
+        for both in (True, False, True):
+            model(x, both)
+            assert unit.state is State.SHARDED, both
+    assert set(held) <= {State.SHARDED}
+    model(x, True).sum().backward()
+    model(x, False).sum().backward()
+    assert_sharded(model)
+
+
 @three_models
 @distributed(4)
 def test_parameters_are_kept_on_two_ranks_after_forward(name: str) -> None:

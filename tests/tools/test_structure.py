@@ -44,9 +44,10 @@ def test_the_core_stays_small() -> None:
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
     # step without one enters; 215 and 24 for a budget of gathered bytes. 565 lines and 60 functions
     # for exchanges within a host: connections, reads, all-reduces in two phases; 300 and 27 for
-    # groups over several hosts, which no step on one host enters.
-    assert core().code_lines <= 8540
-    assert core().functions <= 903
+    # groups over several hosts, which no step on one host enters; 40 and 3 for Ctrl-C and forks in
+    # the middle of an exchange, and units that were expected again and did not run.
+    assert core().code_lines <= 8580
+    assert core().functions <= 906
 
 
 def test_no_function_of_the_core_is_long() -> None:
