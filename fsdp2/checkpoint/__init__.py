@@ -15,6 +15,7 @@ from .errors import (
     CorruptCheckpoint,
 )
 from .loading.restore import LoadReport
+from .memory_snapshots import MemorySnapshots, Restored
 from .saving.job import SaveHandle
 from .weights import load_model, save_model
 
@@ -27,6 +28,8 @@ __all__ = [
     "CorruptCheckpoint",
     "LoadReport",
     "Loaded",
+    "MemorySnapshots",
+    "Restored",
     "SaveHandle",
     "load_model",
     "peek",

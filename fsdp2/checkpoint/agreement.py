@@ -8,6 +8,7 @@ involved; with one process, the store is not used either.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import secrets
 from collections import Counter
@@ -27,6 +28,7 @@ _runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _alone: list[str] = []  # the nonce without a store, once there is one
 _attempts: Counter[str] = Counter()
 _questions: Counter[str] = Counter()
+_numbers: Counter[str] = Counter()  # without a store
 _looks = itertools.count()
 TIMEOUT = timedelta(minutes=10)
 
@@ -84,6 +86,39 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     with explained(f"agreeing on the checkpoint ({key})", ranks[:1]):
         store.wait([full_key], TIMEOUT)
     return store.get(full_key).decode()
+
+
+def told_by_all(key: str, value: str, ranks: tuple[int, ...]) -> list[str]:
+    """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
+
+    The first collects and passes it on: 2 n operations of the store, not n * n.
+    """
+    store = the_store()
+    if store is None or len(ranks) == 1:
+        return [value]
+    _questions[key] += 1
+    full_key = f"fsdp2/{key}/{_questions[key]}"
+    with explained(f"exchanging what ranks know ({key})", ranks):
+        store.set(f"{full_key}/{this_rank()}", value)
+        if this_rank() == ranks[0]:
+            keys = [f"{full_key}/{rank}" for rank in ranks]
+            store.wait(keys, TIMEOUT)
+            found = [store.get(each).decode() for each in keys]
+            store.set(f"{full_key}/all", json.dumps(found))
+            for each in keys:
+                store.delete_key(each)
+            return found
+        store.wait([f"{full_key}/all"], TIMEOUT)
+    return json.loads(store.get(f"{full_key}/all").decode())
+
+
+def added(key: str, num: int) -> int:
+    """Add to a number that all ranks of this run share, at first 0; returns the sum."""
+    store = the_store()
+    if store is not None:
+        return store.add(f"fsdp2/{key}", num)
+    _numbers[key] += num
+    return _numbers[key]
 
 
 def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:

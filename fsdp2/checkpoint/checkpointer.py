@@ -7,59 +7,28 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared, run_nonce, said_by_first
-from .errors import CheckpointError, CheckpointMismatch, CheckpointNotFound
+from .errors import CheckpointError, CheckpointNotFound
 from .format.disk import Disk
-from .format.manifest import FOLDER, own_name
-from .format.tensors import tensors_in
-from .format.values import decode, encode
-from .loading.fill import Wanted, check_meta, fill
-from .loading.restore import (
-    LoadReport,
-    OptimizerLoad,
-    check_fit,
-    match_model,
-    match_optimizers,
-    set_extra_state,
-    values_of_rank,
-)
-from .loading.source import Source, open_source
-from .saving.capture import Captured, RankLocal, capture, tensors_of
+from .format.manifest import FOLDER
+from .format.values import decode
+from .loading.restore import values_of_rank
+from .loading.source import open_source
+from .loading.training import Loaded, load_training
+from .saving.capture import RankLocal
 from .saving.job import Options, SaveHandle, SaveJob
-from .saving.random_state import random_states, set_random_states
 from .saving.roll_call import RollCall
 from .saving.staging import Staging
+from .saving.training import Optimizers, capture_training
 
 STEP = re.compile(r"step-(\d{6}|[1-9]\d{6,})")
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-@dataclass
-class Loaded(LoadReport):
-    """What `Checkpointer.load` found.
-
-    Attributes:
-        step: the step that was loaded.
-        extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
-            not take part.
-        extra_of_ranks: the ``extra`` of every rank that saved.
-        same_ranks: whether the number of ranks is the same as when saving. If not, random number
-            generators are not restored, and buffers that differed between ranks take the first
-            rank's values.
-    """
-
-    step: int = 0
-    extra: Any = None
-    extra_of_ranks: dict[int, Any] = field(default_factory=dict)
-    same_ranks: bool = True
 
 
 class Checkpointer:
@@ -177,7 +146,9 @@ class Checkpointer:
         call = RollCall(target, self.rank, self.ranks)
         with call.called():
             self._finish_last()
-            captured = self._capture(model, optimizer, scheduler, extra)
+            captured = capture_training(
+                model, optimizer, scheduler, extra, self.ranks, self.rank, self._rank_local
+            )
             job = SaveJob(
                 self.root,
                 target.name,
@@ -212,17 +183,6 @@ class Checkpointer:
         )
         self._thread.start()
         return handle
-
-    def _capture(
-        self, model: nn.Module, optimizer: Optimizers, scheduler: Any, extra: Any
-    ) -> Captured:
-        captured = capture(model, _as_list(optimizer), self.ranks, self.rank, self._rank_local)
-        captured.values["random"] = random_states()
-        captured.values["extra"] = encode(extra, "extra")
-        captured.values["schedulers"] = [
-            encode(s.state_dict(), f"scheduler {i}") for i, s in enumerate(_as_list(scheduler))
-        ]
-        return captured
 
     def _finish_last(self) -> None:
         """Wait until the earlier save is written, and try once more to commit it.
@@ -356,9 +316,10 @@ class Checkpointer:
         with open_source(_find(self.root, number)) as source:
             if not source.manifests:
                 raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
-            return self._load_from(
-                source, Loaded(step=number), model, _as_list(optimizer), _as_list(scheduler),
-                strict, cast, verify_checksums, keep_on_error, random_state, device,
+            return load_training(
+                source, number, self.rank, self.ranks, model, optimizer, scheduler,
+                strict=strict, cast=cast, verify_checksums=verify_checksums,
+                keep_on_error=keep_on_error, random_state=random_state, device=device,
             )  # fmt: skip
 
     def _resolve(self, step: int | str) -> int:
@@ -378,84 +339,6 @@ class Checkpointer:
                 "does not share the folder. Start all ranks again"
             )
         return number
-
-    def _load_from(
-        self,
-        source: Source,
-        loaded: Loaded,
-        model: nn.Module | None,
-        optimizers: list[torch.optim.Optimizer],
-        schedulers: list[Any],
-        strict: bool,
-        cast: bool,
-        verify_checksums: bool,
-        keep_on_error: bool,
-        random_state: bool,
-        device: torch.device | str | None,
-    ) -> Loaded:
-        loaded.same_ranks = len(source.manifests) == len(self.ranks)
-        values = {rank: values_of_rank(source, rank) for rank in source.manifests}
-        mine = self.rank if self.rank in values and loaded.same_ranks else min(values)
-        own = _own_tensors(source, mine) if loaded.same_ranks else {}
-        loaded.extra_of_ranks = {rank: decode(v.get("extra")) for rank, v in values.items()}
-        loaded.extra = loaded.extra_of_ranks[mine]
-        states = values[mine].get("schedulers", [])
-        if schedulers and len(states) != len(schedulers):
-            raise CheckpointMismatch(
-                f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
-                "loaded"
-            )
-        wanted: list[Wanted] = []
-        found = tensors_of(model) if model is not None else None
-        if found is not None:
-            wanted, report = match_model(
-                source, found, strict=strict, cast=cast, translatable=False
-            )
-            loaded.missing, loaded.unexpected = report.missing, report.unexpected
-            assert model is not None
-            if check_meta(found, model, {w.name for w in wanted}) and optimizers:
-                raise CheckpointError(
-                    "The model is on the meta device and has an optimizer: call "
-                    "fsdp2.materialize(model) first, then make the optimizer"
-                )
-        load_optimizers = None
-        if optimizers:
-            if found is None:
-                raise ValueError("To load an optimizer, pass the model whose parameters it has")
-            load_optimizers = match_optimizers(
-                source, optimizers, found, _merged(values, mine), own,
-                same_ranks=loaded.same_ranks,
-            )  # fmt: skip
-            check_fit(source, load_optimizers.wanted, cast=cast)
-            wanted = [*wanted, *load_optimizers.wanted]
-        loaded.verified = fill(
-            source, wanted, model, found, verify_checksums=verify_checksums,
-            keep_on_error=keep_on_error, device=device,
-        )  # fmt: skip
-        self._put_in(model, load_optimizers, own, values[mine])
-        for scheduler, state in zip(schedulers, states, strict=False):
-            scheduler.load_state_dict(decode(state))
-        if random_state and loaded.same_ranks and "random" in values[mine]:
-            set_random_states(values[mine]["random"])
-        loaded.bytes_read = source.bytes_read
-        return loaded
-
-    def _put_in(
-        self,
-        model: nn.Module | None,
-        load_optimizers: OptimizerLoad | None,
-        own: dict[str, Tensor],
-        values: dict[str, Any],
-    ) -> None:
-        """Restore the state that is not in the safetensors files."""
-        if load_optimizers is not None:
-            load_optimizers.apply()
-        if model is not None:
-            found = tensors_of(model)
-            with torch.no_grad():
-                for name in found.buffers & own.keys():
-                    found.tensors[name].copy_(own[name])
-            set_extra_state(model, values.get("extra_state", {}))
 
 
 def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
@@ -548,29 +431,3 @@ def _nothing_in(root: Path) -> CheckpointNotFound:
     elif (root / ".metadata").exists():
         advice = ": it is a checkpoint of torch.distributed.checkpoint; load it with that"
     return CheckpointNotFound(f"{root} has no committed checkpoint{advice}")
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
-    name = own_name(rank)
-    if name not in source.manifests[rank].small_files:
-        return {}
-    return tensors_in(source.small_file(name), f"{source.path}/{FOLDER}/{name}")
-
-
-def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
-    """Optimizer values of this rank, plus those under names that only other ranks have."""
-    if "optimizers" not in values[mine]:
-        return {}
-    groups: list[Any] = []
-    state: dict[str, Any] = {}
-    for rank in (mine, *values):
-        groups += values[rank].get("optimizers", [])
-        for name, entry in values[rank].get("optimizer_state", {}).items():
-            state.setdefault(name, entry)
-    return {"optimizers": groups[::-1], "optimizer_state": state}

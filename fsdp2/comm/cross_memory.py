@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+
+from ..common.host import boot_id
 
 # Addresses and sizes in bytes, one after the other, as ``struct iovec`` has them.
 Ranges = list[int]
@@ -48,11 +49,10 @@ def host_id() -> str:
     if _readv() is None:
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Sockets without a file are names of the network namespace: containers of one host may
         # share their processes and not these.
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-        return " ".join([boot, *spaces])
+        return " ".join([boot, *spaces]) if (boot := boot_id()) else ""
     except OSError:
         return ""
 

@@ -10,11 +10,11 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..common.host import address_of_interface, boot_id, memory_bytes
 from ..common.versions import __version__
 
 # Settings that change what ranks send to each other, or how.
@@ -83,7 +83,7 @@ class Facts:
 
 def facts_of(rank: int, world_size: int, local_rank: int) -> Facts:
     """Gather the facts of this process."""
-    total, free = _memory()
+    total, free = memory_bytes()
     name, identity, count, used, size = _device(local_rank)
     return Facts(
         rank=rank,
@@ -119,9 +119,7 @@ def facts_of(rank: int, world_size: int, local_rank: int) -> Facts:
 
 def _boot() -> str:
     """What differs between hosts of the same name: containers, or clones of one image."""
-    identity = ""
-    with suppress(OSError):
-        identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    identity = boot_id()[:8]
     # Containers of one machine share its boot. What they do not share is a network.
     with suppress(OSError):
         identity += "-" + str(os.stat("/proc/self/ns/net").st_ino)
@@ -132,19 +130,9 @@ def _address() -> str:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with suppress(OSError):
         if name:
-            return _address_of_interface(name)
+            return address_of_interface(name)
         return socket.gethostbyname(socket.gethostname())
     return ""
-
-
-def _address_of_interface(name: str) -> str:
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("256s", name[:15].encode())
-        answer = fcntl.ioctl(sock.fileno(), 0x8915, asked)  # SIOCGIFADDR
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _nccl() -> str:
@@ -166,21 +154,6 @@ def _device(local_rank: int) -> tuple[str, str, int, int, int]:
     free, total = torch.cuda.mem_get_info(local_rank)
     identity = str(getattr(about, "uuid", f"device {local_rank}"))
     return about.name, identity, count, total - free, total
-
-
-def _memory() -> tuple[int, int]:
-    """All and available bytes of the host, or of the container's limit."""
-    found = {}
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            found[key] = int(value.split()[0]) * 1024
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    with suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, free = min(total, limit), min(free, limit - used)
-    return total, free
 
 
 def _free_bytes(path: str) -> int:

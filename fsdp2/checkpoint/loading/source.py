@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +71,9 @@ class Source:
         optimizer: ``optim.<state>.<name>`` tensors.
         aliases: other names of tied tensors.
         manifests: by rank; empty for checkpoints that this package did not write.
+        fetch: for data files whose bytes are not in the folder, what brings them: it is given
+            memory and the offset in the file, and returns how many bytes it filled in. Called by
+            several threads.
     """
 
     path: Path
@@ -80,6 +84,7 @@ class Source:
     metadata: dict[str, str] = field(default_factory=dict)
     given: Path = Path()
     bytes_read: int = 0
+    fetch: dict[str, Callable[[memoryview, int], int]] = field(default_factory=dict)
     _folder: int = -1
     _fds: dict[str, int] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
@@ -168,7 +173,10 @@ class Source:
 
     def read(self, file: str, out: memoryview, offset: int, fd: int | None = None) -> None:
         """Fill ``out`` from byte ``offset`` of ``file``, by another descriptor of it if given."""
-        num = read_exactly(self._fds[file] if fd is None else fd, out, offset)
+        if (fetch := self.fetch.get(file)) is not None:
+            num = fetch(out, offset)
+        else:
+            num = read_exactly(self._fds[file] if fd is None else fd, out, offset)
         self.bytes_read += num
         if num < len(out):
             raise CorruptCheckpoint(

@@ -110,7 +110,7 @@ class SaveJob:
             with self.attempt.folder() as staging:
                 chunks = writer.write(staging)
                 with self.disk.directory(FOLDER, staging) as folder:
-                    small = self._write_small_files(folder)
+                    small = write_small_files(self.disk, self.captured, self.rank, folder)
             # Last, when all of this rank's data is on disk: from the moment the last marker is
             # there, any rank may commit.
             self.attempt.mark(
@@ -133,14 +133,16 @@ class SaveJob:
             raise
         self.attempt.commit()
 
-    def _write_small_files(self, folder: int) -> dict[str, str]:
-        files = {state_name(self.rank): json.dumps(self.captured.values).encode()}
-        if self.captured.own:
-            own = {name: t.cpu().contiguous() for name, t in self.captured.own.items()}
-            files[own_name(self.rank)] = safetensors_bytes(own)
-        for name, data in files.items():
-            self.disk.write_file(name, data, folder, unique="small")
-        return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+def write_small_files(disk: Disk, captured: Captured, rank: int, folder: int) -> dict[str, str]:
+    """Write what is not in data files; returns the SHA-256 of each file."""
+    files = {state_name(rank): json.dumps(captured.values).encode()}
+    if captured.own:
+        own = {name: t.cpu().contiguous() for name, t in captured.own.items()}
+        files[own_name(rank)] = safetensors_bytes(own)
+    for name, data in files.items():
+        disk.write_file(name, data, folder, unique="small")
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
 
 def describe_writer() -> dict[str, Any]:

@@ -1,0 +1,155 @@
+"""Loading all that a training run needs to resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, CheckpointMismatch
+from ..format.manifest import FOLDER, own_name
+from ..format.tensors import tensors_in
+from ..format.values import decode
+from ..saving.capture import tensors_of
+from ..saving.random_state import set_random_states
+from ..saving.training import Optimizers, as_list
+from .fill import Wanted, check_meta, fill
+from .restore import (
+    LoadReport,
+    OptimizerLoad,
+    check_fit,
+    match_model,
+    match_optimizers,
+    set_extra_state,
+    values_of_rank,
+)
+from .source import Source
+
+
+@dataclass
+class Loaded(LoadReport):
+    """What `Checkpointer.load` found.
+
+    Attributes:
+        step: the step that was loaded.
+        extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
+            not take part.
+        extra_of_ranks: the ``extra`` of every rank that saved.
+        same_ranks: whether the number of ranks is the same as when saving. If not, random number
+            generators are not restored, and buffers that differed between ranks take the first
+            rank's values.
+    """
+
+    step: int = 0
+    extra: Any = None
+    extra_of_ranks: dict[int, Any] = field(default_factory=dict)
+    same_ranks: bool = True
+
+
+def load_training(
+    source: Source,
+    step: int,
+    rank: int,
+    ranks: tuple[int, ...],
+    model: nn.Module | None,
+    optimizer: Optimizers,
+    scheduler: Any,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify_checksums: bool = True,
+    keep_on_error: bool = True,
+    random_state: bool = True,
+    device: torch.device | str | None = None,
+) -> Loaded:
+    """Load an open checkpoint of a training run; arguments as for `Checkpointer.load`.
+
+    Args:
+        step: what the checkpoint is of.
+        rank, ranks: this rank and all that load.
+    """
+    loaded = Loaded(step=step)
+    optimizers, schedulers = as_list(optimizer), as_list(scheduler)
+    loaded.same_ranks = len(source.manifests) == len(ranks)
+    values = {rank: values_of_rank(source, rank) for rank in source.manifests}
+    mine = rank if rank in values and loaded.same_ranks else min(values)
+    own = _own_tensors(source, mine) if loaded.same_ranks else {}
+    loaded.extra_of_ranks = {rank: decode(v.get("extra")) for rank, v in values.items()}
+    loaded.extra = loaded.extra_of_ranks[mine]
+    states = values[mine].get("schedulers", [])
+    if schedulers and len(states) != len(schedulers):
+        raise CheckpointMismatch(
+            f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
+            "loaded"
+        )
+    wanted: list[Wanted] = []
+    found = tensors_of(model) if model is not None else None
+    if found is not None:
+        wanted, report = match_model(source, found, strict=strict, cast=cast, translatable=False)
+        loaded.missing, loaded.unexpected = report.missing, report.unexpected
+        assert model is not None
+        if check_meta(found, model, {w.name for w in wanted}) and optimizers:
+            raise CheckpointError(
+                "The model is on the meta device and has an optimizer: call "
+                "fsdp2.materialize(model) first, then make the optimizer"
+            )
+    load_optimizers = None
+    if optimizers:
+        if found is None:
+            raise ValueError("To load an optimizer, pass the model whose parameters it has")
+        load_optimizers = match_optimizers(
+            source, optimizers, found, _merged(values, mine), own,
+            same_ranks=loaded.same_ranks,
+        )  # fmt: skip
+        check_fit(source, load_optimizers.wanted, cast=cast)
+        wanted = [*wanted, *load_optimizers.wanted]
+    loaded.verified = fill(
+        source, wanted, model, found, verify_checksums=verify_checksums,
+        keep_on_error=keep_on_error, device=device,
+    )  # fmt: skip
+    _put_in(model, load_optimizers, own, values[mine])
+    for scheduler, state in zip(schedulers, states, strict=False):
+        scheduler.load_state_dict(decode(state))
+    if random_state and loaded.same_ranks and "random" in values[mine]:
+        set_random_states(values[mine]["random"])
+    loaded.bytes_read = source.bytes_read
+    return loaded
+
+
+def _put_in(
+    model: nn.Module | None,
+    load_optimizers: OptimizerLoad | None,
+    own: dict[str, Tensor],
+    values: dict[str, Any],
+) -> None:
+    """Restore the state that is not in the safetensors files."""
+    if load_optimizers is not None:
+        load_optimizers.apply()
+    if model is not None:
+        found = tensors_of(model)
+        with torch.no_grad():
+            for name in found.buffers & own.keys():
+                found.tensors[name].copy_(own[name])
+        set_extra_state(model, values.get("extra_state", {}))
+
+
+def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:
+    name = own_name(rank)
+    if name not in source.manifests[rank].small_files:
+        return {}
+    return tensors_in(source.small_file(name), f"{source.path}/{FOLDER}/{name}")
+
+
+def _merged(values: dict[int, dict[str, Any]], mine: int) -> dict[str, Any]:
+    """Optimizer values of this rank, plus those under names that only other ranks have."""
+    if "optimizers" not in values[mine]:
+        return {}
+    groups: list[Any] = []
+    state: dict[str, Any] = {}
+    for rank in (mine, *values):
+        groups += values[rank].get("optimizers", [])
+        for name, entry in values[rank].get("optimizer_state", {}).items():
+            state.setdefault(name, entry)
+    return {"optimizers": groups[::-1], "optimizer_state": state}

@@ -1,0 +1,1 @@
+"""Snapshots in host memory: what lies where, and how it gets there and back."""

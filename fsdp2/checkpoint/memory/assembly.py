@@ -1,0 +1,123 @@
+"""A snapshot as one checkpoint folder, for the reader that also reads those on disk.
+
+Parts that are on this host are linked. Of those elsewhere only the small files are fetched; of
+their data files there are sparse ones with the header, so that they take up no memory, and what a
+rank reads of them is fetched then. So each rank receives the bytes of its own shards, at any number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..format.header import frame
+from ..format.manifest import FOLDER, Manifest, load, marker_name
+from ..loading.source import Source, open_source
+from .choice import Choice, PartName
+from .folder import Folder, checked
+from .transfer import Address, Peer, Peers, TransferError
+
+T = TypeVar("T")
+# The servers to ask for each part, one after the other; none: this host has it.
+Origins = Mapping[PartName, Sequence[Address]]
+
+
+@contextmanager
+def assembled(folder: Folder, choice: Choice, origins: Origins, secret: str) -> Iterator[Source]:
+    """The snapshot as an open checkpoint; removed on exit.
+
+    Raises:
+        TransferError: if a part cannot be had from where it is.
+        CorruptCheckpoint: if parts do not fit together.
+    """
+    path = folder.path / f".restore-{choice.generation.name}-{secrets.token_hex(4)}"
+    peers = Peers(secret)
+    path.mkdir(mode=0o700)
+    (path / FOLDER).mkdir()
+    try:
+        fetch: dict[str, Callable[[memoryview, int], int]] = {}
+        for part in choice.holders:
+            if not origins[part]:
+                _link(folder.path_of(part), path, folder.manifest(part))
+                continue
+            remote = _Remote(part, origins[part], peers)
+            for file in _outline(remote, path):
+                fetch[file] = _FetchesFile(remote, file)
+        with open_source(path) as source:
+            source.fetch.update(fetch)
+            yield source
+    finally:
+        peers.close()
+        with folder.disk.directory(folder.path) as root:
+            folder.disk.remove_tree(path.name, root)
+
+
+def _link(part: Path, path: Path, manifest: Manifest) -> None:
+    data = {file for files in manifest.sets for file in files.sizes}
+    for name in os.listdir(part):
+        os.link(part / name, path / name if name in data else path / FOLDER / name)
+
+
+def _outline(remote: _Remote, path: Path) -> list[str]:
+    """Make the files of a part that is elsewhere, without their data; returns the data files."""
+    part = remote.part
+    marker = marker_name(part.rank, part.num_ranks)
+    text = remote.get(marker)
+    manifest = checked(load(text, marker), part, f"the manifest of {part}")
+    (path / FOLDER / marker).write_bytes(text)
+    for name in manifest.small_files:
+        (path / FOLDER / os.path.basename(name)).write_bytes(remote.get(name))
+    files = [
+        (os.path.basename(file), size, s.headers[file])
+        for s in manifest.sets
+        for file, size in s.sizes.items()
+    ]
+    for file, size, header in files:
+        with open(path / file, "xb") as out:
+            out.write(frame(header))
+            out.truncate(size)
+    return [file for file, _, _ in files]
+
+
+@dataclass(frozen=True)
+class _FetchesFile:
+    remote: _Remote
+    file: str
+
+    def __call__(self, out: memoryview, offset: int) -> int:
+        return self.remote.get_into(self.file, out, offset)
+
+
+class _Remote:
+    """A part on other hosts.
+
+    Args:
+        addresses: of servers that have it. If one fails, the next is asked.
+    """
+
+    def __init__(self, part: PartName, addresses: Sequence[Address], peers: Peers) -> None:
+        self.part = part
+        self._addresses = addresses
+        self._peers = peers
+
+    def get(self, file: str) -> bytes:
+        return self._asked(lambda peer: peer.get(self.part, file))
+
+    def get_into(self, file: str, out: memoryview, offset: int) -> int:
+        return self._asked(lambda peer: peer.get_into(self.part, file, out, offset))
+
+    def _asked(self, ask: Callable[[Peer], T]) -> T:
+        failed: list[str] = []
+        for address in self._addresses:
+            try:
+                return ask(self._peers.to(address))
+            except TransferError as error:
+                self._peers.forget(address)
+                failed.append(str(error))
+        raise TransferError(f"{self.part} cannot be fetched: {'; '.join(failed)}")

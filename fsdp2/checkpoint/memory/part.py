@@ -1,0 +1,53 @@
+"""Writing a part of a snapshot: what a rank writes of a checkpoint, with files of its own."""
+
+from __future__ import annotations
+
+import os
+
+from ..format.disk import Disk
+from ..format.header import frame
+from ..format.manifest import Manifest, dump, marker_name
+from ..saving.capture import Captured
+from ..saving.job import describe_writer, write_small_files
+from ..saving.writing import Progress, Writer, plan_save
+from .choice import PartName
+from .folder import Folder
+
+
+def write_part(folder: Folder, part: PartName, captured: Captured, read) -> None:
+    """Write a part into its place.
+
+    Args:
+        read: returns the bytes of a part of a tensor, as for a `Writer`.
+
+    Raises:
+        OSError: if there is no space; nothing is left behind.
+    """
+    disk, ranks = folder.disk, tuple(range(part.num_ranks))
+    plan = plan_save(captured.parts, part.rank, ranks, layout="per-rank")
+    with folder.incoming(part) as path, disk.directory(path) as into:
+        chunks = Writer(disk, plan, read, Progress(plan.nbytes)).write(into)
+        for files in plan.sets:
+            for file, header in files.headers.items():
+                _write_header(disk, into, file, header)
+        manifest = Manifest(
+            nonce=part.generation.name,
+            name=f"step-{part.generation.step:06d}",
+            rank=part.rank,
+            ranks=ranks,
+            sets=plan.sets,
+            chunks=chunks,
+            aliases=captured.aliases,
+            small_files=write_small_files(disk, captured, part.rank, into),
+            writer=describe_writer(),
+        )
+        marker = marker_name(part.rank, part.num_ranks)
+        disk.write_file(marker, dump(manifest), into, unique="marker")
+
+
+def _write_header(disk: Disk, folder: int, file: str, header: str) -> None:
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        disk.write_at(fd, frame(header), 0, f"header of {file}")
+    finally:
+        disk.close(fd)

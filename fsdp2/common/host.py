@@ -1,0 +1,43 @@
+"""What a process can tell of the host that it runs on."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """The same for all processes of a machine, also in containers, until it starts again."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        OSError: if there is no such interface, or it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("256s", name[:15].encode())
+        answer = fcntl.ioctl(sock.fileno(), 0x8915, asked)  # SIOCGIFADDR
+    return socket.inet_ntoa(answer[20:24])
+
+
+def memory_bytes() -> tuple[int, int]:
+    """All and available bytes of the host, or of the container's limit; 0 where unknown."""
+    found = {}
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found[key] = int(value.split()[0]) * 1024
+    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    with suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, limit), min(free, limit - used)
+    return total, free
