@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -78,6 +80,23 @@ class Host:
     def cut(self) -> None:
         """Take its cable out: nothing answers any more, and nobody is told."""
         _run(*self.command("ip", "link", "set", "eth0", "down"))
+
+    def mend(self) -> None:
+        """Put the cable back in."""
+        _run(*self.command("ip", "link", "set", "eth0", "up"))
+
+    def processes(self) -> list[int]:
+        """The ids of all processes that run on it."""
+        done = subprocess.run(("ip", "netns", "pids", self.name), capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def kill(self) -> None:
+        """End all of its processes at once, as when its power fails."""
+        while found := self.processes():
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 @contextmanager

@@ -5,12 +5,16 @@
 A byte-level Llama-like model learns the source of Python's standard library (`--data PATH`: any
 other text). Every rank holds only its shards of the parameters, the gradients and the optimizer's
 state. The same command trains on GPUs over NCCL if there are any, otherwise on the CPU over gloo.
-`--help` lists the options.
+`--help` lists the options. With `--elastic` the run goes on by itself when a process or host dies,
+hangs or joins (docs/faults.md):
+
+    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 100 --rdzv-backend c10d \\
+        --rdzv-endpoint HOST:29500 examples/train_lm.py --elastic --save-every 20
 
 Read `main` from top to bottom; the functions follow in the order of their use. The files in
 `common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
 (the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
-group), `lm_report.py` (progress bar and figures).
+group), `elastic.py` (commits, and going on from them), `lm_report.py` (progress bar and figures).
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from common.elastic import Commits, resume, watched
 from common.lm_model import LanguageModel, ModelConfig, init_std
 from common.lm_report import (
     LossLog,
@@ -44,7 +49,7 @@ from common.lm_report import (
     sent_bytes,
     show_profile,
 )
-from common.options import checkpoint_folder, checkpoint_path, fail, options_to_save, parse_options
+from common.options import checkpoint_path, fail, options_to_save, parse_options
 from common.processes import set_earlier_run_aside, start_processes
 from common.text_data import Batches, Text, read_text, validation_starts, windows_at
 from fsdp2 import (
@@ -56,13 +61,12 @@ from fsdp2 import (
     fully_shard,
     profile,
 )
-from fsdp2.checkpoint import Checkpointer
 
 
 def main() -> None:
     options = parse_options()
-    device = start_processes()
-    if not options.resume:
+    device = start_processes(timeout_s=4 * options.hang_after if options.elastic else None)
+    if not (options.resume or options.elastic):
         set_earlier_run_aside(options.out)
     text, batches = open_text(options)
     model = build_model(options, device)
@@ -70,13 +74,14 @@ def main() -> None:
     optimizer = build_optimizer(model, options)
     run = Run(options, Path(options.out), device, Numbers(), text, batches, model, optimizer)
 
-    step = train(run)
+    with watched(options, model):
+        step = train(run)
     if run.numbers.of_all_ranks(stop_requested()).any():
         if dist.get_rank() == 0:
             where = f"; --resume goes on from {checkpoint_path(run.out, step)}" if step else ""
             print(f"stopped after step {step}{where}", flush=True)
     else:
-        sent = sent_bytes(model, micro_batches=options.accumulate)
+        sent = sent_bytes(model, micro_batches=run.batches.forwards)
         bits = validation_bits(run)
         sample = sample_text(run, b"def ")
         report(
@@ -202,14 +207,15 @@ def train(run: Run) -> int:
     first_step = 0
     # Every rank writes its shards into ordinary safetensors files, and reads its shards from them,
     # whatever number of ranks wrote them.
-    checkpoints = Checkpointer(checkpoint_folder(options.out), keep=2)
-    if options.resume:
-        loaded = checkpoints.load("latest", model=model, optimizer=optimizer)
-        first_step, run.batches.position = loaded.step, loaded.extra["position"]
+    commits = Commits(options.out, elastic=options.elastic)
+    if options.resume or options.elastic:
+        loaded = resume(options, commits, model, optimizer)
+        if loaded is not None:
+            first_step, run.batches.position = loaded.step, loaded.extra["position"]
     print_start(run.out, model, run.text, first_step=first_step, device=run.device)
     log = LossLog(run.out, first_step=first_step)
     last_step = min(options.steps, options.stop_at or options.steps)
-    tokens = options.accumulate * options.batch * options.length * dist.get_world_size()
+    tokens = sequences_per_step(options) * options.length
     progress = Progress(first_step=first_step, last_step=last_step, units_per_step=tokens)
     end_time = time.monotonic() + 60 * (options.minutes or math.inf)
 
@@ -229,8 +235,10 @@ def train(run: Run) -> int:
         # Share the mean loss, the largest memory, and whether to stop, because all ranks must
         # stop after the same step.
         stop = stop_requested() or time.monotonic() > end_time
-        ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop)
+        ranks = run.numbers.of_all_ranks(loss, memory_in_use(run.device), stop, commits.failed)
         loss, stop = float(ranks[:, 0].mean()), bool(ranks[:, 2].any())
+        if ranks[:, 3].any():
+            commits.start_over()
         log.write(
             step,
             loss=loss,
@@ -240,10 +248,8 @@ def train(run: Run) -> int:
         )
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
-            # Returns once the shards are copied; a thread writes them.
-            extra = run_state(run)
-            checkpoints.save(step, model=model, optimizer=optimizer, extra=extra, blocking=False)
-    checkpoints.close()
+            commits.save(step, model=model, optimizer=optimizer, extra=run_state(run))
+    commits.close()
     progress.close()
     log.close()
     if profiled_step is not None and first_step < profiled_step <= step:
@@ -269,15 +275,26 @@ def learning_rate_at(step: int, options: argparse.Namespace) -> float:
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
+def sequences_per_step(options: argparse.Namespace) -> int:
+    """Of all ranks together. What an elastic run has in a step does not follow its ranks."""
+    if options.elastic:
+        return options.global_batch
+    return options.accumulate * options.batch * dist.get_world_size()
+
+
 def forward_backward(run: Run) -> float:
-    """Accumulate the gradients of one step; returns this rank's mean loss in nats per byte."""
-    model, micro_batches = run.model, run.options.accumulate
+    """Accumulate the gradients of one step; returns this rank's part of the mean loss.
+
+    The mean over ranks of these parts, in nats per byte, is that over all sequences of the step.
+    """
+    model = run.model
     assert isinstance(model, FSDPModule)  # `fully_shard` has added this class to the model's
     total = torch.zeros((), device=run.device)
-    for i in range(micro_batches):
+    micro_batches = run.batches.of_step(sequences_per_step(run.options))
+    for i, part in enumerate(micro_batches):
         # Until the last micro-batch, gradients add up on each rank and are not reduced.
-        model.set_requires_gradient_sync(i == micro_batches - 1)
-        loss = next_byte_loss(run, *run.batches.next()) / micro_batches
+        model.set_requires_gradient_sync(i == len(micro_batches) - 1)
+        loss = next_byte_loss(run, part.inputs, part.targets) * part.weight
         loss.backward()
         total += loss.detach()
     return float(total)

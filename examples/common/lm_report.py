@@ -97,19 +97,27 @@ class LossLog:
 
     def __init__(self, out: Path, *, first_step: int) -> None:
         self.path = out / "losses.jsonl"
-        self._file = None
+        self._file, self._unwritten = None, b""
         if dist.get_rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
-            # The steps after the checkpoint from which this run resumes will be repeated.
+            # The steps after the checkpoint from which this run resumes will be repeated. In a new
+            # file, which takes the old one's place when it is whole: this start may be killed too.
             kept = [row for row in read_losses(self.path) if row["step"] <= first_step]
-            self._file = self.path.open("w", buffering=1)
-            for row in kept:
-                self._file.write(json.dumps(row) + "\n")
+            new = self.path.with_suffix(".new")
+            new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            new.replace(self.path)
+            self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, **values: float) -> None:
-        """Add a step."""
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        """Add a step. What does not fit on a full disk is tried again with the next one."""
+        if self._file is None:
+            return
+        self._unwritten += json.dumps({"step": step, **values}).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            print(f"{self.path}: {error.strerror}", flush=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -117,10 +125,14 @@ class LossLog:
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """The rows of a loss log; none if there is no log."""
+    """The rows of a loss log; none if there is no log.
+
+    A line without its end is of a process that was killed while it wrote, and is left out.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def memory_in_use(device: torch.device) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 # from the checkpoint.
 FREE_ON_RESUME = {
     *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
+    "hang_after",
 }
 
 
@@ -115,6 +116,10 @@ def saved_run(out: str) -> tuple[int, dict[str, Any]]:
 
 def _check(options: argparse.Namespace, world_size: int) -> None:
     """Check what argparse cannot: options that do not fit each other, the processes, the disk."""
+    if options.elastic and options.resume:
+        fail("--elastic goes on by itself: leave --resume out")
+    if options.elastic and options.accumulate > 1:
+        fail("--elastic: --accumulate follows from --global-batch and the number of processes")
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):
@@ -175,10 +180,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--save-every", None, "save a checkpoint every N steps, besides the one at the end")
     add("--profile", None, "record a step: table, and trace and picture into DIR", str, "DIR")
     switch("--resume", "go on from the checkpoint in --out")
+    switch("--elastic", "go on from the last commit in --out, if any, on any number of processes")
+    add("--hang-after", 60.0, "seconds after which a wait is a hang", positive_number, "S")
 
     add("--batch", 4, "sequences per rank in one forward")
     add("--length", 128, "bytes per sequence")
     add("--accumulate", 1, "forwards and backwards per optimizer step")
+    add("--global-batch", 16, "with --elastic: sequences per step of all ranks together")
     add("--lr", 7e-4, "peak learning rate", positive_number, "X")
     add("--warmup", 20, "steps until the learning rate is at its peak")
 

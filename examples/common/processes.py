@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,16 +13,21 @@ import torch.distributed as dist
 
 from common.options import checkpoint_folder, fail
 
-FILES_OF_A_RUN = ("losses.jsonl", "summary.json", "loss.png")
+FILES_OF_A_RUN = ("losses.jsonl", "sessions.jsonl", "summary.json", "loss.png")
 
 
-def start_processes() -> torch.device:
-    """Join the process group; the launcher has set this rank's variables. Returns its device."""
+def start_processes(timeout_s: float | None = None) -> torch.device:
+    """Join the process group; the launcher has set this rank's variables. Returns its device.
+
+    Args:
+        timeout_s: of the group, in seconds; None: torch's, half an hour.
+    """
     if "RANK" not in os.environ:
         name = Path(sys.argv[0]).name
         fail(f"start it with torchrun: torchrun --standalone --nproc-per-node 2 {name}")
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     local_rank, num_gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if int(os.environ["LOCAL_WORLD_SIZE"]) > num_gpus:
@@ -33,7 +39,7 @@ def start_processes() -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     # gloo besides NCCL: with --offload, clipping reduces the norm of gradients on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
     return device
 
 

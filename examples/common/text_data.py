@@ -7,6 +7,7 @@ on the same held-out bytes?".
 
 from __future__ import annotations
 
+import itertools
 import math
 import sysconfig
 from dataclasses import dataclass
@@ -73,13 +74,28 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes in one forward.
+
+    Attributes:
+        inputs, targets: each (sequences, length) int64.
+        weight: of its mean loss, such that the mean over ranks of the weighted sums of a step is
+            the mean over all sequences of the step.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weight: float
+
+
 class Batches:
     """An endless stream of training windows that does not depend on the number of ranks.
 
     The text is cut into windows of `length + 1` bytes (the targets are the inputs moved by one),
-    shuffled anew in every epoch. Each call takes the next `batch * num_ranks` windows and gives
-    this rank its own part. `position`, the number of windows taken by all ranks together, is all
-    there is to save and restore.
+    shuffled anew in every epoch. Each call takes the next windows and gives this rank its own
+    part: `next` takes `batch * num_ranks`, `of_step` as many as it is told. `position`, the number
+    of windows taken by all ranks together, is all there is to save and restore.
     """
 
     def __init__(
@@ -91,7 +107,7 @@ class Batches:
         self.text = text
         self.length, self.batch = length, batch
         self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
-        self.position = 0
+        self.position, self.forwards = 0, 1  # of the last step
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def next(self) -> tuple[Tensor, Tensor]:
@@ -101,6 +117,28 @@ class Batches:
         self.position += self.batch * self.num_ranks
         return windows_at(self.text, starts, self.length)
 
+    def of_step(self, sequences: int) -> list[MicroBatch]:
+        """This rank's part of the next `sequences` windows, in micro-batches of at most `batch`.
+
+        The step has the same windows on any number of ranks. Where they do not divide evenly, some
+        ranks have one more than others. As a forward is collective, all ranks do as many: one that
+        has nothing left takes a window with weight 0.
+        """
+        bounds = even_parts(sequences, self.num_ranks)
+        first, last = bounds[self.rank], bounds[self.rank + 1]
+        largest = max(b - a for a, b in itertools.pairwise(bounds))
+        parts = even_parts(last - first, -(-largest // self.batch))
+        found = []
+        for a, b in itertools.pairwise(parts):
+            taken = range(self.position + first + a, self.position + first + max(b, a + 1))
+            starts = [self._window(i) * self.length for i in taken]
+            # Gradients are averaged over ranks: what one has counts 1 / num_ranks.
+            weight = (b - a) * self.num_ranks / sequences
+            found.append(MicroBatch(*windows_at(self.text, starts, self.length), weight))
+        self.position += sequences
+        self.forwards = len(found)
+        return found
+
     def _window(self, index: int) -> int:
         epoch, offset = divmod(index, self.num_windows)
         if epoch != self._epoch:
@@ -108,6 +146,11 @@ class Batches:
             self._epoch = epoch
             self._order = torch.randperm(self.num_windows, generator=generator)
         return int(self._order[offset])
+
+
+def even_parts(count: int, num_parts: int) -> list[int]:
+    """Where `num_parts` parts of `count` things begin, and the end; sizes differ by at most 1."""
+    return [count * i // num_parts for i in range(num_parts + 1)]
 
 
 def windows_at(text: Tensor, starts: list[int], length: int) -> tuple[Tensor, Tensor]:
