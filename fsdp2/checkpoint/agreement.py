@@ -65,11 +65,15 @@ def _agree(store: dist.Store, key: str, value: str) -> str:
 def next_nonce(path: Path) -> str:
     """A nonce for the next attempt to save ``path``: every rank counts its own attempts.
 
-    Restarts within a run (by torchrun) get other nonces, derived from the restart count.
+    Where torchrun's agent keeps the store over restarts, and with it the name of the run, they get
+    other nonces by the restart count. Elsewhere the count is left out: agents count only what fails
+    on their own host, so after some faults hosts differ, and no save of theirs would ever be whole.
     """
     key = os.path.abspath(path)
     _attempts[key] += 1
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    restart = 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return f"{run_nonce()}{restart:04x}-{_attempts[key]}"
 
 

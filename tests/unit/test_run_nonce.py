@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +14,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: its own checkpoints", allow_module_level=True)
 
-from fsdp2.checkpoint import agreement
+from fsdp2.checkpoint import CheckpointError, agreement
+from fsdp2.checkpoint.saving import roll_call
 
 
 class Group:
@@ -36,3 +39,43 @@ def test_each_default_group_of_a_process_has_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     gc.collect()
     assert len(agreement._runs) == num_kept - 2
+
+
+@pytest.mark.parametrize("keeps_store", [False, True])
+def test_hosts_that_were_restarted_a_different_number_of_times(
+    keeps_store: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchrun counts on each host what failed there. Their saves must meet all the same."""
+    store = dist.HashStore()
+    monkeypatch.setattr(agreement, "all_ranks", lambda: (0, 1))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(keeps_store))
+    nonces = []
+    for count in "02":
+        group = Group()
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda g=group: g)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        monkeypatch.setattr(agreement, "_attempts", type(agreement._attempts)())
+        nonces.append(agreement.next_nonce(tmp_path / "step-1"))
+    # A store that is kept has the name that the first start was given.
+    assert (nonces[0] == nonces[1]) != keeps_store
+
+
+class GoneStore:
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_save_whose_store_is_gone_was_not_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call: Any = object.__new__(roll_call.RollCall)
+    call.target, call.ranks, call._key = tmp_path, (0, 1), "key"
+    monkeypatch.setattr(roll_call, "the_store", GoneStore)
+    call.check_refused()
+    store = dist.HashStore()
+    monkeypatch.setattr(roll_call, "the_store", lambda: store)
+    call.check_refused()
+    store.set("key/refused", "rank 1 failed")
+    with pytest.raises(CheckpointError, match="will not be committed: rank 1 failed"):
+        call.check_refused()

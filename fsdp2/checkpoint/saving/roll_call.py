@@ -78,13 +78,12 @@ class RollCall:
         Raises:
             CheckpointError: with the reason; this save can never be committed.
         """
-        store = self._store()
-        with suppress(RuntimeError):
-            if store is None or not store.check([f"{self._key}/refused"]):
-                return
-            reason = store.get(f"{self._key}/refused").decode()
-            error = CheckpointError(f"{self.target} will not be committed: {reason}")
-        raise error
+        store, reason = self._store(), None
+        with suppress(RuntimeError):  # the store may be gone, and with it what it knew
+            if store is not None and store.check([f"{self._key}/refused"]):
+                reason = store.get(f"{self._key}/refused").decode()
+        if reason is not None:
+            raise CheckpointError(f"{self.target} will not be committed: {reason}")
 
     def forget(self) -> None:
         """Remove this rank's key, once the checkpoint is committed."""
