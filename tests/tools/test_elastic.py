@@ -1,0 +1,102 @@
+"""`examples/train_lm.py --elastic`: any number of ranks, the same sequences in each step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: the example uses its checkpoints", allow_module_level=True)
+
+from benchmarks import faults
+from benchmarks.fault_cluster import FAULTS, OPTIONS
+from benchmarks.fault_reference import Segment, segments
+from benchmarks.hosts import why_not
+from example_runs import EXAMPLES, loss_values, losses, run_in_turn
+
+
+def windows(num_ranks: int, sequences: int, batch: int) -> list[tuple[float, int]]:
+    """What all ranks compute in two steps: windows by their first byte, with their weights."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from common.text_data import Batches
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    text = torch.arange(200, dtype=torch.uint8)
+    found = []
+    forwards = set()
+    for rank in range(num_ranks):
+        batches = Batches(text, length=4, batch=batch, rank=rank, num_ranks=num_ranks, seed=1)
+        for step in range(2):
+            parts = batches.of_step(sequences)
+            forwards.add(len(parts))
+            assert batches.position == (step + 1) * sequences
+            for part in parts:
+                assert 1 <= len(part.inputs) <= batch
+                each = part.weight / len(part.inputs) / num_ranks  # gradients are averaged
+                found += [(each, int(row[0])) for row in part.inputs if each]
+    assert len(forwards) == 1  # a forward is collective
+    return sorted(found, key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize(("sequences", "batch"), [(10, 2), (7, 3), (3, 1)])
+def test_a_step_has_the_same_sequences_with_the_same_weights(sequences: int, batch: int) -> None:
+    alone = windows(1, sequences, batch)
+    assert len({first for _, first in alone}) == 2 * sequences
+    for num_ranks in (2, 3, 4, 5):
+        found = windows(num_ranks, sequences, batch)
+        assert [first for _, first in found] == [first for _, first in alone]
+        assert [weight for weight, _ in found] == pytest.approx([1 / sequences] * len(found))
+
+
+def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_bytes(Path(argparse.__file__).read_bytes())
+    options = [*OPTIONS, "--data", str(text), "--steps", "6"]
+
+    def train(num_ranks: int, *runs: tuple[Path, list[str]]) -> None:
+        for out, _ in runs:
+            out.mkdir(exist_ok=True)
+        given = [([*options, "--out", str(o), *more], o / "printed.txt") for o, more in runs]
+        run_in_turn(num_ranks, "train_lm.py", given)
+
+    parts = tmp_path / "parts"
+    train(2, (tmp_path / "whole", []), (parts, ["--stop-at", "4"]))
+    # As a process leaves it that is killed in the middle of a row, two steps after the commit.
+    rows = losses(parts)
+    lines = [
+        json.dumps(row) + "\n" for row in (*rows, rows[-1] | {"step": 5}, rows[-1] | {"step": 6})
+    ]
+    (parts / "losses.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
+    train(3, (parts, []))
+    printed = (parts / "printed.txt").read_text()
+    assert "goes on      after step 4 on 3 ranks; 2 steps are lost and done again" in printed
+    assert [row["step"] for row in losses(parts)] == [1, 2, 3, 4, 5, 6]
+    assert loss_values(parts) == pytest.approx(loss_values(tmp_path / "whole"), rel=1e-4)
+    sessions = [json.loads(line) for line in (parts / "sessions.jsonl").read_text().splitlines()]
+    found = [(s["resumed_after"], s["lost_steps"], s["world_size"]) for s in sessions]
+    assert found == [(0, 0, 2), (4, 2, 3)]
+
+
+def test_which_steps_count() -> None:
+    rows = [(0, 4), (10, 2), (10, 4), (15, 2), (12, 4)]
+    sessions = [{"resumed_after": step, "world_size": size} for step, size in rows]
+    assert segments(sessions, 20) == [Segment(1, 10, 4), Segment(11, 12, 4), Segment(13, 20, 4)]
+    assert segments(sessions[:4], 15) == [Segment(1, 10, 4), Segment(11, 15, 4)]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_needs_no_person_and_changes_no_number(kind: str) -> None:
+    """Two hosts with two ranks each; see `benchmarks.faults`."""
+    record = faults.run(0, 1, [kind])
+    assert (record["person"], record["wrong"]) == ("", [])
+    assert len(record["faults"]) == 1
