@@ -7,6 +7,7 @@ involved; with one process, the store is not used either.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -82,6 +83,8 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     store = the_store()
     if store is None or len(ranks) == 1:
         return value
+    # Of these ranks: others may ask the same, as stages of a pipeline do that save to one folder.
+    key = f"{key}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     _questions[key] += 1
     full_key = f"fsdp2/{key}/{_questions[key]}"
     if this_rank() == ranks[0]:
@@ -133,8 +136,8 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
     """
     if len(ranks) == 1:
         return
-    # A new name for every call: the first rank may be one call ahead of the others.
-    token = f".fsdp2-seen-{run_nonce()}-{next(_looks)}"
+    # A new name for every call, of all ranks: the first may be one call ahead of the others.
+    token = f".fsdp2-seen-{run_nonce()}-{this_rank()}-{next(_looks)}"
     if this_rank() == ranks[0]:
         try:
             (folder / token).touch()

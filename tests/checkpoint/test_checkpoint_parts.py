@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -234,3 +236,24 @@ def save_twice(folder: str) -> None:
 
 def test_one_rank_saves_alone(tmp_path: Path) -> None:
     run_on(2, save_twice, str(tmp_path))
+
+
+def save_in_two_groups(folder: str) -> None:
+    """Two groups of ranks save to one folder, the second when the first is done; then all do."""
+    mine = (0, 1) if dist.get_rank() < 2 else (2, 3)
+    model = nn.Linear(4, 4)
+    if mine == (0, 1):
+        save_model(model, f"{folder}/{mine}", ranks=mine)
+    dist.barrier()
+    if mine == (2, 3):
+        if dist.get_rank() == 2:
+            time.sleep(0.3)  # what the others asked before must not be its answer
+        save_model(model, f"{folder}/{mine}", ranks=mine)
+    dist.barrier()
+    save_model(model, f"{folder}/all")
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["(0, 1)", "(2, 3)", "all"]
+
+
+def test_groups_of_ranks_may_save_to_one_folder(tmp_path: Path) -> None:
+    run_on(4, save_in_two_groups, str(tmp_path))
