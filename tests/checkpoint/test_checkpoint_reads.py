@@ -561,3 +561,62 @@ def test_equal_layers_are_planned_once(tmp_path: Path) -> None:
     few, many = (run_on(2, count_per_tensor, f"{tmp_path}/{n}", n)[0] for n in (4, 16))
     assert few["layouts"] == 2  # of weights and of biases; the other rank's chunks are not planned
     assert few == many
+
+
+def many(folder: Path, num: int) -> tuple[Source, list[Stored]]:
+    """Tensors of 12 bytes, each written by two ranks, one after the other in one file."""
+    whole = torch.arange(3 * num, dtype=torch.float32)
+    folder.mkdir()
+    found, _ = checkpoint(folder, whole, [Box.whole((3 * num,))], "shared")
+    tensors = []
+    for i in range(num):
+        info = TensorInfo(f"t{i}", "F32", (3,))
+        extent = Extent("shared", Box.whole((3,)), 6 + 12 * i)
+        boxes = [Box((0,), (2,)), Box((2,), (1,))]
+        data = bytes_of(whole[3 * i : 3 * i + 3])
+        sums = [crc32(data[:8]), crc32(data[8:])]
+        chunks = [Chunk(info, "shared", b, None, (s,)) for b, s in zip(boxes, sums, strict=True)]
+        tensors.append(Stored(info, [extent], chunks))
+    return found, tensors
+
+
+def test_a_task_reads_many_small_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a task costs is not paid for each tensor, and each is still compared by itself."""
+    num = 3 * reading.MAX_SMALL
+    tasks = []
+    original = reading.in_threads
+
+    def counting(source: Source, given: Any, num_threads: int) -> Any:
+        tasks.extend(given := list(given))
+        return original(source, given, num_threads)
+
+    monkeypatch.setattr(reading, "in_threads", counting)
+    found, tensors = many(tmp_path / "right", num)
+    expected = torch.arange(3.0 * num).view(num, 3)
+    whole = Box.whole((3,))
+    with found:
+        into = torch.zeros(num, 3)
+        targets = [Target(t.info.name, t, whole, into[i]) for i, t in enumerate(tensors)]
+        read_verified(found, targets)
+        assert torch.equal(into, expected)
+        assert len(tasks) == 6
+        tasks.clear()
+        assert verify_boxes(found, [(t, whole) for t in tensors]) == 12 * num
+        assert len(tasks) == 6
+        # One that is not to be filled as a whole, in the middle of the others.
+        part = torch.zeros(2)
+        targets[70] = Target("t70", tensors[70], Box((1,), (2,)), part)
+        into.fill_(-1)
+        read_verified(found, targets)
+        assert part.tolist() == [211, 212]
+        assert torch.equal(into[:70], expected[:70])
+        assert torch.equal(into[71:], expected[71:])
+        with damaged(tmp_path / "right" / "shared", 6 + 12 * 100 + 9):
+            for read in (
+                lambda: read_verified(found, targets),
+                lambda: verify_boxes(found, [(t, whole) for t in tensors]),
+            ):
+                with pytest.raises(
+                    CorruptCheckpoint, match=r"tensor 't100' is wrong in block 0 of 1"
+                ):
+                    read()

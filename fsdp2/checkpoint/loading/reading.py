@@ -37,6 +37,7 @@ PIECE_BLOCKS = 4  # read by one task: their bytes stay in the processor's cache
 STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # buffer for bytes that cannot go straight into place
 DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
 MAX_PENDING = 1024  # tasks at a time, of up to `STAGE_BYTES` each
+MAX_SMALL = 64  # chunks of one block that one task reads: a task costs what two of them do
 NUM_THREADS = 4
 
 
@@ -204,6 +205,8 @@ class _Layout:
         own_run, froms, tos: runs that are contiguous in both chunk and box: their length, and their
             offsets there and here. None are listed if they are shorter than a block.
         pieces: numbers of consecutive blocks that contain a byte of the box, a few at a time.
+        is_small: the chunk is one block, which lies in the file in one run.
+        to: first byte in the box, if a small chunk lies there as a whole and in one run, else None.
     """
 
     def __init__(self, of_chunk: Box, of_extent: Box, box: Box, size: int) -> None:
@@ -224,6 +227,9 @@ class _Layout:
         if run * size >= BLOCK_BYTES or run == common.numel:  # shorter runs hold no whole block
             self.froms = [o * size for o in run_offsets(inside, of_chunk.shape, run)]
             self.tos = [o * size for o in run_offsets(dest, box.shape, run)]
+        self.is_small = self.run == of_chunk.numel * size <= BLOCK_BYTES
+        in_one = self.is_small and self.own_run == self.run and self.froms == [0]
+        self.to = self.tos[0] if in_one else None
 
 
 def _pieces(offsets: Iterable[int], run: int, size: int) -> Iterator[range]:
@@ -266,14 +272,19 @@ class _Planner:
         """The chunks of a tensor that overlap ``box``."""
         for chunk in stored.chunks:
             if self._overlap(box, chunk.box):
-                extent = next(e for e in stored.extents if self._holds(e, chunk))
+                extent = next(e for e in stored.extents if _holds(e, chunk))
                 size = chunk.tensor.itemsize
                 yield _Needed(chunk, extent, self._layout(chunk.box, extent.box, box, size))
 
-    def _holds(self, extent: Extent, chunk: Chunk) -> bool:
-        if extent.file != chunk.file:
-            return False
-        return extent.box.intersect(chunk.box) == chunk.box
+
+def _holds(extent: Extent, chunk: Chunk) -> bool:
+    if extent.file != chunk.file:
+        return False
+    # Of whole tensors there is one extent, of a rank's own file one for each chunk: boxes are
+    # compared for those that are neither.
+    if extent.box is chunk.box or extent.box.shape == chunk.tensor.shape:
+        return True
+    return extent.box.intersect(chunk.box) == chunk.box
 
 
 def _overlap(box: Box, other: Box) -> bool:
@@ -330,6 +341,57 @@ def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> Non
         )
 
 
+@dataclass(frozen=True)
+class _Small:
+    """A chunk of one block, which lies in the file from byte ``start`` on.
+
+    Attributes:
+        out: where it goes; None if it is only verified.
+    """
+
+    chunk: Chunk
+    start: int
+    out: memoryview | None
+
+
+class _SmallTasks:
+    """Collects small chunks in the order of their files, for tasks that read several.
+
+    A model of many small tensors has as many chunks. A task of its own costs each of them more
+    than to read it does: in Python, and because threads take turns for it.
+    """
+
+    def __init__(self) -> None:
+        self._smalls: list[_Small] = []
+        self._num_bytes = 0
+
+    def add(self, small: _Small) -> Iterator[Task]:
+        """Yields a task when there is enough for one."""
+        self._smalls.append(small)
+        self._num_bytes += small.chunk.nbytes
+        if self._num_bytes >= STAGE_BYTES or len(self._smalls) == MAX_SMALL:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Task]:
+        """Yields a task for what is left, if anything is."""
+        smalls, num_bytes = self._smalls, self._num_bytes
+        self._smalls, self._num_bytes = [], 0
+        if smalls:
+            yield Task(num_bytes, partial(_read_smalls, smalls))
+
+
+def _read_smalls(smalls: Sequence[_Small], stream: Stream) -> None:
+    memory: memoryview | None = None
+    for small in smalls:
+        chunk, data = small.chunk, small.out
+        if data is None:
+            if memory is None:
+                memory = memory_of(stream.buffer(BLOCK_BYTES))
+            data = memory[: chunk.nbytes]
+        stream.read(chunk.file, data, small.start)
+        _compare(stream.source, chunk, 0, data)
+
+
 def verify_boxes(
     source: Source,
     wanted: Iterable[tuple[Stored, Box]],
@@ -347,17 +409,24 @@ def verify_boxes(
     planner = _Planner()
     needed = [each for stored, box in wanted for each in planner.needed(stored, box)]
     needed.sort(key=lambda each: each.place)
-    tasks = (
-        Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
-        for each in needed
-        for blocks in each.blocks()
-    )
     total = 0
-    for num in in_threads(source, tasks, num_threads):
+    for num in in_threads(source, _verifying_tasks(needed), num_threads):
         total += num
         if on_bytes is not None:
             on_bytes(num)
     return total
+
+
+def _verifying_tasks(needed: Sequence[_Needed]) -> Iterator[Task]:
+    small = _SmallTasks()
+    for each in needed:
+        if each.layout.is_small:
+            yield from small.add(_Small(each.chunk, each.place[1], None))
+            continue
+        yield from small.rest()
+        for blocks in each.blocks():
+            yield Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
+    yield from small.rest()
 
 
 def read_verified(
@@ -376,8 +445,7 @@ def read_verified(
         _check_covered(source, target, found)
         needed += [(each, target) for each in found]
     needed.sort(key=lambda pair: pair[0].place)
-    tasks = (task for each, target in needed for task in _verified_tasks(each, target))
-    _fill(source, targets, tasks, num_threads)
+    _fill(source, targets, _filling_tasks(needed), num_threads)
 
 
 def _check_covered(source: Source, target: Target, needed: Sequence[_Needed]) -> None:
@@ -390,8 +458,21 @@ def _check_covered(source: Source, target: Target, needed: Sequence[_Needed]) ->
         )
 
 
-def _verified_tasks(needed: _Needed, target: Target) -> Iterator[Task]:
-    memory = memory_of(target.local) if target.takes_bytes else None
+def _filling_tasks(needed: Iterable[tuple[_Needed, Target]]) -> Iterator[Task]:
+    small = _SmallTasks()
+    for each, target in needed:
+        memory = memory_of(target.local) if target.takes_bytes else None
+        to = each.layout.to
+        if memory is not None and to is not None:
+            out = memory[to : to + each.chunk.nbytes]
+            yield from small.add(_Small(each.chunk, each.place[1], out))
+        else:
+            yield from small.rest()
+            yield from _verified_tasks(each, target, memory)
+    yield from small.rest()
+
+
+def _verified_tasks(needed: _Needed, target: Target, memory: memoryview | None) -> Iterator[Task]:
     for blocks in needed.blocks():
         out = _place_of(blocks, memory) if memory is not None else None
         if out is not None:
@@ -447,10 +528,9 @@ def _fill(
 
 
 def _note_written(targets: Iterable[Target]) -> None:
-    for target in targets:
-        if target.local.numel():
-            # Autograd did not see the write, so whatever was gathered before is out of date.
-            torch.autograd.graph.increment_version(target.local)
+    # Autograd did not see the writes, so whatever was gathered before is out of date.
+    written = [target.local for target in targets if target.local.numel()]
+    torch.autograd.graph.increment_version(written)
 
 
 # -- without checksums --------------------------------------------------------------------------
