@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import DeviceStreams, Streams
@@ -220,7 +221,7 @@ class _ReplayRuntime(Runtime):
         self.in_backward = True
         self.forward_root = None
 
-    def pre_forward(self, unit: Any) -> None:
+    def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:
         if self.in_backward:  # recomputation
             unit.unshard(self.streams)
             unit.recomputed = True

@@ -20,6 +20,7 @@ from .unit import Forward, Unit, is_awaited
 _METHODS = __package__ + ".hooks"  # the file with the function that calls registered methods
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
+MIN_FORWARDS = 8  # of a unit, before those that are over are looked for
 
 
 class Forwards:
@@ -66,8 +67,10 @@ class Forwards:
         forward.noted = True
         forward.previous, self._last = self._last, forward
         # The references of graphs that were dropped go here, or evaluations without `no_grad` would
-        # leave one per call.
-        unit.forwards = [ref for ref in unit.forwards if is_awaited(ref)]
+        # leave one per call. Not in every forward: the list is as long as the unit has modules.
+        if len(unit.forwards) >= unit.max_forwards:
+            unit.forwards = [ref for ref in unit.forwards if is_awaited(ref)]
+            unit.max_forwards = 2 * len(unit.forwards) + MIN_FORWARDS
         unit.forwards.append(weakref.ref(forward))
 
     def enter(self, unit: Unit, forward: Forward | None) -> Forward | None:
@@ -79,7 +82,10 @@ class Forwards:
         # One that is not noted ran inside backward: it recomputes activations. What it repeats is
         # the last forward of the unit that backward has not reached.
         if forward is None or not (forward.noted or forward.entered):
-            forward = next((f for ref in reversed(unit.forwards) if (f := is_awaited(ref))), None)
+            # (Those after it are over for good: not to be looked at again.)
+            forward = None
+            while unit.forwards and (forward := is_awaited(unit.forwards[-1])) is None:
+                unit.forwards.pop()
         if forward is None or forward.entered:
             return None
         forward.entered = True

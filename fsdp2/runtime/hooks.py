@@ -116,7 +116,7 @@ class UnitHooks:
     def _gather(self, module: nn.Module) -> None:
         unit = self.unit
         runtime = build_runtime(module) if unit.runtime is None else runtime_of(unit)
-        runtime.pre_forward(unit)
+        runtime.pre_forward(unit, module if len(unit.modules) > 1 else None)
 
     def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self.unit

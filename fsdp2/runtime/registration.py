@@ -44,6 +44,8 @@ def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> s
 
 _address_of = torch._C._storage_address  # type: ignore[attr-defined]
 
+_Columns = tuple[list[Any], list[Any], list[Any]]  # dictionaries, names and what they should hold
+
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
 
@@ -150,19 +152,21 @@ class Registration:
         self._proxies: list[tuple[ShardedParam, FreedParameterProxy]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
-        self._expected: dict[
-            str, tuple[list[Any], list[Any], list[Any]]
-        ] = {}  # the same, by column
+        self._expected: dict[str, _Columns] = {}  # the same, by column
         self._slow: dict[str, list[Callable[[], None]]] = {}
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._lost_writes = LostWrites()
         self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
+        # For units of several modules: see `check`.
+        self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
+        self._check_is_due = False
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
         """Make the lists: of ``params``, which were made anew or got other owners."""
         self._params = params
         self._by_module = None
+        self._of_module.clear()
         self._lost_writes.follow(params)
         owners = [(module, name, param) for param in params for module, name in param.owners]
         for kind in ("sharded", "unsharded", "secondary"):
@@ -199,7 +203,11 @@ class Registration:
         Args:
             for_forward: False in backward, where modules run only to recompute: the guards, which
                 let that pass, may stay where they are.
+
+        Raises:
+            RuntimeError: if a `check` is due and finds something; calling again registers.
         """
+        self.check_if_due()
         for parameters, name, value in self._fast[kind]:
             parameters[name] = value
         for set_attribute in self._slow[kind]:
@@ -212,15 +220,27 @@ class Registration:
         if self._proxies:
             self._proxies.clear()
 
-    def check(self) -> None:
+    def check(self, follower: nn.Module | None = None) -> None:
         """Check, before forward, that the modules hold what they were last made to hold.
 
         If a user put something else there, `register` would silently take it away. What
         `torch.func.functional_call` put there is noted as ``overrides``.
 
+        Args:
+            follower: a module of the unit that runs right after another one of it, whose check was
+                passed. Only its own parameters are looked at: all of the unit's, for each of its
+                modules, would take time with the square of their number. The others' check is due
+                after the last of them, and before `register` takes anything away.
+
         Raises:
             RuntimeError: if a parameter was replaced or removed, or a write to it was lost.
         """
+        if follower is not None and self.registered == "unsharded" and not self.overrides:
+            self._check_is_due = True
+            dicts, names, values = (self._of_module or self._split_columns())[follower]
+            if all(map(is_, map(dict.get, dicts, names), values)):
+                return
+        self._check_is_due = False
         self._lost_writes.check(self.unit_name)
         # Left by a forward that raised: no hook runs after one, and functional_call has put its
         # own parameters back itself.
@@ -235,6 +255,22 @@ class Registration:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
         self._registered_before = self.registered
+
+    def check_if_due(self) -> None:
+        """`check`, if only followers were looked at since the last one."""
+        if self._check_is_due:
+            self.check()
+
+    def _split_columns(self) -> dict[nn.Module, _Columns]:
+        """What each module of the unit, with those inside it, should hold while it computes."""
+        rows: dict[int, list[tuple[Any, Any, Any]]] = {}
+        for row in zip(*self._expected["unsharded"], strict=True):
+            rows.setdefault(id(row[0]), []).append(row)
+        for module in self.unit_modules:
+            own = [r for inner in module.modules() for r in rows.get(id(inner._parameters), ())]
+            dicts, names, values = map(list, zip(*own, strict=True)) if own else ([], [], [])
+            self._of_module[module] = (dicts, names, values)
+        return self._of_module
 
     def check_writes(self) -> None:
         """Check, before shards are read, that no write to them was lost.

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
@@ -87,8 +88,12 @@ class Runtime:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> None:
-        """Gather ``unit``, and start the gather of the unit that is expected next."""
+    def pre_forward(self, unit: Unit, module: nn.Module | None = None) -> None:
+        """Gather ``unit``, and start the gather of the unit that is expected next.
+
+        Args:
+            module: the module that is called, if ``unit`` has several.
+        """
         if self.in_backward and not _autograd_is_running():
             # A backward raised. Autograd calls nothing at the end of one that does, so the first
             # moment at which that can be seen is now.
@@ -105,10 +110,11 @@ class Runtime:
             self._begin_forward(unit)
         if self._kept_unit is not None:
             self._free_kept(beside=unit)
-        unit.registration.check()
+        order, position = self.forward_order, len(self._this_forward)
+        follows = position > 0 and self._this_forward[-1] is unit
+        unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
         unit.running += 1
-        order, position = self.forward_order, len(self._this_forward)
         self._this_forward.append(unit)
         by_hand = unit.forward_prefetch
         if by_hand:
@@ -187,6 +193,8 @@ class Runtime:
         outermost = self.forward_root is unit
         order, position = self.forward_order, len(self._this_forward)
         runs_next = self._predicted and position < len(order) and order[position] is unit
+        if not runs_next:
+            unit.registration.check_if_due()
         after = unit.after_forward(
             differentiable=differentiable,
             runs_next=runs_next,

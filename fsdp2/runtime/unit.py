@@ -214,6 +214,7 @@ class Unit:
         self._versions = (0, 0)  # of the shards, when the last gather began
         # What the runtime notes about it in a step.
         self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
+        self.max_forwards = 0  # as many are kept before those that are over are dropped
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
         self.backward_began = False

@@ -12,6 +12,8 @@ from test_activation_checkpoint import case_of
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, merge_units, register_fsdp_forward_method
+from fsdp2.runtime import forwards
+from fsdp2.runtime.unit import units_in
 from gathers import bytes_held, counting
 from harness import distributed, ours_only
 from models import LORA, NESTED, RECURRENT, TRANSFORMER, Case, normal_batch
@@ -195,3 +197,57 @@ def test_when_units_cannot_be_merged() -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="holds gradients of micro-batches"):
         merge_units(model, min_bytes=1000)
+
+
+def grouped(keep: bool) -> Any:
+    """Four layers as one unit, after the step that learns that they follow each other."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    fully_shard(list(model), reshard_after_forward=not keep)
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("what", ["an earlier layer", "a later layer", "the last layer", "a write"])
+@distributed(2)
+def test_a_parameter_that_is_replaced_between_the_layers_of_a_unit_is_found(what: str) -> None:
+    place = {"an earlier layer": 0, "a later layer": 2, "the last layer": 3}
+    for keep in (False, True):
+        model = grouped(keep)
+        sharded = model[0].weight
+
+        def replace(*_: Any, model: Any = model, sharded: Any = sharded) -> None:
+            if what == "a write":
+                sharded.data = sharded.data.clone()
+            else:
+                model[place[what]].weight = nn.Parameter(torch.zeros(6, 6))
+
+        handle = model[1].register_forward_hook(replace)
+        match = "'0.weight' .*was written by" if what == "a write" else "was replaced in its FSDPL"
+        with pytest.raises(RuntimeError, match=match):
+            model(torch.ones(2, 6))
+        handle.remove()
+        # Nothing of it stays: the parameters are what they were.
+        model(torch.ones(2, 6)).sum().backward()
+        assert model[0].weight is sharded
+
+
+@distributed(2)
+def test_what_a_unit_looks_at_does_not_grow_with_the_square_of_its_modules() -> None:
+    model = grouped(keep=False)
+    unit = units_in(model)[-1]
+    looks: list[str] = []
+    check, awaited = unit.registration._lost_writes.check, forwards.is_awaited
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            unit.registration._lost_writes, "check", lambda n: looks.append(n) or check(n)
+        )
+        patch.setattr(forwards, "is_awaited", lambda ref: looks.append("ref") or awaited(ref))
+        for _ in range(10):
+            model(torch.ones(2, 6)).sum().backward()
+    refs = looks.count("ref")
+    assert len(looks) - refs == 20  # before the first module of a forward and after the last
+    # Each forward is dropped once; those of the last step and a few before it are still there.
+    assert refs <= 10 * 4 + 8, refs
