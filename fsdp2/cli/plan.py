@@ -99,6 +99,13 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         help="optimizer whose state is counted (default: adamw)",
     )
+    parser.add_argument(
+        "--max-gathered",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="limit on gathered parameters, as set_max_gathered_bytes sets it: 2GiB, ... "
+        "(default: none)",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +119,7 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "loss_fn": None if args.loss is None else find_object(args.loss),
         "micro_batches": args.micro_batches,
         "optimizer": None if args.optimizer == "none" else args.optimizer,
+        "max_gathered_bytes": args.max_gathered,
     }
 
 
@@ -181,11 +189,16 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
     """Print what ``make`` returns, or why it fails; returns the exit status."""
+    from ..runtime.gather_budget import GatherBudgetError
+
     try:
         made = make()
     except (ModelError, ValueError, TypeError, ImportError) as error:
         return fail(error)
-    except RuntimeError as error:  # from torch, in the model
+    except RuntimeError as error:
+        if isinstance(error, GatherBudgetError):
+            return fail(error)
+        # From torch, in the model.
         return fail(f"{args.model} failed on this input: {error}")
     if args.json:
         print_json(made.to_dict())

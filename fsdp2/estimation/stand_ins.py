@@ -443,7 +443,11 @@ class CountedUnit(Unit):
         self.replay = replay
         self.name = name
         self.registration: Any = SimpleNamespace(
-            registered="sharded", register=self._show, check=done, overrides=()
+            registered="sharded",
+            register=self._show,
+            check=lambda follower: None,
+            check_if_due=done,
+            overrides=(),
         )
         self.watching = False
         self.num_accumulated = 0

@@ -284,7 +284,7 @@ class _Recorder:
         self.flush()
         self.trace.events.append(Call(kind, unit.number, flag))
 
-    def pre_forward(self, unit: Any) -> None:
+    def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:
         pass  # recorded by `entered`, which knows the inputs
 
     def entered(self, unit: Any, marked: bool) -> None:

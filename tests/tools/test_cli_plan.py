@@ -93,6 +93,19 @@ def test_a_plan_with_a_picture(
     assert data["activation_checkpointing"] == "none"
 
 
+def test_a_limit_on_gathered_bytes(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ("--input", f"{models}:batch", "--world-size", "8", "--json")
+    args = ("estimate", f"{models}:Model", *step, "--wrap", "blocks.*")
+    limited, free = (
+        json.loads(run(capsys, *args, *limit)[1])["ranks"][0]["backward"]["parts"]
+        for limit in (("--max-gathered", "42KB"), ())
+    )
+    assert limited["gathered parameters"] <= 42_000 < free["gathered parameters"]
+    args = ("plan", f"{models}:Model", *step, "--hardware", "h100", "--checkpointing", "none")
+    data = json.loads(run(capsys, *args, "--max-gathered", "40KiB")[1])
+    assert data["shard_model"]["max_gathered_bytes"] == 40960
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
@@ -101,6 +114,7 @@ def test_a_plan_with_a_picture(
         ("estimate", {"--strategy": "hybrid"}, "--node-size"),
         ("estimate", {"--world-size": "0"}, "not a positive number"),
         ("estimate", {"--input": "nowhere.py:batch"}, "No such file"),
+        ("estimate", {"--max-gathered": "1KB"}, "The least budget that works is"),
         ("plan", {"--hardware": "abacus"}, "no hardware 'abacus'"),
         ("plan", {"--world-size": "12"}, "multiple of the 8 GPUs"),
         ("plan", {"--memory": "1KB"}, "Nothing fits into 1000 B"),
