@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..comm.quantize import gather_row
-from ..comm.transports import done
 from ..policy import CommPolicy, compute_dtype, hops_of
 from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
@@ -446,7 +445,7 @@ class CountedUnit(Unit):
             registered="sharded",
             register=self._show,
             check=lambda follower: None,
-            check_if_due=done,
+            check_is_due=False,
             overrides=(),
         )
         self.watching = False

@@ -137,6 +137,7 @@ class Registration:
         registered: "sharded", "unsharded" or "secondary".
         overrides: inside `torch.func.functional_call`, the parameters that it replaced, with their
             replacements.
+        check_is_due: only followers were looked at since the last whole `check`.
     """
 
     def __init__(self, unit_modules: tuple[nn.Module, ...]) -> None:
@@ -160,7 +161,7 @@ class Registration:
         self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
-        self._check_is_due = False
+        self.check_is_due = False
 
     def plan(self, params: Sequence[ShardedParam]) -> None:
         """Make the lists: of ``params``, which were made anew or got other owners."""
@@ -207,7 +208,8 @@ class Registration:
         Raises:
             RuntimeError: if a `check` is due and finds something; calling again registers.
         """
-        self.check_if_due()
+        if self.check_is_due:
+            self.check()
         for parameters, name, value in self._fast[kind]:
             parameters[name] = value
         for set_attribute in self._slow[kind]:
@@ -236,11 +238,11 @@ class Registration:
             RuntimeError: if a parameter was replaced or removed, or a write to it was lost.
         """
         if follower is not None and self.registered == "unsharded" and not self.overrides:
-            self._check_is_due = True
+            self.check_is_due = True
             dicts, names, values = (self._of_module or self._split_columns())[follower]
             if all(map(is_, map(dict.get, dicts, names), values)):
                 return
-        self._check_is_due = False
+        self.check_is_due = False
         self._lost_writes.check(self.unit_name)
         # Left by a forward that raised: no hook runs after one, and functional_call has put its
         # own parameters back itself.
@@ -255,11 +257,6 @@ class Registration:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
         self._registered_before = self.registered
-
-    def check_if_due(self) -> None:
-        """`check`, if only followers were looked at since the last one."""
-        if self._check_is_due:
-            self.check()
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
         """What each module of the unit, with those inside it, should hold while it computes."""

@@ -193,8 +193,8 @@ class Runtime:
         outermost = self.forward_root is unit
         order, position = self.forward_order, len(self._this_forward)
         runs_next = self._predicted and position < len(order) and order[position] is unit
-        if not runs_next:
-            unit.registration.check_if_due()
+        if unit.registration.check_is_due and not runs_next:
+            unit.registration.check()
         after = unit.after_forward(
             differentiable=differentiable,
             runs_next=runs_next,

@@ -45,8 +45,9 @@ def test_the_core_stays_small() -> None:
     # step without one enters; 215 and 24 for a budget of gathered bytes. 565 lines and 60 functions
     # for exchanges within a host: connections, reads, all-reduces in two phases; 300 and 27 for
     # groups over several hosts, which no step on one host enters; 40 and 3 for Ctrl-C and forks in
-    # the middle of an exchange, and units that were expected again and did not run.
-    assert core().code_lines <= 8580
+    # the middle of an exchange, and units that were expected again and did not run; 24 and 1 for
+    # units of many modules, whose checks take no time with the square of these.
+    assert core().code_lines <= 8604
     assert core().functions <= 906
 
 
