@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from operator import attrgetter, is_, sub
+from operator import attrgetter, is_, itemgetter, sub
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Block:
         grad_dtype: of the gradients.
         grad_address: where the gradients begin; None: there are none in this step.
         in_pack: whether a pack told.
+        part_of_pack: takes the gradients from the DTensors of the pack.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Block:
         self.in_pack = False
         self._grad_ids = array("Q")
         self.pack: weakref.ref[Pack] | None = None
+        self.part_of_pack = _those_at([0])  # until one is found
         self.find_pack(array("Q", [id(piece.grad) for piece in pieces]), packs)
 
     def find_pack(self, ids: array[int], packs: Mapping[int, Pack]) -> None:
@@ -121,6 +123,14 @@ class Block:
         # Weakly: the owner may have left its storage to a user who keeps gradients, and a reference
         # would keep it. While it lives, nothing else can have the ids.
         self.pack, self._offset = weakref.ref(found), offset
+        places = {id(dtensor): place for place, dtensor in enumerate(found.dtensors)}
+        self.part_of_pack = _those_at([places[i] for i in ids])
+
+    @property
+    def pack_address(self) -> int:
+        """Where the pack was at the last look, which found the gradients in it."""
+        assert self.grad_address is not None
+        return self.grad_address - self._offset
 
     @property
     def nbytes(self) -> int:
@@ -173,6 +183,14 @@ class Block:
         begins = set(map(sub, map(Tensor.data_ptr, parts), self._grad_offsets))
         self.grad_address = begins.pop() if begins else 0
         return not begins
+
+
+def _those_at(places: Sequence[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """What takes the items at ``places`` from a list, in this order."""
+    first, stop = places[0], places[0] + len(places)
+    if places == list(range(first, stop)):
+        return itemgetter(slice(first, stop))
+    return itemgetter(*places)  # of one place it would return no sequence: above
 
 
 def find_blocks(

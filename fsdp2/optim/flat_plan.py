@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -94,9 +94,10 @@ class Plan:
         self.others = [param for param in params if id(param) not in in_runs]
         self._may_join = sum(isinstance(param, DTensor) for param in self.others) > 1
         self.stale = False
-        self._ids = array("Q")
+        # If all blocks are in packs, for each: the pack, which of its DTensors are the gradients,
+        # and where it was at the last look.
         self._packs: list[weakref.ref[Pack]] = []
-        self._addresses: list[int | None] = []
+        self._parts: list[tuple[Callable[[list[Tensor]], Sequence[Tensor]], int]] = []
         self.sources = [source for run in self.runs for source in run.sources]
         for run in self.runs:
             run.read(state)
@@ -144,12 +145,12 @@ class Plan:
 
     def look(self) -> bool:
         """Find out where the gradients are, and remember what that says about the blocks."""
-        # Ids as plain numbers, not objects that each would be one more place in memory.
-        ids = array("Q", map(id, map(_grad_of, self._params)))
-        if ids == self._ids and self._addresses_of_packs() == self._addresses:
+        if self._packs and self._is_unchanged():
             return True
-        self._ids = array("Q")
+        self._packs, self._parts = [], []
         grads = list(map(_grad_of, self._params))
+        # Ids as plain numbers, not objects that each would be one more place in memory.
+        ids = array("Q", map(id, grads))
         start = 0
         for run in self.runs:
             for block in run.blocks:
@@ -165,6 +166,21 @@ class Plan:
         self._note_packs(ids)
         return True
 
+    def _is_unchanged(self) -> bool:
+        """Whether all gradients are those of the last look, at the same addresses."""
+        # Each gradient is looked at: ``.grad`` is an attribute, which a user may have set to
+        # anything since backward, and nothing tells. Counts of references to what backward left
+        # there do not: they are the same if two parameters have swapped theirs.
+        expected = []
+        for reference, (part, address) in zip(self._packs, self._parts, strict=True):
+            pack = reference()
+            if pack is None or pack.storage.data_ptr() != address:
+                return False
+            expected.append(part(pack.dtensors))
+        # Else every look asks the class of the DTensor whether it has a ``__torch_function__``.
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(map(is_, map(_grad_of, self._params), chain.from_iterable(expected)))
+
     def _note_packs(self, ids: array[int]) -> None:
         """Remember what makes the next look short, if all blocks are in packs."""
         active = [block for run in self.runs for block in run.blocks if run.active]
@@ -174,9 +190,8 @@ class Plan:
             if not self._history.misses & (self._history.misses - 1):
                 self._find_packs(ids)
         elif len(ids) == sum(len(block.params) for block in active):
-            self._ids = ids
-            self._packs = list(dict.fromkeys(b.pack for b in active if b.pack is not None))
-            self._addresses = self._addresses_of_packs()
+            self._packs = [block.pack for block in active if block.pack is not None]
+            self._parts = [(block.part_of_pack, block.pack_address) for block in active]
 
     def _find_packs(self, ids: array[int]) -> None:
         found, start = packs(), 0
@@ -185,10 +200,6 @@ class Plan:
             if block.grad_address is not None:
                 block.find_pack(ids[start:stop], found)
             start = stop
-
-    def _addresses_of_packs(self) -> list[int | None]:
-        alive = [reference() for reference in self._packs]
-        return [None if pack is None else pack.storage.data_ptr() for pack in alive]
 
     def show(self) -> list[Tensor]:
         """What the optimizer sees in place of the parameters in runs."""

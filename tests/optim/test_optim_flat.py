@@ -379,6 +379,12 @@ def put_beside(net: Any) -> None:
         mine.grad = other.grad
 
 
+def trade(net: Any) -> None:
+    """Two parameters of a unit have each other's: all that backward left is still referred to."""
+    norm = net.blocks[1][1]
+    norm.weight.grad, norm.bias.grad = norm.bias.grad, norm.weight.grad
+
+
 def take(net: Any) -> None:
     net.blocks[1][1].weight.grad = None
 
@@ -401,7 +407,7 @@ def take_and_put_back(net: Any) -> None:
 
 
 CHANGES: list[Callable[[Any], None]]
-CHANGES = [put, put_beside, take, take_a_units, write, take_and_put_back]
+CHANGES = [put, put_beside, trade, take, take_a_units, write, take_and_put_back]
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
