@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import (
+    CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     RanksDisagreeError,
@@ -414,3 +415,32 @@ def test_a_replay_gathers_the_same_bytes() -> None:
             with watching(model, budget) as seen:
                 model(batch[0]).sum().backward()
         assert max(seen) == predicted(budget)
+
+
+POLICIES = {
+    "bf16": CommPolicy(gather=torch.bfloat16, reduce=torch.bfloat16),
+    "int8": CommPolicy(gather=torch.int8, reduce=torch.int8, block=16, error_feedback=True),
+    "hops": CommPolicy(gather=torch.float8_e4m3fn, reduce=torch.int8, block=16, ranks_per_node=2),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@distributed(4)
+def test_with_fewer_bytes_on_the_wire(name: str) -> None:
+    """What is gathered counts as it lies in memory; a unit that waits for its turn rounds alike."""
+    options: dict[str, Any] = {"comm_policy": POLICIES[name], "direct_min_bytes": 0}
+    if name == "hops":  # backward gathers larger shards, in other numbers
+        options |= {
+            "comm_policy": replace(POLICIES[name], secondary=torch.int8),
+            "reshard_after_forward": 2,
+        }
+    for case in (NESTED, TRANSFORMER) if name == "int8" else (NESTED,):
+        least, total, peaks = check(case, 3, torch.float32, **options)
+        assert least < total
+        assert max(peaks) > least  # the last budget was used
+
+
+@distributed(4)
+def test_replicas_with_fewer_bytes_on_the_wire() -> None:
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    check(MLP, 3, torch.float32, comm_policy=POLICIES["int8"], direct_min_bytes=0, mesh=mesh)
