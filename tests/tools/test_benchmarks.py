@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import copies, floors, performance, policies, report, suite
+from benchmarks import copies, floors, links, performance, policies, report, suite
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
 from benchmarks.ranks import run_ranks
@@ -306,3 +306,23 @@ def test_a_policy_pays_from_the_fastest_link_where_it_is_faster() -> None:
         "| fp32 | int8 | 1.00 | 1.10 | 1200, 1.20 (0.90 to 1.50) | 4000, 0.50 (0.25 to 0.88) "
         "| slow | 2.000 |"
     )
+
+
+def test_strategies_on_links_are_compared_within_rounds() -> None:
+    runs = {
+        links.TORCH: {"seconds": {"fast": [2.0, 2.0, 9.0]}, "peak": None},
+        links.BASE: {"seconds": {"fast": [1.0, 2.0, 3.0]}, "peak": 5 * 10**7},
+    }
+    for made in runs.values():
+        made |= {"sent": 10**7, "loss": 2.0}
+    first, second = links.table(runs, ["fast"]).splitlines()[2:]
+    assert first == "| torch FSDP2 | 10.00 | - | 2000, 2.00 (1.00 to 3.00) | 2.000 |"
+    assert second == "| full | 10.00 | 50.0 | 2000 | 2.000 |"
+
+
+def test_a_strategy_on_links_has_its_peak() -> None:
+    assert links._peak(links.TORCH, links.VARIANTS[links.TORCH]) is None
+    full, grad = (links._peak(name, links.VARIANTS[name]) for name in ("full", "grad"))
+    assert full is not None
+    assert grad is not None
+    assert 10**7 < full < grad
