@@ -499,8 +499,10 @@ class MemorySnapshots:
             self._told("close")
             if not keep and self._session.cleans:
                 self._folder.remove_all()
-            # Until then the locks keep out a new job of this name.
-            self._told("closed")
+            # Until then the locks keep out a new job of this name. The first rank may end as soon
+            # as it has heard of all others, and with it the store, before these hear of it.
+            with suppress(RuntimeError):
+                self._told("closed")
         finally:
             self._end()
 
