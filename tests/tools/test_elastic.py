@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import harness
 
@@ -100,3 +103,23 @@ def test_a_fault_needs_no_person_and_changes_no_number(kind: str) -> None:
     record = faults.run(0, 1, [kind])
     assert (record["person"], record["wrong"]) == ("", [])
     assert len(record["faults"]) == 1
+
+
+def test_a_rendezvous_that_was_closed_opens_again() -> None:
+    """As a host closes it on which torchrun fails; with the state that torch itself writes."""
+    sys.path.insert(0, str(EXAMPLES / "clusters"))
+    try:
+        from store import reopen
+    finally:
+        sys.path.remove(str(EXAMPLES / "clusters"))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parameters = RendezvousParameters("c10d", f"127.0.0.1:{server.port}", "run", 1, 2, is_host="0")
+    first, second = (get_rendezvous_handler(parameters) for _ in range(2))
+    assert not reopen(server, "torch.rendezvous.run")  # nobody has come
+    first.set_closed()
+    assert second.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        second.next_rendezvous()
+    assert reopen(server, "torch.rendezvous.run")
+    assert not reopen(server, "torch.rendezvous.run")
+    assert not get_rendezvous_handler(parameters).is_closed()  # as torchrun when it starts again
