@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .api.merging import merge_units
     from .api.module import FSDPModule, UnshardHandle
     from .api.shard_model import shard_model
+    from .batches import split_batch
     from .comm.store_exchange import RanksDisagreeError
     from .describe.explain import explain
     from .describe.explanation import Explanation
@@ -84,6 +85,7 @@ __all__ = [
     "replicate",
     "shard_model",
     "share_comm_ctx",
+    "split_batch",
     "units_of",
     "watch_hangs",
     "watch_ranks",
@@ -129,6 +131,7 @@ _HOME = {
     "replicate": "api.fully_shard",
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",
+    "split_batch": "batches",
     "units_of": "wrap",
     "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",
