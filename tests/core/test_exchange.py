@@ -219,6 +219,20 @@ def exchange(way: HostReads, numel: int = 4) -> Callable[[], None]:
 
 
 @distributed(2)
+def test_a_rank_that_waits_elsewhere_is_read_and_reads() -> None:
+    """In a collective of the user's, for a rank that waits for it to read."""
+    way = HostReads(links_of(new_group(10.0)))
+    if dist.get_rank() == 0:
+        time.sleep(0.2)  # the other one begins first, and finds nothing to read yet
+        exchange(way)()
+        dist.barrier()
+    else:
+        wait = exchange(way)
+        dist.barrier()
+        wait()
+
+
+@distributed(2)
 def test_a_rank_that_gives_up_is_noticed_at_once() -> None:
     links = links_of(new_group())
     way = HostReads(links)
