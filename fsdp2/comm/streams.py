@@ -42,8 +42,8 @@ class Streams:
 
     stream_ordered = False
 
-    def before_root_forward(self, optimizer_event: Event = None) -> None:
-        """All-gathers must see what the optimizer wrote into the shards."""
+    def before_gathers(self, optimizer_event: Event = None) -> None:
+        """All-gathers must see what compute has written into the shards: all, or up to an event."""
 
     def gathering(self) -> AbstractContextManager[None]:
         """Allocate gathered storage, cast and all-gather inside this context."""
@@ -114,7 +114,7 @@ class DeviceStreams(Streams):
     def compute(self) -> Any:
         return self.module.current_stream(self.device)
 
-    def before_root_forward(self, optimizer_event: Event = None) -> None:
+    def before_gathers(self, optimizer_event: Event = None) -> None:
         if optimizer_event is not None:
             self.gather.wait_event(optimizer_event)
         else:

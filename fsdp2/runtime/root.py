@@ -141,7 +141,7 @@ class Runtime:
         self.forward_root = unit
         self.forwards.begin(unit)
         self._leads_to_backward = torch.is_grad_enabled()
-        self.streams.before_root_forward(self.optimizer_event)
+        self.streams.before_gathers(self.optimizer_event)
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
         self.forward_order = self.orders.get(unit, [])
@@ -312,6 +312,9 @@ class Runtime:
             return
         if self.forward_root is not None:
             self._notice_failed_forward()
+        # Users may have written shards since the forward. Once, and whether anything was written or
+        # not: given up is that the first gather runs beside the loss. It has the first backward.
+        self.streams.before_gathers()
         self.in_backward = True
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
@@ -531,7 +534,7 @@ class Runtime:
 
     def unshard(self, unit: Unit) -> None:
         """Start a gather that the user called for."""
-        self.streams.before_root_forward(self.optimizer_event)
+        self.streams.before_gathers(self.optimizer_event)
         if unit.state in RESHARDED:
             self._free_written(unit)
             unit.start_unshard(self.streams)

@@ -345,7 +345,7 @@ class Unit:
         self.drop_cache(streams)
         self.materialize()
         self.runtime.choose_cached()
-        streams.before_root_forward()  # compute has just written the new shards
+        streams.before_gathers()  # compute has just written the new shards
 
     def _launch(self, gathering: list[int]) -> None:
         """Start the all-gathers of the buckets with these indices: those over the same ranks in one

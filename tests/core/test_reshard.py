@@ -421,7 +421,7 @@ def test_any_order_of_gathers_and_frees_by_hand() -> None:
             with torch.no_grad():
                 weight.add_(1)
                 unit.params[0].sharded.add_(1)
-            streams.before_root_forward(None)  # as before gathers that a user or a forward starts
+            streams.before_gathers(None)  # as before gathers that a user or a forward starts
         gathered = unit.state is State.GATHERING or unit.state in GATHERED
         assert bucket.allocated_bytes == (unit.gathered_bytes if gathered else 0)
         if unit.state is not State.GATHERING:  # which may read them

@@ -168,7 +168,7 @@ def test_a_runtime_without_overlap_is_seen_as_one() -> None:
         first = run.mark("start_unshard begins", "layers.1")
         gather = run.between(first, run.mark("start_unshard ends", "layers.1"), "compute", "gather")
         assert not run.overlap(gather, run.forward("layers.0"))
-    with mock.patch.object(DeviceStreams, "before_root_forward", return_value=None):
+    with mock.patch.object(DeviceStreams, "before_gathers", return_value=None):
         assert Run().checker.violations
 
 

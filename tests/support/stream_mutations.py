@@ -54,6 +54,7 @@ _PLANS: dict[str, Plan] = {
     "keeps_a_gradient": Plan(steps=(Step(keep_gradient=True), Step(), Step())),
     # Layer 1 is prefetched and not used, and no later gather makes compute wait for this one.
     "mispredicts": Plan(steps=(Step(), Step((Micro(), Micro(order=(0,), evaluates=True))), Step())),
+    "rewrites": Plan(steps=(Step((Micro(rewrites=True),)), Step())),
     "wastes": Plan(prefetch="b", steps=(Step((Micro(), Micro(order=(1,), wastes=True))), Step())),
     "goes_on": Plan(max_buffers=9, steps=(Step((Micro(last=False), Micro())), Step())),
     "fails": Plan(steps=(Step((Micro(fails="backward"), Micro())), Step())),
@@ -361,21 +362,26 @@ def _null(*_: Any, **__: Any) -> AbstractContextManager[None]:
 MUTATIONS: dict[str, Mutation] = {
     # waits and events of gathers
     "a gather does not wait for the optimizer's write": Mutation(
-        "plain", READ, lambda: nothing(D, "before_root_forward")
+        "plain", READ, lambda: nothing(D, "before_gathers")
     ),
     "a gather does not wait for the optimizer's event": Mutation(
         "event",
         READ,
         lambda: replace(
             D,
-            "before_root_forward",
+            "before_gathers",
             lambda self, event=None: event or self.gather.wait_stream(self.compute),
         ),
     ),
     "a gather does not wait for shards made anew": Mutation(
         "moves",
         READ,
-        lambda: inside(Unit, "start_unshard", lambda: nothing(D, "before_root_forward")),
+        lambda: inside(Unit, "start_unshard", lambda: nothing(D, "before_gathers")),
+    ),
+    "a gather in backward does not wait for a write since the forward": Mutation(
+        "rewrites",
+        READ,
+        lambda: inside(Runtime, "begin_backward", lambda: nothing(D, "before_gathers")),
     ),
     "compute does not wait for the gather": Mutation(
         "plain", READ, lambda: nothing(D, "use_gathered")
@@ -426,13 +432,6 @@ MUTATIONS: dict[str, Mutation] = {
         "regroups", READ, lambda: on_stream(SecondaryShards, "save", "gather")
     ),
     # frozen parameters that are kept gathered
-    "what is kept is gathered anew without a wait for compute": Mutation(
-        "writes_what_is_kept",
-        FREED,
-        lambda: inside(
-            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
-        ),
-    ),
     "what is no longer kept is freed without a wait for compute": Mutation(
         "keeps_no_more",
         FREED,
@@ -441,7 +440,7 @@ MUTATIONS: dict[str, Mutation] = {
         ),
     ),
     "what is kept is freed inside of the gather's stream": Mutation(
-        "writes_what_is_kept",
+        "keeps_no_more",
         FREED,
         lambda: replace(unit_module, "free_cached", _free_held_while_gathering),
     ),
@@ -625,6 +624,14 @@ MUTATIONS: dict[str, Mutation] = {
         None,
         lambda: replace(D, "gathering", _null),
         "everything of a gather is then on one stream: only overlap is lost",
+    ),
+    "what is kept is gathered anew without a wait for compute": Mutation(
+        "",
+        None,
+        lambda: inside(
+            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
+        ),
+        "backward waited for compute at its begin; what writes later is a hook, and none does here",
     ),
     "the second entry of the reduce-scatter's stream does not wait for compute": Mutation(
         "",

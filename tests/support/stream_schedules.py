@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -66,6 +67,7 @@ class Micro:
     evaluates: bool = False  # forward only
     by_hand: str | None = None
     looks: bool = False  # at the parameters between forward and backward
+    rewrites: bool = False  # those that are sharded then
     meddles: str | None = None  # then too, with what is kept: "writes" or "unkeeps" it
     wastes: bool = False  # calls the first layer once more, for nothing
 
@@ -391,6 +393,12 @@ class Training:
             with torch.no_grad():
                 for param in model.parameters():
                     self.seen.append(getattr(param, "_local_tensor", param).sum())
+        # Gathers that the user has begun may read them still, and so may copies from the host.
+        if micro.rewrites and micro.by_hand is None and not self.plan.offload:
+            with torch.no_grad():
+                for param in model.parameters():
+                    if isinstance(param, DTensor):
+                        param.mul_(1.5)
         if micro.meddles == "writes":
             self.write_frozen()
         if micro.meddles == "unkeeps":
@@ -624,6 +632,7 @@ def _step(draw: random.Random, num_layers: int) -> Step:
             by_hand=draw.choice([None, None, None, "async", "wait"]),
             looks=chance(0.2),
             wastes=chance(0.15),
+            rewrites=chance(0.2),
         )
 
     num_micros = draw.choice([1, 1, 2, 3])
