@@ -70,7 +70,9 @@ def kill(pids: list[int]) -> None:
     exits(pids)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kills", [1, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
 def test_kills_at_random_moments(kills: int) -> None:
     source = random.Random(kills)
     with memory_folder() as undisturbed:
