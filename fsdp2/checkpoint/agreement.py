@@ -64,19 +64,26 @@ def _agree(store: dist.Store, key: str, value: str) -> str:
     return store.get(f"{key}/value").decode()
 
 
-def next_nonce(path: Path) -> str:
-    """A nonce for the next attempt to save ``path``: every rank counts its own attempts.
+def next_nonce(path: Path, ranks: tuple[int, ...]) -> str:
+    """A nonce for the next attempt of ``ranks`` to save ``path``: each counts its own attempts.
+
+    Those of other sets of ranks do not count, since only some of ``ranks`` were part of them.
 
     Where torchrun's agent keeps the store over restarts, and with it the name of the run, they get
     other nonces by the restart count. Elsewhere the count is left out: agents count only what fails
     on their own host, so after some faults hosts differ, and no save of theirs would ever be whole.
     """
-    key = os.path.abspath(path)
+    who = _digest(ranks)
+    key = f"{os.path.abspath(path)}/{who}"
     _attempts[key] += 1
     restart = 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return f"{run_nonce()}{restart:04x}-{_attempts[key]}"
+    return f"{run_nonce()}{restart:04x}{who}-{_attempts[key]}"
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
 def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
@@ -85,7 +92,7 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     if store is None or len(ranks) == 1:
         return value
     # Of these ranks: others may ask the same, as stages of a pipeline do that save to one folder.
-    key = f"{key}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    key = f"{key}/{_digest(ranks)}"
     _questions[key] += 1
     full_key = f"fsdp2/{key}/{_questions[key]}"
     if this_rank() == ranks[0]:

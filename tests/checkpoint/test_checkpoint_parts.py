@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -253,6 +254,13 @@ def save_in_two_groups(folder: str) -> None:
     save_model(model, f"{folder}/all")
     dist.barrier()
     assert sorted(os.listdir(folder)) == ["(0, 1)", "(2, 3)", "all"]
+    # Where some of them have saved before.
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{folder}/{mine}")
+    dist.barrier()
+    save_model(model, f"{folder}/(0, 1)")
+    dist.barrier()
+    load_model(model, f"{folder}/(0, 1)")
 
 
 def test_groups_of_ranks_may_save_to_one_folder(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_hosts_that_were_restarted_a_different_number_of_times(
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda g=group: g)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         monkeypatch.setattr(agreement, "_attempts", type(agreement._attempts)())
-        nonces.append(agreement.next_nonce(tmp_path / "step-1"))
+        nonces.append(agreement.next_nonce(tmp_path / "step-1", (0, 1)))
     # A store that is kept has the name that the first start was given.
     assert (nonces[0] == nonces[1]) != keeps_store
 

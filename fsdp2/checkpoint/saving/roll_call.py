@@ -38,7 +38,7 @@ class RollCall:
 
     def __init__(self, target: Path, rank: int, ranks: tuple[int, ...]) -> None:
         self.target, self.rank, self.ranks = target, rank, ranks
-        self.nonce = next_nonce(target)
+        self.nonce = next_nonce(target, ranks)
         self._key = f"fsdp2/called/{target}/{self.nonce}"
         self.warned = False
 
