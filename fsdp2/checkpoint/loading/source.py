@@ -302,14 +302,15 @@ def _collect(source: Source, missing: list[int]) -> None:
                 if not missing and file in files.headers:
                     _check_header(source, file, headers[file], files.headers[file])
     for manifest in source.manifests.values():
+        # The first set that has a file, as the files of several sets have other names.
+        set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
         for chunk in manifest.chunks:
             table = source.optimizer if chunk.file.startswith("optim") else source.tensors
             name = chunk.tensor.name
             whole = chunk.offset is None
             stored = table.setdefault(name, Stored(chunk.tensor))
-            if owner.setdefault(name, _set_of(manifest, chunk.file)) != _set_of(
-                manifest, chunk.file
-            ):
+            ranks = set_of[chunk.file]
+            if owner.setdefault(name, ranks) != ranks:
                 continue  # the same tensor again, written by ranks that share no files with these
             _check_chunk(source, chunk, headers[chunk.file])
             offset = headers[chunk.file].offsets[name]
@@ -329,11 +330,10 @@ def _collect(source: Source, missing: list[int]) -> None:
                 table.setdefault(name, Stored(info))
 
 
-def _set_of(manifest: Manifest, file: str) -> tuple[int, ...]:
-    return next(s.ranks for s in manifest.sets if file in s.sizes)
-
-
 def _check_header(source: Source, file: str, header: Header, expected: str) -> None:
+    # The bytes, with metadata and padding. Only where they differ it is looked up how.
+    if os.pread(source.open_file(file), header.data_start, 0) == frame(expected):
+        return
     table = json.loads(expected)
     table.pop("__metadata__", None)
     found = {
@@ -352,9 +352,7 @@ def _check_header(source: Source, file: str, header: Header, expected: str) -> N
         raise CorruptCheckpoint(
             f"{source.path}/{file}: the header is not the one that was written: {some(names)}"
         )
-    # Metadata and padding too.
-    if os.pread(source.open_file(file), header.data_start, 0) != frame(expected):
-        raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
+    raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
 
 
 def _check_chunk(source: Source, chunk: Chunk, header: Header) -> None:
