@@ -279,6 +279,24 @@ def test_a_manifest_of_a_rank_is_missing(originals: Any, tmp_path: Path, layout:
                 assert total > sum(sizes) - len(sizes) * (ALIGN_BYTES + 1)
 
 
+def signed(line: bytes) -> bytes:
+    """A manifest with a checksum that is right."""
+    return line + b'\n{"sha256":"' + hashlib.sha256(line).hexdigest().encode() + b'"}\n'
+
+
+def test_a_file_that_is_in_no_set(originals: Any, tmp_path: Path) -> None:
+    """Nothing that fsdp2 wrote, but the checksums are right."""
+    shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / STEP / ".fsdp2").glob("rank-*.json"):
+        content = json.loads(path.read_bytes().partition(b"\n")[0])
+        chunk = next(c for c in content["chunks"] if c[1].startswith("model"))
+        chunk[1] = "model-elsewhere.safetensors"
+        path.write_bytes(signed(json.dumps(content, separators=(",", ":")).encode()))
+    for said in run_on(2, attempts, str(tmp_path), True):
+        for message in said:
+            assert "model-elsewhere.safetensors, which the manifest does not list" in message
+
+
 @pytest.mark.parametrize("how", ["another step", "another run"])
 def test_manifests_of_different_saves(originals: Any, tmp_path: Path, how: str) -> None:
     shutil.copytree(originals(2), tmp_path, dirs_exist_ok=True)
@@ -288,9 +306,7 @@ def test_manifests_of_different_saves(originals: Any, tmp_path: Path, how: str) 
     name = ".fsdp2/rank-00001-of-00002.json"
     manifest = (other / f"step-00000{again}" / name).read_bytes()
     if how == "another run":
-        line = manifest.partition(b"\n")[0].replace(b'"nonce":"', b'"nonce":"ffff')
-        digest = hashlib.sha256(line).hexdigest()
-        manifest = line + b'\n{"sha256":"' + digest.encode() + b'"}\n'
+        manifest = signed(manifest.partition(b"\n")[0].replace(b'"nonce":"', b'"nonce":"ffff'))
     (tmp_path / STEP / name).write_bytes(manifest)
     for said in run_on(2, attempts, str(tmp_path), True):
         assert all("manifests of ranks 0 and 1 are of different saves" in m for m in said)

@@ -309,7 +309,11 @@ def _collect(source: Source, missing: list[int]) -> None:
             name = chunk.tensor.name
             whole = chunk.offset is None
             stored = table.setdefault(name, Stored(chunk.tensor))
-            ranks = set_of[chunk.file]
+            ranks = set_of.get(chunk.file)
+            if ranks is None:
+                raise CorruptCheckpoint(
+                    f"{source.path}: '{name}' lies in {chunk.file}, which the manifest does not list"
+                )
             if owner.setdefault(name, ranks) != ranks:
                 continue  # the same tensor again, written by ranks that share no files with these
             _check_chunk(source, chunk, headers[chunk.file])
