@@ -48,7 +48,7 @@ class Restored(Loaded):
 
     @property
     def lost_steps(self) -> int | None:
-        """How many finished steps have to be done again; None: unknown."""
+        """Number of finished steps that have to be done again, None if unknown."""
         return None if self.last_step is None else max(0, self.last_step - self.step)
 
 

@@ -312,7 +312,8 @@ def _collect(source: Source, missing: list[int]) -> None:
             ranks = set_of.get(chunk.file)
             if ranks is None:
                 raise CorruptCheckpoint(
-                    f"{source.path}: '{name}' lies in {chunk.file}, which the manifest does not list"
+                    f"{source.path}: '{name}' lies in {chunk.file}, which the manifest does not "
+                    "list"
                 )
             if owner.setdefault(name, ranks) != ranks:
                 continue  # the same tensor again, written by ranks that share no files with these
