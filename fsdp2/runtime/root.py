@@ -312,9 +312,6 @@ class Runtime:
             return
         if self.forward_root is not None:
             self._notice_failed_forward()
-        # Users may have written shards since the forward. Once, and whether anything was written or
-        # not: given up is that the first gather runs beside the loss. It has the first backward.
-        self.streams.before_gathers()
         self.in_backward = True
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)

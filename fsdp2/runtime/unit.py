@@ -312,6 +312,7 @@ class Unit:
         in_backward = self.runtime.in_backward
         if not in_backward and param_group.follow_freezing():
             self.runtime.choose_cached()
+        noted = self._versions
         if not in_backward or not config.reshard_after_backward:
             # What is freed after backward is gathered anew in the next forward, which notes them.
             self._versions = param_group.versions()
@@ -322,6 +323,10 @@ class Unit:
             # Only writes that all ranks know of count here, so that all of them gather. A forward
             # has looked at the others when it began.
             free_cached((b for b in buckets if b.cache_valid and b.is_rewritten()), streams)
+        if in_backward and streams.stream_ordered and param_group.versions() != noted:
+            # Users have written the shards since the forward, on compute. Only then: a wait in
+            # every backward would keep a slow link idle until the loss is there.
+            streams.before_gathers()
         gathering = [index for index, bucket in enumerate(buckets) if not bucket.cache_valid]
         self._waits_for_gather = bool(gathering)
         if gathering:

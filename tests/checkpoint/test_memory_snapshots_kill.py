@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import socket
 import time
 import warnings
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_cases import adamw, build, train, whole_state
-from checkpoint_crash import exits, fork, memory_folder
+from checkpoint_crash import memory_folder
 from fsdp2.checkpoint import MemorySnapshots
 from harness import cpu_only, ours_only
 
-pytestmark = [ours_only("snapshots in memory"), cpu_only("processes are forked")]
+pytestmark = [ours_only("snapshots in memory"), cpu_only("processes are killed")]
 
 STEPS = 12
+CONTEXT = multiprocessing.get_context("forkserver")
 RANKS = 4
 
 
@@ -59,15 +61,25 @@ def run(root: Path, rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def begin(root: Path) -> list[int]:
+def begin(root: Path) -> list[BaseProcess]:
     port = free_port()
-    return [fork(lambda rank=rank: run(root, rank, port)) for rank in range(RANKS)]
+    # Not forks of this process, in which autograd may have threads.
+    made = [CONTEXT.Process(target=run, args=(root, rank, port)) for rank in range(RANKS)]
+    for process in made:
+        process.start()
+    return made
 
 
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    exits(pids)
+def exits(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    exits(processes)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +97,19 @@ def test_kills_at_random_moments(kills: int) -> None:
         with memory_folder() as root:
             lost: list[str] = []
             while True:
-                pids = begin(root)
+                ranks = begin(root)
                 if not kills:
                     break
                 time.sleep(source.uniform(0.1, 1.1) * took_s)
                 if (root / "end").exists():
                     break
                 kills -= 1
-                kill(pids)
+                kill(ranks)
                 # Only one: were both copies lost, training would begin anew, which ends alike.
                 if source.random() < 0.4:
                     lost.append(source.choice(["host0", "host1"]))
                     shutil.rmtree(root / lost[-1], ignore_errors=True)
-            assert exits(pids) == [0] * RANKS
+            assert exits(ranks) == [0] * RANKS
             state = torch.load(root / "end")
             assert state.keys() == expected.keys()
             for name, value in expected.items():

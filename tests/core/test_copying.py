@@ -475,8 +475,8 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         # the state, and one iteration
         "state", "_embeddings", "_freed", "_recalled",
         "_gather_finish", "_gather_event", "_waits_for_gather", "_versions",
-        "forwards", "next_in_backward", "running", "backward_began", "weight_grads_deferred",
-        "recomputed", "recomputes_all", "has_graph", "reduced",
+        "forwards", "max_forwards", "next_in_backward", "running", "backward_began",
+        "weight_grads_deferred", "recomputed", "recomputes_all", "has_graph", "reduced",
     }  # fmt: skip
     planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",

@@ -381,7 +381,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a gather in backward does not wait for a write since the forward": Mutation(
         "rewrites",
         READ,
-        lambda: inside(Runtime, "begin_backward", lambda: nothing(D, "before_gathers")),
+        lambda: inside(Unit, "start_unshard", lambda: nothing(D, "before_gathers")),
     ),
     "compute does not wait for the gather": Mutation(
         "plain", READ, lambda: nothing(D, "use_gathered")
@@ -432,6 +432,13 @@ MUTATIONS: dict[str, Mutation] = {
         "regroups", READ, lambda: on_stream(SecondaryShards, "save", "gather")
     ),
     # frozen parameters that are kept gathered
+    "what is kept is gathered anew without a wait for compute": Mutation(
+        "writes_what_is_kept",
+        FREED,
+        lambda: inside(
+            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
+        ),
+    ),
     "what is no longer kept is freed without a wait for compute": Mutation(
         "keeps_no_more",
         FREED,
@@ -440,7 +447,7 @@ MUTATIONS: dict[str, Mutation] = {
         ),
     ),
     "what is kept is freed inside of the gather's stream": Mutation(
-        "keeps_no_more",
+        "writes_what_is_kept",
         FREED,
         lambda: replace(unit_module, "free_cached", _free_held_while_gathering),
     ),
@@ -624,14 +631,6 @@ MUTATIONS: dict[str, Mutation] = {
         None,
         lambda: replace(D, "gathering", _null),
         "everything of a gather is then on one stream: only overlap is lost",
-    ),
-    "what is kept is gathered anew without a wait for compute": Mutation(
-        "",
-        None,
-        lambda: inside(
-            Unit, "start_unshard", lambda: replace(unit_module, "free_cached", _free_held_at_once)
-        ),
-        "backward waited for compute at its begin; what writes later is a hook, and none does here",
     ),
     "the second entry of the reduce-scatter's stream does not wait for compute": Mutation(
         "",

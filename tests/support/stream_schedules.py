@@ -394,7 +394,9 @@ class Training:
                 for param in model.parameters():
                     self.seen.append(getattr(param, "_local_tensor", param).sum())
         # Gathers that the user has begun may read them still, and so may copies from the host.
-        if micro.rewrites and micro.by_hand is None and not self.plan.offload:
+        # Secondary shards are there for one backward: what is written to them is lost.
+        orderly = micro.by_hand is None and not self.plan.offload and self.plan.reshard != 2
+        if micro.rewrites and orderly:
             with torch.no_grad():
                 for param in model.parameters():
                     if isinstance(param, DTensor):
