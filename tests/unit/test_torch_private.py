@@ -213,6 +213,8 @@ def test_this_torch_has_every_listed_name(entry: torch_private.PrivateName) -> N
         assert found is True
     elif entry.without and entry.name in NEW and torch.__version__ < NEW[entry.name]:
         pytest.skip(f"since torch {NEW[entry.name]}; without it: {entry.without}")
+    elif entry.name.endswith("_nccl_trace") and not dist.is_nccl_available():
+        pytest.skip(f"a build without NCCL; without it: {entry.without}")
     else:
         assert torch_private.find(entry.name) is not None
     assert entry.use
