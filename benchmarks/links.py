@@ -17,12 +17,9 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +33,12 @@ import fsdp2
 from fsdp2 import CommPolicy
 from fsdp2.comm.host_links import SWITCH
 
-from . import machine
+from . import host_ranks, machine
 from .choosing import describe
-from .hosts import Host, hosts, why_not
+from .hosts import Host
 from .models import LM, Block, LMConfig
-from .policies import sent_bytes
-from .ranks import COLLECTIVE_TIMEOUT, progress
-from .report import number, row, write_readme
+from .ranks import progress
+from .report import row, write_readme
 
 # 4.3M parameters.
 MODEL = LMConfig(vocab=2048, width=256, hidden=704, num_blocks=4, num_heads=4)
@@ -52,7 +48,6 @@ SPEEDS: dict[str, int | None] = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s
 BF16, INT8 = torch.bfloat16, torch.int8
 TORCH, BASE = "torch FSDP2", "full"
 WARM_UP_STEPS = 2
-PORT = 29512
 
 
 @dataclass(frozen=True)
@@ -164,9 +159,9 @@ def measure(host: Host, speeds: dict[str, int | None], rounds: int) -> dict[str,
         for _ in range(WARM_UP_STEPS):
             trainees[name].step()
         os.environ[SWITCH] = "1"
-        before = sent_bytes()
+        before = host_ranks.sent_bytes()
         trainees[name].step()
-        counted = torch.tensor([sent_bytes() - before])
+        counted = torch.tensor([host_ranks.sent_bytes() - before])
         dist.all_reduce(counted, op=dist.ReduceOp.MAX)
         nbytes = counted.item() // variant.micro_batches
         result[name] = {"sent": nbytes, "seconds": {}}
@@ -204,42 +199,9 @@ def _peak(name: str, variant: Variant) -> int | None:
 
 def rank_main(options: argparse.Namespace) -> None:
     """The main function of a rank, on its host."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore(options.master, PORT, is_master=options.rank == 0)
-    dist.init_process_group(
-        "gloo", store=store, rank=options.rank, world_size=HOSTS * RANKS_PER_HOST,
-        timeout=COLLECTIVE_TIMEOUT,
-    )  # fmt: skip
+    host = host_ranks.begin_rank(options, HOSTS * RANKS_PER_HOST)
     speeds = {name: limit for name, limit in SPEEDS.items() if name in options.speeds}
-    answer = measure(Host(*options.host), speeds, options.rounds)
-    if options.rank == 0:
-        options.answer.write_text(json.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts the ranks on their hosts; returns what rank 0 answers."""
-    with hosts(HOSTS) as made, tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        answer = Path(folder) / "answer.json"
-        common = ["--answer", str(answer), "--rounds", str(options.rounds)]
-        common += ["--master", made[0].address, "--speeds", *options.speeds]
-        processes = []
-        for rank in range(HOSTS * RANKS_PER_HOST):
-            host = made[rank // RANKS_PER_HOST]
-            mine = ["--rank", str(rank), "--host", host.name, host.address]
-            command = host.python("-m", "benchmarks.links", *mine, *common)
-            # As torchrun says it: what "hybrid" takes for a node.
-            environment = host.environment(LOCAL_WORLD_SIZE=str(RANKS_PER_HOST))
-            processes.append(subprocess.Popen(command, cwd=machine.REPOSITORY, env=environment))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
-        return json.loads(answer.read_text())
+    host_ranks.end_rank(options, measure(host, speeds, options.rounds))
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -253,13 +215,8 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
         peak = "-" if made["peak"] is None else f"{made['peak'] / 1e6:.1f}"
         cells = [name, f"{made['sent'] / 1e6:.2f}", peak]
         for speed in speeds:
-            seconds, base = made["seconds"][speed], results[BASE]["seconds"][speed]
-            cell = number(1e3 * statistics.median(seconds))
-            if name != BASE:
-                ratios = [mine / theirs for mine, theirs in zip(seconds, base, strict=True)]
-                cell += f", {statistics.median(ratios):.2f}"
-                cell += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-            cells.append(cell)
+            base = None if name == BASE else results[BASE]["seconds"][speed]
+            cells.append(host_ranks.time_cell(made["seconds"][speed], base))
         lines.append(row([*cells, f"{made['loss']:.3f}"]))
     return "\n".join(lines)
 
@@ -267,30 +224,20 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.links")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each variant")
-    parser.add_argument("--speeds", nargs="+", default=list(SPEEDS), choices=SPEEDS)
-    parser.add_argument(
-        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
-    )
-    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
-    parser.add_argument("--write-docs", action="store_true", help="put it into docs/choosing.md")
-    # Of ranks.
-    parser.add_argument("--host", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--master", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    host_ranks.add_options(parser, SPEEDS, rounds=3)
     options = parser.parse_args(arguments)
     if options.rank is not None:
         rank_main(options)
         return 0
     path = options.output / "links.json"
     if not options.only_table:
-        if reason := why_not():
-            print(f"benchmarks.links cannot limit a link here: {reason}", file=sys.stderr)
+        if not host_ranks.can_run("benchmarks.links"):
             return 2
         about = machine.describe()
         record = {"name": "links", **about, "num_ranks": HOSTS * RANKS_PER_HOST}
-        record["results"] = run(options)
+        record["results"] = host_ranks.run(
+            "benchmarks.links", options, num_hosts=HOSTS, ranks_per_host=RANKS_PER_HOST
+        )
         for name, made in record["results"].items():
             made["peak"] = _peak(name, VARIANTS[name])
         options.output.mkdir(parents=True, exist_ok=True)

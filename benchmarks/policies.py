@@ -17,11 +17,8 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +28,12 @@ import torch.nn.functional as F
 import fsdp2
 from fsdp2 import CommPolicy, MixedPrecisionPolicy
 
-from . import machine
+from . import host_ranks, machine
 from .choosing import describe
-from .hosts import Host, hosts, why_not
+from .hosts import Host
 from .models import LM, Block, LMConfig
-from .ranks import COLLECTIVE_TIMEOUT, progress
-from .report import number, row, write_readme
+from .ranks import progress
+from .report import row, write_readme
 
 # 4.3M parameters: a step sends about 26 MB per rank in full.
 MODEL = LMConfig(vocab=2048, width=256, hidden=704, num_blocks=4, num_heads=4)
@@ -59,7 +56,6 @@ VARIANTS: dict[str, CommPolicy | None] = {
 COMPUTE_BF16 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 PRECISIONS = {"fp32": MixedPrecisionPolicy(), "bf16 compute": COMPUTE_BF16}
 WARM_UP_STEPS = 2
-PORT = 29511
 
 
 class Trainee:
@@ -97,11 +93,6 @@ class Trainee:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def sent_bytes() -> int:
-    """What this host has sent, as the kernel counts."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
 def measure(host: Host, precision: str, speeds: dict[str, int | None], rounds: int) -> Any:
     """Times all variants at all speeds, on this rank."""
     variants = VARIANTS
@@ -114,10 +105,10 @@ def measure(host: Host, precision: str, speeds: dict[str, int | None], rounds: i
     for name, trainee in trainees.items():
         for _ in range(WARM_UP_STEPS):
             trainee.step()
-        before = sent_bytes()
+        before = host_ranks.sent_bytes()
         trainee.step()
         told = fsdp2.explain(trainee.model).totals.sent_bytes
-        result[name] = {"told": told, "counted": sent_bytes() - before, "seconds": {}}
+        result[name] = {"told": told, "counted": host_ranks.sent_bytes() - before, "seconds": {}}
     for speed, megabits in speeds.items():
         progress(f"{precision}: {speed}")
         host.limit(megabits)
@@ -136,48 +127,14 @@ def measure(host: Host, precision: str, speeds: dict[str, int | None], rounds: i
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """The main function of a rank, in its namespace."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore(options.master, PORT, is_master=options.rank == 0)
-    dist.init_process_group(
-        "gloo", store=store, rank=options.rank, world_size=2, timeout=COLLECTIVE_TIMEOUT
-    )
+    """The main function of a rank, on its host."""
+    host = host_ranks.begin_rank(options, 2)
     speeds = {name: limit for name, limit in SPEEDS.items() if name in options.speeds}
     answer = {
-        precision: measure(Host(*options.host), precision, speeds, options.rounds)
+        precision: measure(host, precision, speeds, options.rounds)
         for precision in options.precisions
     }
-    if options.rank == 0:
-        options.answer.write_text(json.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-# -- hosts -----------------------------------------------------------------------------------------
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Starts a rank on each of two hosts; returns what rank 0 answers."""
-    with hosts(2) as pair, tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        answer = Path(folder) / "answer.json"
-        common = ["--answer", str(answer), "--rounds", str(options.rounds)]
-        common += ["--master", pair[0].address]
-        common += ["--speeds", *options.speeds, "--precisions", *options.precisions]
-        processes = []
-        for rank, host in enumerate(pair):
-            mine = ["--rank", str(rank), "--host", host.name, host.address]
-            command = host.python("-m", "benchmarks.policies", *mine, *common)
-            processes.append(
-                subprocess.Popen(command, cwd=machine.REPOSITORY, env=host.environment())
-            )
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
-        return json.loads(answer.read_text())
+    host_ranks.end_rank(options, answer)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -185,8 +142,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def ratios(runs: dict[str, Any], name: str, speed: str) -> list[float]:
     """Of a variant to all bytes, round by round."""
-    pairs = zip(runs[name]["seconds"][speed], runs[FULL]["seconds"][speed], strict=True)
-    return [mine / full for mine, full in pairs]
+    return host_ranks.ratios(runs[name]["seconds"][speed], runs[FULL]["seconds"][speed])
 
 
 def begins_to_pay(runs: dict[str, Any], name: str, speeds: list[str]) -> str:
@@ -208,12 +164,8 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
         for name, made in runs.items():
             cells = [precision, name, f"{made['told'] / 1e6:.2f}", f"{made['counted'] / 1e6:.2f}"]
             for speed in speeds:
-                cell = number(1e3 * statistics.median(made["seconds"][speed]))
-                if name != FULL:
-                    of_full = ratios(runs, name, speed)
-                    cell += f", {statistics.median(of_full):.2f}"
-                    cell += f" ({min(of_full):.2f} to {max(of_full):.2f})"
-                cells.append(cell)
+                base = None if name == FULL else runs[FULL]["seconds"][speed]
+                cells.append(host_ranks.time_cell(made["seconds"][speed], base))
             cells.append("-" if name == FULL else begins_to_pay(runs, name, speeds))
             lines.append(row([*cells, f"{made['loss']:.3f}"]))
     return "\n".join(lines)
@@ -222,30 +174,21 @@ def table(results: dict[str, Any], speeds: list[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each variant")
-    parser.add_argument("--speeds", nargs="+", default=list(SPEEDS), choices=SPEEDS)
+    host_ranks.add_options(parser, SPEEDS, rounds=5)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument(
-        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
-    )
-    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
-    parser.add_argument("--write-docs", action="store_true", help="put it into the docs")
-    # Of ranks.
-    parser.add_argument("--host", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--master", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank is not None:
         rank_main(options)
         return 0
     path = options.output / "policies.json"
     if not options.only_table:
-        if reason := why_not():
-            print(f"benchmarks.policies cannot limit a link here: {reason}", file=sys.stderr)
+        if not host_ranks.can_run("benchmarks.policies"):
             return 2
         about = machine.describe()
-        results = run(options)
+        precisions = ("--precisions", *options.precisions)
+        results = host_ranks.run(
+            "benchmarks.policies", options, *precisions, num_hosts=2, ranks_per_host=1
+        )
         record = {"name": "policies", **about, "num_ranks": 2, "results": results}
         options.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
