@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
 from models import EVEN_MLP, MLP, TRANSFORMER
 from reference import Training, check_training, pair
+from sums import DTYPES, rows, term
 
 pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
@@ -52,26 +53,12 @@ def some_ranks(num: int) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def term(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What ``rank`` contributes: values whose sum depends on the order."""
-    made = torch.Generator().manual_seed(1000 * rank + numel % 997)
-    return (torch.randn(numel, generator=made) * 10.0 ** (rank % 3)).to(dtype)
-
-
 def mean(terms: list[Tensor], dtype: torch.dtype) -> Tensor:
     """In rank order, in ``dtype``."""
     total = terms[0].to(dtype)
     for each in terms[1:]:
         total = total + each.to(dtype)
     return total / len(terms)
-
-
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float64, torch.float64),
-]
 
 
 @distributed(8)
@@ -84,7 +71,7 @@ def test_sums_are_those_in_rank_order_bit_for_bit() -> None:
         me = group.rank()
         for number, way in enumerate(ways(group)):
             # Of the second tensor ranks have 3 rows of 16 each until there are none left.
-            numels = [[70_001] * num, [max(0, min(3, 13 - 3 * r)) * 16 for r in range(num)]]
+            numels = rows(num)
             parts, outs, expected = [], [], []
             for wire, wide in DTYPES:
                 for sizes in numels:

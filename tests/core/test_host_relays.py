@@ -19,6 +19,7 @@ from torch import Tensor
 from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
 from models import EVEN_MLP, MLP, TRANSFORMER
 from reference import Training, check_training, pair
+from sums import DTYPES, rows, term
 
 pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
@@ -80,12 +81,6 @@ def each_group(*nums: int) -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
         if isinstance(group, dist.ProcessGroup):
             for places in PLACES[num]:
                 yield group, places
-
-
-def term(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What ``rank`` contributes: values whose sum depends on the order."""
-    made = torch.Generator().manual_seed(1000 * rank + numel % 997)
-    return (torch.randn(numel, generator=made) * 10.0 ** (rank % 3)).to(dtype)
 
 
 def total(terms: Sequence[Tensor]) -> Tensor:
@@ -150,21 +145,13 @@ def test_a_shard_crosses_each_link_once() -> None:
     dist.barrier()
 
 
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float64, torch.float64),
-]
-
-
 @distributed(8)
 def test_a_host_sends_one_sum_for_each_rank_of_another() -> None:
     """Bit for bit the sum within hosts and then over them; parts of no rows, and padding."""
     for group, places in each_group(4, 5, 6, 8):
         way, counting = relays(group, places)
         num, me = group.size(), group.rank()
-        numels = [[70_001] * num, [max(0, min(3, 13 - 3 * r)) * 16 for r in range(num)]]
+        numels = rows(num)
         parts, outs, expected = [], [], []
         for wire, wide in DTYPES:
             for sizes in numels:

@@ -221,7 +221,10 @@ def module_files(module: str) -> list[Path]:
     path = ROOT.joinpath(*module.split("."))
     file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert file.exists(), f"python -m {module}: no such module"
-    return [file]
+    # A command may leave its options to another module of its package.
+    modules = re.findall(r"^from \. import (.+)$", file.read_text(), re.MULTILINE)
+    others = [file.parent / f"{each}.py" for line in modules for each in line.split(", ")]
+    return [file, *(other for other in others if other.exists())]
 
 
 def check_fsdp2(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
