@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -214,7 +215,7 @@ class HostLinks:
         if gone:
             self.fail(f"ranks {gone} of the group have ended, or given up after an error")
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> NoReturn:
         """Give up: this rank's exchanges raise from now on, and those of the others."""
         # Closed before memory is freed that others may be reading: who finds the connection open
         # after it has read, has read what was posted. And not while the thread reads, into memory
@@ -318,6 +319,10 @@ class HostLinks:
                 raise
             except (ReadError, RuntimeError) as error:
                 self.fail(str(error))
+            except Exception as error:
+                # Not raised as it is: who serves now may wait for another group, or be the thread,
+                # which would end for all groups.
+                self.fail(f"{type(error).__name__}: {error}")
             except BaseException as error:  # Ctrl-C: what was not read now never will be
                 with suppress(dist.DistNetworkError):
                     self.fail(f"interrupted by {type(error).__name__}")

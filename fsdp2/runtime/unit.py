@@ -376,8 +376,13 @@ class Unit:
                     finish = transport.all_gather(gather, tag)
                     if finish is not done:
                         self._gather_finish.append(finish)
-        except RuntimeError as error:
-            reraise(error, self._current_gather(), group)
+        except BaseException as error:
+            # What has been launched still writes: into memory that the next gather reads, and its
+            # own wait would come in the place of the next one's.
+            self._end_launched()
+            if isinstance(error, RuntimeError):
+                reraise(error, self._current_gather(), group)
+            raise
         # The copies of offloaded shards go now: what reads them is enqueued, on the stream that
         # owns their memory.
         for index in gathering:
@@ -447,17 +452,20 @@ class Unit:
 
     def _give_up_gather(self, streams: Streams) -> None:
         """After a wait that raised: to SHARDED, so that a later forward gathers anew."""
-        # The other messages still write to the memory that is freed here, and a second wait for any
-        # of them would write again.
-        while self._gather_finish:
-            with suppress(RuntimeError):
-                self._gather_finish.pop(0)()
+        # The other messages still write to the memory that is freed here.
+        self._end_launched()
         self._free_packs()
         for secondary in self.param_group.secondary:
             secondary.free()
         self.drop_cache(streams)
         self._transition("wait_unshard")
         self.reshard(streams)
+
+    def _end_launched(self) -> None:
+        """Wait for all gathers that were launched, whatever comes of them, and forget them."""
+        while self._gather_finish:
+            with suppress(RuntimeError):  # each once: a second wait would write again
+                self._gather_finish.pop(0)()
 
     def unshard(self, streams: Streams) -> None:
         """From any state to UNSHARDED, with the unsharded parameters registered."""

@@ -303,6 +303,39 @@ def test_ctrl_c_while_a_rank_reads_ends_the_exchanges_of_the_group() -> None:
 
 
 @distributed(2)
+def test_an_error_in_the_thread_that_serves_does_not_end_it_for_other_groups() -> None:
+    """Of a kind that nobody expects there; the ranks of its group hear of it."""
+    broken, sound = links_of(new_group()), HostReads(links_of(new_group()))
+    me = dist.get_rank()
+
+    def surprise(_: Any) -> None:
+        raise IndexError("what a bug raises")
+
+    if me == 1:
+        # Begun before the other has posted: then it is the thread here that reads.
+        operation = broken.begin(8, {0: []}, surprise)
+        dist.barrier()
+        deadline = time.monotonic() + 20
+        while not broken._broken and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(dist.DistNetworkError, match="IndexError: what a bug raises"):
+            operation.wait()
+    else:
+        dist.barrier()
+        with pytest.raises(dist.DistNetworkError, match="given up"):
+            broken.begin(8, {1: []}, lambda _: None).wait()
+    for _ in range(2):
+        if me == 0:
+            exchange(sound)()
+            dist.barrier()
+        else:
+            wait = exchange(sound)
+            dist.barrier()  # for a rank that waits for this one to read
+            wait()
+    dist.barrier()
+
+
+@distributed(2)
 def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
     """It posts, reads, and fails: the memory may be another's by the time it is read."""
     links = links_of(new_group())

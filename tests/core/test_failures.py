@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -148,6 +150,61 @@ def test_a_unit_whose_gather_was_waited_for_in_vain_is_gathered_anew(reshard: An
         assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+class TwoDtypes(nn.Module):
+    """As one unit it has two buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).double())
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no luck"), KeyboardInterrupt()])
+@distributed(2)
+def test_a_launch_that_raises_leaves_nothing_of_the_gathers_before_it(raised: Any) -> None:
+    """Of two buckets, which travel one after the other; the next steps are right."""
+    torch.manual_seed(0)
+    model = TwoDtypes()
+    plain = copy.deepcopy(model)
+    fully_shard(model, mesh=cached_mesh(2))
+    unit: Any = unit_of(model)
+
+    def loss(of: nn.Module) -> torch.Tensor:
+        torch.manual_seed(dist.get_rank())
+        return of(torch.randn(3, 4)).square().sum()
+
+    loss(model).backward()
+    model.zero_grad()
+    transport = unit.param_group.transports[0].gather
+    real, calls = transport.all_gather, 0
+
+    def second_raises(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise raised
+        return real(*arguments)
+
+    unit.reshard(unit.runtime.streams)
+    with (
+        mock.patch.object(transport, "all_gather", second_raises),
+        pytest.raises(type(raised)),
+    ):
+        loss(model)
+    assert calls == 2
+    assert unit._gather_finish == []
+    for _ in range(2):
+        loss(model).backward()
+        loss(plain).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(theirs.grad)
+            assert isinstance(mine.grad, DTensor)
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad / 2)
+            mine.grad = theirs.grad = None
 
 
 @distributed(2)

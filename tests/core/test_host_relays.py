@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -299,3 +303,59 @@ def test_training(every: bool) -> None:
                         dist.all_gather(found, local.detach().contiguous(), group=group)
                         assert all(torch.equal(one, found[0]) for one in found)
     fsdp2.comm.host_links._found.clear()
+
+
+def _train_until_one_is_killed(rank: int, folder: str, victim: int, answers: Any) -> None:
+    """The main function of a rank: of two hosts with two ranks each, of which one is killed."""
+    store = dist.FileStore(f"{folder}/store", 4)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    torch.set_num_threads(1)
+    with on_hosts([0, 0, 1, 1]):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            fsdp2.fully_shard(layer)
+        fsdp2.fully_shard(model)
+        try:
+            for step in range(1000):
+                if step == 3 and rank == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model(torch.ones(2, 64)).sum().backward()
+            answers.put((rank, "no error", 0.0))
+        except RuntimeError as error:
+            answers.put((rank, f"{type(error).__name__}: {error}", time.monotonic()))
+        answers.close()
+        answers.join_thread()
+    os._exit(0)  # the group cannot be left in order
+
+
+@pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_ends_the_step_of_all_others_at_once(
+    victim: int, tmp_path: Path
+) -> None:
+    """Of its host, and of the other; long before the timeout of the group."""
+    context = multiprocessing.get_context("forkserver")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_train_until_one_is_killed, args=(r, str(tmp_path), victim, answers))
+        for r in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = {}
+        for _ in range(3):
+            rank, text, at = answers.get(timeout=50)
+            found[rank] = (text, at)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert set(found) == {0, 1, 2, 3} - {victim}
+    moments = [at for _, at in found.values()]
+    assert max(moments) - min(moments) < 20
+    for rank, (text, _) in found.items():
+        assert f"Rank {rank}: " in text, text
+        assert "unit" in text, text
+        assert "failed, waiting for rank" in text, text
