@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -151,18 +151,31 @@ def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, 
 
 
 def check_parameter(
-    param: nn.Parameter, name: str, module: nn.Module, mesh: DataParallelMesh
+    param: nn.Parameter,
+    name: str,
+    module: nn.Module,
+    mesh: DataParallelMesh,
+    tops: Sequence[nn.Module],
 ) -> None:
     """Check that ``param`` can be sharded over ``mesh`` and is not sharded yet.
 
     Args:
         name: its qualified name.
         module: a module that holds it.
+        tops: the modules that are being sharded.
     """
     if not isinstance(param, DTensor):
         return
     unit = unit_holding(module, param)
     if unit is not None:
+        around = {inner for each in unit.modules for inner in each.modules()}
+        if not around.intersection(tops):
+            raise ValueError(
+                f"Parameter '{name}' is already sharded: its module ({type(module).__name__}) is "
+                f"also inside the unit '{unit.name}', which an earlier call of fully_shard made. "
+                "A module that several units contain needs a unit of its own: call fully_shard on "
+                "it first, then on the modules around it"
+            )
         raise ValueError(
             f"Parameter '{name}' is already sharded: it belongs to the unit '{unit.name}', made by "
             f"an earlier call of fully_shard on a module around this one. {_BOTTOM_UP}"

@@ -347,7 +347,7 @@ def _find_parameters(
         module, name = places[0]
         fqn = f"{names[module]}.{name}" if names[module] else name
         mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
-        check_parameter(param, fqn, module, mesh)
+        check_parameter(param, fqn, module, mesh, unit.modules)
         managed = ShardedParam(param, places, mesh, dim, fqn)
         found.append(_Found(param, managed, earlier))
     return found

@@ -12,7 +12,7 @@ from torch import nn
 from ..comm.streams import device_module
 from ..runtime.building import build_runtime, name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
-from ..runtime.root import Runtime, runtime_of
+from ..runtime.root import Runtime, last_order, runtime_of
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from .torch_compat import publish_state
 
@@ -114,7 +114,7 @@ def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> 
 
 def _order(units: list[Unit], runtimes: list[Runtime], left: dict[str, str]) -> list[Unit]:
     """The units that may be merged, as they run."""
-    order = [unit for runtime in runtimes for unit in runtime.last_order(runtime.root)]
+    order = [unit for runtime in runtimes for unit in last_order(runtime.root)]
     if not order:
         return units
     times = Counter(order)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..common.classes import original_class
+from ..runtime import by_hand
 from ..runtime.building import KEEPS_AND_LIMITS, build_runtime
 from ..runtime.finalization import GradientReductionHandle
 from ..runtime.frozen_cache import KeepFrozen
@@ -69,8 +70,8 @@ class FSDPModule(_Base):
             >>> ...  # something else to compute
             >>> handle.wait()
         """
-        unit, runtime = self._unit_and_runtime()
-        runtime.unshard(unit)
+        unit, _ = self._unit_and_runtime()
+        by_hand.unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -78,9 +79,13 @@ class FSDPModule(_Base):
         return None
 
     def reshard(self) -> None:
-        """Free this module's gathered parameters and register the sharded ones."""
+        """Free this module's gathered parameters and register the sharded ones.
+
+        What was written to them since `unshard` is lost, with a warning.
+        """
         unit = unit_of(self)
         if unit.runtime is not None:
+            unit.look_for_lost_writes()
             runtime_of(unit).reshard(unit)
 
     # -- settings ---------------------------------------------------------------------------
@@ -222,7 +227,7 @@ class FSDPModule(_Base):
         # the settings of all units when it is made.
         if unit.runtime is not None:
             self._check_root("set_manual_backward_finalization")
-            runtime_of(unit).choose_finalization(manual=enabled)
+            by_hand.choose_finalization(runtime_of(unit), manual=enabled)
         unit.config.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -246,7 +251,7 @@ class FSDPModule(_Base):
         if unit.runtime is None:
             return GradientReductionHandle() if async_op else None
         self._check_root("finalize_backward")
-        return runtime_of(unit).finalize_backward(wait=not async_op)
+        return by_hand.finalize_backward(runtime_of(unit), wait=not async_op)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the ``reshard_after_forward`` argument of `fully_shard`.
@@ -281,7 +286,7 @@ class FSDPModule(_Base):
         if not reshard_after_backward:
             for unit in reversed(units):  # in the order in which backward will want them
                 if unit.runtime is not None:
-                    runtime_of(unit).gather_for_backward(unit)
+                    by_hand.gather_for_backward(unit)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether gathered parameters keep their memory, and so their addresses, when freed.
@@ -535,6 +540,7 @@ class UnshardHandle:
         unit, self._unit = self._unit, None
         if unit is not None:
             runtime_of(unit).wait_unshard(unit)
+            unit.look_for_lost_writes()
 
 
 def units_of_all(modules: Iterable[Any]) -> list[Unit]:

@@ -25,7 +25,7 @@ from ..policy import (
     check_comm_policy,
     param_dtype_of,
 )
-from ..runtime.root import runtime_of
+from ..runtime.root import last_order
 from ..runtime.unit import Unit, units_in
 from ..runtime.unit_config import direct_min_bytes_for
 from ..wrap import UnitDescription, units_of
@@ -237,8 +237,8 @@ def _explain_sharded(model: nn.Module, units: list[Unit]) -> Explanation:
             )
         )
     root = units[0]
-    order = () if root.runtime is None else runtime_of(root).last_order(root)
-    found = _finish(units[0].config.strategy, drafts, _unit_names(order, names))
+    order = _unit_names(last_order(root), names)
+    found = _finish(units[0].config.strategy, drafts, order)
     limit = units[0].config.max_gathered_bytes
     return replace(found, communicators=_communicators(units), max_gathered_bytes=limit)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..runtime.unit import GATHERED, Unit
+from ..runtime.states import GATHERED
+from ..runtime.unit import Unit
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -429,6 +429,9 @@ class CountedUnit(Unit):
     grads_type = CountedUnitGrads
     param_group: CountedParamGroup
 
+    def look_for_lost_writes(self) -> None:
+        """Nothing writes to parameters here."""
+
     def __init__(
         self,
         replay: ReplayState,

@@ -27,7 +27,8 @@ from ..describe.bucket_bytes import BucketFacts
 from ..describe.explain import facts_of, unit_name
 from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime, runtime_of
-from ..runtime.unit import State, Unit
+from ..runtime.states import State
+from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from . import events
 from .clocks import Mark, make_clock

@@ -42,12 +42,14 @@ class Finalization:
     Attributes:
         manual: whether the caller ends the iteration that runs, or the next one if none runs.
         active: whether a backward of an iteration has begun that has not ended yet.
+        reducing: whether the caller is ending the iteration now, with its last reductions.
         pending: the handle of an asynchronous finalization that must be waited for.
     """
 
     def __init__(self, manual: bool) -> None:
         self.manual = manual
         self.active = False
+        self.reducing = False
         self.pending: GradientReductionHandle | None = None
 
     def choose(self, manual: bool, *, in_backward: bool) -> None:

@@ -21,7 +21,8 @@ from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExc
 from ..comm.transports import backend_name
 from ..sharding.process_groups import timeout_of
 from .comparison import by_ranks, describe, initial_values, name_of, sampled_values
-from .unit import State, Unit
+from .states import State
+from .unit import Unit
 
 SWITCH = "FSDP2_CHECK_RANKS"
 # A rank may be late because it downloads or compiles. After this time another one names it.

@@ -25,7 +25,8 @@ from ..comm.extension import ExtensionBucket
 from ..comm.streams import Streams
 from ..sharding.bucket import Bucket
 from .forwards import modules_being_called
-from .unit import GATHERED, RESHARDED, Forward, State, TreeRuntime, Unit
+from .states import GATHERED, RESHARDED, State
+from .unit import Forward, TreeRuntime, Unit
 
 # How many units may be gathered ahead, if they fit. Looking further ahead in every hook would cost
 # time, and more than this hides no more.

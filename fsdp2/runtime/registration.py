@@ -22,6 +22,7 @@ from ..common.classes import original_class
 from ..sharding.param import ShardedParam
 from .freed_params import FreedParameterProxy
 from .functional_call import fits, in_functional_call, whole_of
+from .lost_writes import LostWrites, address_of
 
 _AFTER_SHARDING = (
     "Parametrizations (weight_norm, spectral_norm, orthogonal) and pruning (torch.nn.utils.prune) "
@@ -42,92 +43,11 @@ def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> s
     )
 
 
-_address_of = torch._C._storage_address  # type: ignore[attr-defined]
-
 _Columns = tuple[list[Any], list[Any], list[Any]]  # dictionaries, names and what they should hold
 
+_Lent = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
-
-
-class LostWrites:
-    """Finds writes ``param.data = tensor`` to sharded parameters, before the next forward.
-
-    Such a write gives a tensor other memory. For a DTensor it changes the wrapper only: the shard
-    inside stays as it was, and the write is silently lost (`torch.nn.utils.vector_to_parameters`
-    writes like this). There is no hook for it. What it leaves behind is
-    another storage of the wrapper, so the addresses of these are compared: 0.1 to 0.2 microseconds
-    per parameter and forward, which is the price of never training on weights that were not loaded.
-    Nothing tells as much of a whole unit: version counters do not move, and a count of references
-    to a storage that wrappers share is back where it was if the writer keeps the old ``.data``.
-    """
-
-    def __init__(self) -> None:
-        self._params: Sequence[ShardedParam] = ()
-        self._sharded: list[torch.Tensor] = []
-        self._locals: list[torch.Tensor] = []
-        # They have no memory. Held, since a second write could get the address of a freed one.
-        self._storages: list[torch.UntypedStorage] = []
-        self._addresses: list[int] = []
-
-    def follow(self, params: Sequence[ShardedParam]) -> None:
-        """Look at ``params`` from now on."""
-        # The note of an unchanged parameter stays: units are planned anew between a write and the
-        # forward that is to find it (a thaw, a move of another parameter). Where the local tensor
-        # is new, the write went through the library, and the storage is right as it is.
-        known = {
-            id(sharded): (local, storage)
-            for sharded, local, storage in zip(
-                self._sharded, self._locals, self._storages, strict=True
-            )
-        }
-        self._params = [param for param in params if param.is_sharded]
-        self._sharded = [param.sharded for param in self._params]
-        storages = []
-        for param in self._params:
-            local, storage = known.get(id(param.sharded), (None, None))
-            if storage is None or local is not param.local:
-                storage = param.sharded.untyped_storage()
-            storages.append(storage)
-        self._note(storages)
-
-    def addresses(self) -> dict[int, int]:
-        """Where the storage of each wrapper has to be, by the wrapper's id."""
-        return dict(zip(map(id, self._sharded), self._addresses, strict=True))
-
-    def _note(self, storages: list[torch.UntypedStorage]) -> None:
-        self._locals = [param.local for param in self._params]
-        self._storages = storages
-        self._addresses = [storage._cdata for storage in storages]
-
-    def check(self, unit_name: str) -> None:
-        """To be called before the shards are read.
-
-        Raises:
-            RuntimeError: if a write was lost; once per write, as the parameters are put right.
-        """
-        # One comparison of two lists of ints in C: this runs in every forward of every unit.
-        if list(map(_address_of, self._sharded)) != self._addresses:
-            self._refuse(unit_name)
-
-    def _refuse(self, unit_name: str) -> None:
-        lost = []
-        for param, local, address in zip(self._params, self._locals, self._addresses, strict=True):
-            if param.local is local and _address_of(param.sharded) != address:
-                lost.append(param)
-                # The wrapper goes back to its shard, or state dicts would save the one and steps
-                # train the other.
-                with torch.no_grad():
-                    param.sharded.data = param.sharded_spec.wrap(local)
-        self._note([sharded.untyped_storage() for sharded in self._sharded])
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise RuntimeError(
-                f"Parameter '{lost[0].fqn}'{more} of unit '{unit_name}' was written by "
-                "`param.data = ...` (or vector_to_parameters), which does not reach the shard "
-                "inside a DTensor: the parameter is unchanged. To write to it: "
-                f"model.load_state_dict({{'{lost[0].fqn}': whole}}, strict=False) takes whole "
-                "tensors, `param.copy_(dtensor)` under torch.no_grad() a DTensor of the same shape"
-            )
 
 
 class Registration:
@@ -158,6 +78,7 @@ class Registration:
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._lost_writes = LostWrites()
+        self._lent: list[_Lent] = []  # see `note_lent`
         self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
@@ -221,6 +142,8 @@ class Registration:
         # The assignments above have replaced them in the modules.
         if self._proxies:
             self._proxies.clear()
+        if self._lent:
+            self._keep_lent()
 
     def check(self, follower: nn.Module | None = None) -> None:
         """Check, before forward, that the modules hold what they were last made to hold.
@@ -256,7 +179,8 @@ class Registration:
         for param in self._params:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
-        self._registered_before = self.registered
+        if not self._lent:
+            self._registered_before = self.registered
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
         """What each module of the unit, with those inside it, should hold while it computes."""
@@ -295,7 +219,7 @@ class Registration:
                     self._by_module.setdefault(id(owner), []).append(given)
         held = module._parameters
         return all(
-            held.get(name) is value and (address is None or _address_of(value) == address)
+            held.get(name) is value and (address is None or address_of(value) == address)
             for name, value, address in self._by_module.get(id(module), ())
         )
 
@@ -314,6 +238,33 @@ class Registration:
         module, name = param.owners[changed[0]]
         gone = name not in module._parameters
         raise RuntimeError(_replaced_text(self.unit_name, param.fqn, module, gone))
+
+    def note_lent(self) -> None:
+        """Remember what `torch.func.functional_call` has put into the modules for a forward.
+
+        `register` puts it back until that call has returned. A unit may be registered anew before
+        its own forward looks for overrides: when it is planned again after a move, when what was
+        kept gathered is out of date, or when it is freed to make room.
+        """
+        self._registered_before = self.registered
+        rows = zip(*self._expected[self.registered], strict=True)
+        self._lent = [
+            (dictionary, name, given)
+            for dictionary, name, own in rows
+            if (given := dictionary.get(name, own)) is not own
+            and type(given) is not FreedParameterProxy
+        ]
+
+    def forget_lent(self) -> None:
+        """To be called when the forward has ended."""
+        self._lent = []
+
+    def _keep_lent(self) -> None:
+        # A forward that raised forgets nothing. By the stack, functional_call has returned then.
+        if not in_functional_call():
+            self._lent = []
+        for parameters, name, given in self._lent:
+            parameters[name] = given
 
     def take_overrides(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Take out what others have registered in place of the sharded parameters.

@@ -124,3 +124,8 @@ def _without_selective_checkpoints() -> Iterator[None]:
             dispatch._pop_mode()
         for mode in stack:
             dispatch._push_mode(mode)
+
+
+def autograd_is_running() -> bool:
+    """Whether this thread is inside of a backward."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,16 +1,9 @@
 """One communication unit: the parameters that are gathered and reduced together.
 
-Its states, of which `TRANSITIONS` is the whole table::
-
-    SHARDED, SECONDARY --start_unshard--> GATHERING --wait_unshard--> UNSHARDED, PARTLY_FREED
-            ^                                                                |
-            +---------------------------- reshard ---------------------------+
-
-What is *registered* in the modules is a second, independent question: a unit may keep its
-gathered storage while users see the sharded parameters (after forward, or in ``state_dict``).
-
-`param_group` has what a unit consists of, `unit_grads` what backward leaves in it, `unit_config`
-its settings.
+`states` has the states that it goes through. What is *registered* in the modules is a second,
+independent question: a unit may keep its gathered storage while users see the sharded parameters
+(after forward, or in ``state_dict``). `param_group` has what a unit consists of, `unit_grads` what
+backward leaves in it, `unit_config` its settings.
 """
 
 from __future__ import annotations
@@ -19,7 +12,6 @@ import copy
 import weakref
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from enum import Enum
 from functools import partial
 from typing import Protocol
 
@@ -37,8 +29,10 @@ from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
 from .freed_params import FreedParameterProxy
 from .frozen_cache import free_cached
+from .lost_writes import GatheredWrites
 from .param_group import ParamGroup
 from .registration import Registration
+from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State
 from .unit_config import UnitConfig
 from .unit_grads import Taken, UnitGrads
 
@@ -47,45 +41,6 @@ _KEY = "_fsdp2_unit"  # of a module's `__dict__`
 # lives on only if another module still holds the original, which means that the parameter is tied
 # across units.
 ORIGINS: MutableMapping[torch.Tensor, tuple[Unit, ShardedParam]] = WeakTensorKeyDictionary()
-
-
-class State(Enum):
-    """Where the parameters of a unit are."""
-
-    SHARDED = "sharded"
-    SECONDARY = "secondary"  # sharded, with larger shards kept for the next gather
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-    PARTLY_FREED = "partly freed"  # unsharded, but for parameters that were freed early
-
-    __hash__ = object.__hash__  # Enum's own is in Python; `TRANSITIONS` is asked in every hook
-
-
-RESHARDED = (State.SHARDED, State.SECONDARY)  # no gathered storage
-GATHERED = (State.UNSHARDED, State.PARTLY_FREED)  # gathered, and compute has waited for it
-
-TRANSITIONS = {
-    # (from, event): to
-    (State.SHARDED, "start_unshard"): State.GATHERING,
-    (State.SECONDARY, "start_unshard"): State.GATHERING,
-    (State.GATHERING, "wait_unshard"): State.UNSHARDED,
-    (State.UNSHARDED, "free_early"): State.PARTLY_FREED,
-    (State.PARTLY_FREED, "free_early"): State.PARTLY_FREED,
-    (State.UNSHARDED, "reshard"): State.SHARDED,
-    (State.PARTLY_FREED, "reshard"): State.SHARDED,
-    # Not from PARTLY_FREED: what was freed early cannot be copied into larger shards.
-    (State.UNSHARDED, "reshard_to_secondary"): State.SECONDARY,
-    (State.SECONDARY, "drop_secondary"): State.SHARDED,
-}
-
-
-class AfterForward(Enum):
-    """What happens to gathered parameters when a forward of their unit ends."""
-
-    KEEP = "keep"  # gathered and registered
-    FREE = "free"
-    FREE_TO_SECONDARY = "free to secondary"  # larger shards stay, for a cheaper gather
-    CARRY = "carry"  # gathered, for the backward that begins with it; users see the shards
 
 
 class Budget(Protocol):
@@ -212,6 +167,7 @@ class Unit:
         self._gather_event: Event = None
         self._waits_for_gather = False
         self._versions = (0, 0)  # of the shards, when the last gather began
+        self._gathered_writes = GatheredWrites()
         # What the runtime notes about it in a step.
         self.forwards: list[weakref.ref[Forward]] = []  # that backward may still come to
         self.max_forwards = 0  # as many are kept before those that are over are dropped
@@ -409,7 +365,7 @@ class Unit:
         # Before the gather, not after it: a write that comes while it runs counts as a later one.
         if bucket.cached:
             bucket.mark_cached()
-        if bucket.aliases_shards:
+        if bucket.aliases_shards or not bucket.layout.gathered_numel:
             return None, None
         bucket.allocate()
         secondary = bucket.secondary
@@ -602,6 +558,12 @@ class Unit:
             kind = "secondary"
         if self.registration.registered != kind:
             self.registration.register(kind)
+
+    def look_for_lost_writes(self) -> None:
+        """Warn of parameters that were written in place while they were gathered."""
+        for bucket in self.buckets:
+            if not bucket.aliases_shards:  # where it is, what is written is the shard
+                self._gathered_writes.look(bucket.params, self.name)
 
     def is_stale(self) -> bool:
         """Whether this rank knows of writes to the shards after the last gather began."""

@@ -367,7 +367,8 @@ class Bucket:
             slot = layout.slots[i]
             bounds |= {slot.full_offset, slot.full_offset + slot.full_numel}
         self.own_pieces = own
-        return secondary, sorted(bounds)
+        # Parameters without elements only: one piece without elements, of which there are views.
+        return secondary, sorted(bounds) if end else [0, 0]
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -81,6 +81,13 @@ class Slot:
         start, stop = self.span(rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of a shard with its padding, the same on every rank."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], self.chunk, *self.shape[self.dim + 1 :])
+
     def local_numel(self, rank: int) -> int:
         return prod(self.local_shape(rank))
 

@@ -60,8 +60,10 @@ class ReducePlan:
         self.spans = [
             (layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in self.direct
         ]
-        self.shapes = [(layout.slots[i].chunk, *layout.slots[i].shape[1:]) for i in self.direct]
-        self.covered = frozenset(self.direct + self.copied_in)
+        self.shapes = [layout.slots[i].padded_shape for i in self.direct]
+        # (What has no elements is not sent, and has a gradient all the same.)
+        empty = tuple(i for i in present if not layout.slots[i].shard_numel)
+        self.covered = frozenset(self.direct + self.copied_in + empty)
         self.numel = sum(prod(layout.slots[i].shape) for i in self.present)
         self.stage_offset = layout.shard_numel
         if self.copied_in:

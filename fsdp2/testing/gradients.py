@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..runtime import by_hand
 from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import Unit
@@ -284,7 +286,7 @@ def _raise(problems: list[str]) -> None:
     raise GradientLostError(f"Gradients did not reach the sharded parameters:\n  {shown}{more}")
 
 
-_FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+_FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
     (Unit, "start_unshard", _start_unshard),
     (Unit, "wait_unshard", _wait_unshard),
     (Runtime, "post_forward", _post_forward),
@@ -296,6 +298,6 @@ _FOLLOWED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (Reduction, "complete", _complete),
     (Reduction, "discard", _discard),
     (Runtime, "end_backward", _end_backward),
-    (Runtime, "finalize_backward", _finalize_backward),
-    (Runtime, "_finish_finalization", _finish_finalization),
+    (by_hand, "finalize_backward", _finalize_backward),
+    (by_hand, "finish_finalization", _finish_finalization),
 )

@@ -32,7 +32,8 @@ if not RUNS_ON_TORCH:
     from fsdp2.common.failures import explained
     from fsdp2.experts import TokenExchange
     from fsdp2.optim import Muon, whole_step
-    from fsdp2.runtime.unit import State, unit_of
+    from fsdp2.runtime.states import State
+    from fsdp2.runtime.unit import unit_of
 
 
 def short_mesh() -> DeviceMesh:

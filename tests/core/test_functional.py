@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, stack_module_state
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+import harness
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, replicate
 from harness import cached_mesh, distributed, ours_only
-from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
+from models import BY_NAME, LORA, MLP, TRANSFORMER, Case, normal_batch
 from reference import (
     assert_same,
     assert_same_gradients,
@@ -122,6 +123,91 @@ def test_evaluation_with_other_weights(name: str, kind: str, options: str) -> No
     case.loss(plain, *batch).backward()
     average_gradients(plain)
     assert_same_gradients(model, plain)
+
+
+def move(model: nn.Module) -> None:
+    model.to(harness.DEVICE)
+
+
+def write(model: nn.Module) -> None:
+    """What is kept gathered is out of date."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1)
+
+
+def load(model: nn.Module) -> None:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def leave_a_failed_forward(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.zeros(2, 3, dtype=torch.float64))
+
+
+BETWEEN = [move, write, load, leave_a_failed_forward]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
+@distributed(2)
+def test_units_are_registered_anew_before_they_run(between: Any, kept: bool) -> None:
+    """All units, by the gathers of the first ones or by the root."""
+    model, plain = pair(MLP, reshard_after_forward=not kept)
+    assert isinstance(model, FSDPModule)
+    given = given_as("whole", model, other := other_weights(plain))
+    batch = MLP.batch(3, dist.get_rank(), torch.float64)
+    expected = MLP.loss(other, *batch)
+    for _ in range(3):
+        model.set_reshard_after_backward(not kept)
+        run_both(MLP, model, plain, 7)
+        with torch.no_grad():
+            between(model)
+            assert_same(MLP.loss(Called(model, given), *batch), expected, "loss")
+        model.set_reshard_after_backward(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        model.zero_grad()
+        plain.zero_grad()
+        assert_unharmed(MLP, model, plain, given, dict(given))
+
+
+class Again(nn.Module):
+    """Modules run in another order each time, and some twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.parts[index](x).tanh()
+        return x
+
+
+AGAIN = Case("again", Again, lambda m: list(m.get_submodule("parts")), normal_batch(3, 4))
+
+
+@pytest.mark.parametrize("budget", [False, True])
+@distributed(2)
+def test_units_run_twice_and_in_another_order(budget: bool) -> None:
+    """What was kept to run again, or gathered ahead, is freed while other units run."""
+    model, plain = pair(AGAIN)
+    assert isinstance(model, FSDPModule)
+    if budget:
+        model.set_max_gathered_bytes(700)
+    given = given_as("whole", model, other := other_weights(plain))
+    batch = AGAIN.batch(3, dist.get_rank(), torch.float64)
+    for order in [0, 0, 1, 2], [0, 1, 0, 2], [2, 1, 0, 0], [0, 0, 1, 2], [0, 2, 0, 1], [1, 1, 0, 1]:
+        for module in (model, plain, other):
+            vars(module)["order"] = order
+        with torch.no_grad():
+            loss = AGAIN.loss(Called(model, given), *batch)
+            assert_same(loss, AGAIN.loss(other, *batch), f"loss in order {order}")
+        assert_unharmed(AGAIN, model, plain, given, dict(given))
 
 
 @pytest.mark.parametrize("options", ["plain", "kept"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only
 from models import TRANSFORMER
-from reference import assert_same_gradients, assert_sharded, pair, run_both
+from reference import (
+    assert_same_gradients,
+    assert_sharded,
+    average_gradients,
+    pair,
+    run_both,
+    whole,
+)
 
 pytestmark = ours_only("messages of its own")
 
@@ -71,6 +80,25 @@ def test_the_root_before_its_blocks() -> None:
     unchanged(model, lambda: replicate(inner), *texts)
     model(torch.ones(3, 2)).sum().backward()
     assert_sharded(model)
+
+
+@distributed(1, 2)
+def test_a_module_that_is_in_two_units() -> None:
+    """The error says what to do, and that works."""
+    plain = nn.Sequential(mlp(), mlp())
+    plain[1][0] = plain[0][0]
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    texts = ("'0.weight'", "its module (Linear)", "a unit of its own", "on it first")
+    unchanged(model, lambda: fully_shard(model[1]), *texts)
+    model = copy.deepcopy(plain)
+    for module in (model[0][0], *model, model):
+        fully_shard(module)
+    x = torch.ones(3, 4) + dist.get_rank()
+    for each in (model, plain):
+        each(x).sum().backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
 
 
 @distributed(1, 2)
@@ -375,6 +403,43 @@ def test_writes_by_data_are_refused_and_change_nothing() -> None:
         model(x).sum().backward()
 
 
+@ours_only("warns")
+@pytest.mark.parametrize("where", ["by hand", "in forward", "kept after forward"])
+@distributed(2)
+def test_writes_to_gathered_parameters_are_lost_with_a_warning(where: str) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.1 if where == "in forward" else None))
+    keep = where == "kept after forward"
+    fully_shard(model, reshard_after_forward=not keep)
+    x = torch.tensor([1, 2])
+    text = r"Parameter '0.weight' of unit '.root.' was written while gathered.*load_state_dict"
+    written = pytest.warns(UserWarning, match=text)
+    before = whole(model[0].weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5 if where != "in forward" else 0):  # nothing to warn of yet
+            model(x).sum().backward()
+            model.unshard()  # type: ignore[operator]
+            model.reshard()  # type: ignore[operator]
+    if where == "in forward":
+        with written:
+            for _ in range(3):
+                model(x).sum().backward()
+    elif where == "by hand":
+        with written:
+            model.unshard()  # type: ignore[operator]
+            with torch.no_grad():
+                model[0].weight.zero_()  # type: ignore[operator]
+            model.reshard()  # type: ignore[operator]
+    else:
+        with written, torch.no_grad():
+            for _ in range(4):
+                model(x)
+                model[0].weight.mul_(2)  # type: ignore[operator]
+                model[0].weight.grad = None
+                model.reshard()  # type: ignore[operator]
+    assert torch.equal(whole(model[0].weight), before)
+
+
 @distributed(2)
 def test_assignments_of_data_that_change_nothing_and_moves_are_no_mistakes() -> None:
     model, plain, x = mlp(), mlp().double(), torch.ones(2, 4)
@@ -525,7 +590,7 @@ def test_an_optimizer_built_while_parameters_are_gathered(way: str) -> None:
     else:
         loss = model(x).sum()
     gathered = list(model.parameters())
-    if way == "freed":
+    if way == "freed" and dist.get_world_size() > 1:  # on one rank nothing is gathered, or freed
         assert type(gathered[0]) is FreedParameterProxy
     words = ("SGD", "gathered form of parameter '", "reshard()")
     error_of(lambda: torch.optim.SGD(gathered, lr=0.1), ValueError, *words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,25 @@ def test_parameters_without_elements() -> None:
     check_odd(build_empty)
 
 
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+@ours_only("parameters without elements")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 1}, {"direct_min_bytes": 0}])
+@distributed(1, 2)
+def test_units_without_elements(options: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), Nothing(), nn.Linear(3, 2))
+
+    check_training(Case("nothing", build, children, normal_batch(4, 3)), **options)
+
+
 @distributed(2)
 def test_integer_parameters_are_not_cast_to_low_precision() -> None:
     seen: list[torch.dtype] = []
@@ -282,6 +302,16 @@ def test_placements_chosen_by_a_function() -> None:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.placements == (Shard(1) if "weight" in name else Shard(0),)
+
+
+@ours_only("one row of shards, and another dim than the first")
+@distributed(1, 2, 4)
+def test_placements_on_other_dims_of_replicas_only() -> None:
+    """Each rank has whole parameters: nothing is cut."""
+    mesh = cached_mesh(dist.get_world_size(), 1, names=("replicate", "shard"))
+    for nbytes in (0, None):
+        options: dict[str, Any] = {"mesh": mesh, "direct_min_bytes": nbytes}
+        check_training(MLP, Training(steps=3), shard_placement_fn=second_dim, **options)
 
 
 @ours_only("another dim than the first that the ranks do not divide")

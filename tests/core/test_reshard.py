@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import FSDPModule, UnshardHandle, fully_shard
-from fsdp2.runtime.unit import GATHERED, RESHARDED, TRANSITIONS, State, unit_of
+from fsdp2.runtime.states import GATHERED, RESHARDED, TRANSITIONS, State
+from fsdp2.runtime.unit import unit_of
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
 from reference import (

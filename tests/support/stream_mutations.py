@@ -20,7 +20,8 @@ from fsdp2.runtime import unit as unit_module
 from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
 from fsdp2.runtime.root import Runtime
-from fsdp2.runtime.unit import Forward, State, Unit
+from fsdp2.runtime.states import State
+from fsdp2.runtime.unit import Forward, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
 from fsdp2.sharding.gather_plan import GatherPlan
 from fsdp2.sharding.references import References

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fsdp2.runtime import by_hand
 from fsdp2.runtime.root import Runtime
 from fsdp2.runtime.unit import Unit
 from fsdp2.testing import Violation, check
@@ -144,12 +145,12 @@ def test_stages_of_zero_bubble_pipelines_ordered_by_the_host(host: str) -> None:
 def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that no hook has seen are reduced, and added up; gathers happen in between."""
     seen: Counter[str] = Counter()
-    gather, take = Runtime.gather_for_backward, Runtime.take_weight_gradients
+    gather, take = by_hand.gather_for_backward, Runtime.take_weight_gradients
 
-    def counted_gather(self: Runtime, unit: Unit) -> None:
+    def counted_gather(unit: Unit) -> None:
         before = unit.state
-        gather(self, unit)
-        deferred = any(other.weight_grads_deferred for other in self.units)
+        gather(unit)
+        deferred = any(other.weight_grads_deferred for other in unit.runtime.units)
         seen["gathered apart"] += deferred and before is not unit.state
 
     def counted_take(self: Runtime, unit: Unit) -> None:
@@ -157,7 +158,7 @@ def test_pipelines_reach_what_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None
         take(self, unit)
         seen["reduced" if unit.config.reduce_grads else "added up"] += there
 
-    monkeypatch.setattr(Runtime, "gather_for_backward", counted_gather)
+    monkeypatch.setattr(by_hand, "gather_for_backward", counted_gather)
     monkeypatch.setattr(Runtime, "take_weight_gradients", counted_take)
     for seed in range(8):
         violations(pipelined(plan_of(seed), seed))

@@ -38,7 +38,7 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    assert core().files <= 55
+    assert core().files <= 58
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -46,9 +46,11 @@ def test_the_core_stays_small() -> None:
     # for exchanges within a host: connections, reads, all-reduces in two phases; 300 and 27 for
     # groups over several hosts, which no step on one host enters; 40 and 3 for Ctrl-C and forks in
     # the middle of an exchange, and units that were expected again and did not run; 24 and 1 for
-    # units of many modules, whose checks take no time with the square of these.
-    assert core().code_lines <= 8605
-    assert core().functions <= 906
+    # units of many modules, whose checks take no time with the square of these; 27 and 3 for what
+    # `functional_call` lends to units that are registered anew before they run; 36 and 3 for writes
+    # to gathered parameters.
+    assert core().code_lines <= 8702
+    assert core().functions <= 913
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -59,14 +61,15 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     measured: dict[str, Entered],
 ) -> None:
     # With `api/torch_errors.py`, which is entered once in a process.
-    assert len(measured[FIRST].files) <= 48 + OLDER_TORCH
-    # Three of them ask whether there is a `CommPolicy`.
-    assert len(measured[FIRST].functions) <= 336
+    assert len(measured[FIRST].files) <= 49 + OLDER_TORCH
+    # Three of them ask whether there is a `CommPolicy`, three look for what would be lost.
+    assert len(measured[FIRST].functions) <= 339
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
-    # `zero_grad` is a part of the step, and frees what it drops.
-    assert len(measured[STEADY].files) <= 17 + OLDER_TORCH
+    # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
+    # in `functional_call`.
+    assert len(measured[STEADY].files) <= 19 + OLDER_TORCH
     assert len(measured[STEADY].functions) <= 127 + OLDER_TORCH
     assert len(measured[STEADY].calls) <= 438 + 14 * OLDER_TORCH
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.runtime.unit import AfterForward, Unit
+from fsdp2.runtime.states import AfterForward
+from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_config import UnitConfig
 
 KEEP, FREE, CARRY = AfterForward.KEEP, AfterForward.FREE, AfterForward.CARRY

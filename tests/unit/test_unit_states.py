@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import fsdp2.runtime.unit as unit_module
-from fsdp2.runtime.unit import GATHERED, RESHARDED, TRANSITIONS, State, Unit
+from fsdp2.runtime.states import GATHERED, RESHARDED, TRANSITIONS, State
+from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_config import UnitConfig
 
 EVENTS = sorted({event for _, event in TRANSITIONS})

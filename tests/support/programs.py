@@ -1,0 +1,470 @@
+"""Random training programs, run by a sharded model and by the plain one beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+import fsdp2
+from fsdp2 import FSDPModule, fully_shard, optim, replicate
+from fsdp2.checkpoint import load_model, save_model
+from harness import cached_mesh, shared_folder
+from random_models import (
+    FAULTS,
+    WIDTH,
+    Layer,
+    Node,
+    PlannedError,
+    build,
+    layers,
+    nodes,
+)
+from reference import (
+    TOLERANCE,
+    assert_all_same,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    average_gradients,
+    buffers,
+    whole,
+)
+
+Operation = tuple[Any, ...]  # the name of a method of `Run`, and its arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model, how it is sharded, and what is done with it."""
+
+    model: Layer
+    world_size: int
+    replicas: int
+    options: dict[str, Any]
+    placement: str
+    operations: tuple[Operation, ...]
+
+
+def run(program: Program) -> None:
+    """The body of the test, on every rank."""
+    torch.manual_seed(0)
+    plain = build(program.model)
+    if any(p.dtype == torch.float32 for p in plain.parameters()):
+        # Of sums over ranks, which reaches the rest.
+        with mock.patch.dict(TOLERANCE, dict.fromkeys(TOLERANCE, 1e-4)):
+            return go_through(program, plain)
+    return go_through(program, plain)
+
+
+def go_through(program: Program, plain: Node) -> None:
+    this = Run(shard(program, copy.deepcopy(plain)), plain)
+    for number, (name, *arguments) in enumerate(program.operations):
+        try:
+            getattr(this, name)(*arguments)
+        except BaseException as error:
+            error.add_note(f"in operation {number}: {name}{tuple(arguments)}")
+            raise
+    this.step("reduce")
+    assert_same_parameters(this.model, this.plain)
+    assert_all_same(buffers(this.model), buffers(this.plain), "buffer")
+
+
+# ------------------------------------------------------------------------------- sharding
+
+
+def shard(program: Program, model: Node) -> Node:
+    shape = (program.replicas, program.world_size // program.replicas)
+    if program.replicas > 1:
+        mesh = cached_mesh(*shape, names=("replicate", "shard"))
+    else:
+        mesh = cached_mesh(program.world_size)
+    options = {"mesh": mesh, **program.options}
+
+    def place(parameter: nn.Parameter) -> Any:
+        if program.placement == "last dim" and parameter.ndim > 1:
+            return Shard(parameter.ndim - 1)
+        if program.placement == "small whole" and parameter.numel() < 10:
+            return Replicate()
+        return None
+
+    # A module that several units contain needs a unit of its own.
+    holders = Counter(id(node.own) for node in [*nodes(model), model])
+    for node in nodes(model):
+        if holders[id(node.own)] > 1 and not isinstance(node.own, FSDPModule):
+            fully_shard(node.own, shard_placement_fn=place, **options)
+    done: set[Node] = set()
+    for group in groups(model):
+        if done.intersection(group):
+            continue
+        done.update(group)
+        layer = group[0].layer
+        if layer.unit == "replicated":
+            replicate(group[0], mesh=mesh)
+            continue
+        reshard = layer.reshard
+        if type(reshard) is int and shape[1] % reshard:
+            reshard = True
+        target = group[0] if len(group) == 1 else group
+        fully_shard(target, reshard_after_forward=reshard, shard_placement_fn=place, **options)
+    return fully_shard(model, shard_placement_fn=place, **options)
+
+
+def groups(model: Node) -> Iterator[list[Node]]:
+    """The nodes that become units, inner ones first; those of one unit together."""
+    for node in [*nodes(model), model]:
+        siblings = list(node.parts())
+        for number, part in enumerate(siblings):
+            if part.layer.unit == "with the next":
+                yield siblings[number : number + 2]
+            elif part.layer.unit:
+                yield [part]
+
+
+# ---------------------------------------------------------------------------- operations
+
+
+class Run:
+    """Both models in the middle of a program; every method is an operation."""
+
+    def __init__(self, model: Node, plain: Node) -> None:
+        self.model, self.plain = model, plain
+        self.count = 0
+        self.keeps = False  # what is gathered, after backward
+        self.had_backward = False
+        self.optimizer("sgd", "plain")
+
+    # What operations are made of.
+
+    def both(self) -> tuple[Node, Node]:
+        return self.plain, self.model
+
+    def batch(self) -> tuple[Tensor, int]:
+        """Another one for each forward; step numbers say which layers are skipped."""
+        self.count += 1
+        generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
+        return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64), self.count
+
+    def forward(self, *batch: Any, **same: Any) -> tuple[Tensor, Tensor]:
+        """The losses of the plain and the sharded model."""
+        expected, loss = ((each(*batch) - 1).square().mean() for each in self.both())
+        assert_same(loss, expected, "loss")
+        assert loss.requires_grad == expected.requires_grad
+        return expected, loss
+
+    def after_backward(self) -> None:
+        average_gradients(self.plain)
+        # What is kept after forward is freed in backward only.
+        if self.keeps or not self.had_backward:
+            self.free()
+        assert_sharded(self.model)
+        assert_same_gradients(self.model, self.plain)
+
+    def zero(self, *, to_none: bool = True) -> None:
+        for each in self.both():
+            each.zero_grad(set_to_none=to_none)
+
+    def free(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def node(self, number: int, *, units: bool = False) -> tuple[Node, Node]:
+        """The same node of both, a unit if ``units``."""
+        chosen = ([*nodes(each), each] for each in self.both())
+        plain, model = (
+            [n for n in mine if n.layer.unit or n is mine[-1] or not units] for mine in chosen
+        )
+        return plain[number % len(plain)], model[number % len(model)]
+
+    def backward(self, *losses: Tensor) -> None:
+        """That of the plain and of the sharded one, if anything in them is trained."""
+        self.had_backward = losses[0].requires_grad
+        if self.had_backward:
+            for loss in losses:
+                loss.backward()
+
+    # Steps.
+
+    def step(self, *micro: str, clip: bool = False, to_none: bool = True) -> None:
+        """Micro-batches with or without a reduction, the last with; then the optimizer."""
+        assert isinstance(self.model, FSDPModule)
+        for mode in micro:
+            context: Any = contextlib.nullcontext()
+            if mode == "no_sync":
+                context = self.model.no_sync()
+            self.model.set_requires_gradient_sync(mode != "skip")
+            if mode == "sharded":
+                self.model.set_accumulate_sharded(True)
+                self.model.set_requires_gradient_sync(False)
+            with context:
+                self.backward(*self.forward(*self.batch()))
+            if mode == "reduce":
+                self.after_backward()
+            self.model.set_accumulate_sharded(False)
+            self.model.set_requires_gradient_sync(True)
+        self.backward(*self.forward(*self.batch()))
+        self.after_backward()
+        if clip:
+            norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in self.both()]
+            assert_same(whole(norms[1]), whole(norms[0]), "norm")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        assert_same_parameters(self.model, self.plain)
+
+    def optimizer(self, kind: str, wrapped: str) -> None:
+        """New ones."""
+        makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.02),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.1),
+            # (A large eps: dividing by their own size makes rounding of tiny gradients a step.)
+            "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, eps=0.1),
+        }
+        wrap = {"plain": lambda o: o, "local": optim.local_step, "flat": optim.flat_step}[wrapped]
+        make = makes[kind]
+        self.zero()
+        self.free()
+        self.optimizers = [make(self.plain.parameters()), wrap(make(self.model.parameters()))]
+
+    # Other forwards and backwards. None leaves gradients.
+
+    def forwards(self, num: int, order: str) -> None:
+        """Several forwards, then their backwards: as one, in turn or in reverse."""
+        losses = [self.forward(*self.batch()) for _ in range(num)]
+        if order == "sum":
+            losses = [tuple(torch.stack(mine).sum() for mine in zip(*losses, strict=True))]
+        for pair in losses if order == "in turn" else losses[::-1]:
+            self.backward(*pair)
+        self.after_backward()
+        self.zero()
+
+    def twice(self) -> None:
+        """Two backwards of one graph."""
+        losses = self.forward(*self.batch())
+        if losses[0].requires_grad:
+            for loss in losses:
+                loss.backward(retain_graph=True)
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def partial(self, number: int) -> None:
+        """A loss of what a unit in the middle returns."""
+        seen: list[list[Tensor]] = [[], []]
+        handles = [
+            node.register_forward_hook(lambda _m, _a, out, into=into: into.append(out))
+            for node, into in zip(self.node(number, units=True), seen, strict=True)
+        ]
+        self.forward(*self.batch())
+        for handle in handles:
+            handle.remove()
+        assert len(seen[0]) == len(seen[1])
+        if seen[0]:
+            self.backward(*(outputs[-1].square().mean() for outputs in seen))
+            self.after_backward()
+        self.zero()
+
+    def inputs(self) -> None:
+        """Gradients of the input, alone."""
+        x, step = self.batch()
+        found = []
+        for each in self.both():
+            mine = x.clone().requires_grad_()
+            (grad,) = torch.autograd.grad((each(mine, step) - 1).square().mean(), mine)
+            found.append(grad)
+        assert_same(found[1], found[0], "gradient of the input")
+        assert all(p.grad is None for p in self.model.parameters())
+
+    def evaluate(self, mode: str) -> None:
+        """A forward without gradients."""
+        context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        for each in self.both():
+            each.eval()
+        with context[mode]() if mode in context else contextlib.nullcontext():
+            self.forward(*self.batch())
+        for each in self.both():
+            each.train()
+
+    def drop(self) -> None:
+        """A forward whose output nobody uses."""
+        self.forward(*self.batch())
+
+    def fail(self, number: int, place: str, kind: str) -> None:
+        """An exception in forward or backward; all gradients are dropped after it."""
+        batch = self.batch()
+        raised = []
+        for each, node in zip(self.both(), self.node(number), strict=True):
+            node.fault = f"{place}/{kind}"
+            try:
+                loss = (each(*batch) - 1).square().mean()
+                if loss.requires_grad:
+                    loss.backward()
+            except (PlannedError, KeyboardInterrupt):
+                raised.append(each)
+            node.fault = ""
+        assert len(raised) in (0, 2)
+        self.zero()
+
+    # What happens between steps.
+
+    def freeze(self, number: int) -> None:
+        """A parameter is frozen, or thawed."""
+        for each in self.both():
+            parameters = list(each.parameters())
+            if parameters:
+                chosen = parameters[number % len(parameters)]
+                chosen.requires_grad_(not chosen.requires_grad)
+
+    def state_dict(self, kind: str) -> None:
+        """Weights go out, are overwritten, and come back."""
+        model = self.model
+        full = kind == "whole"
+        state = fsdp2.full_state_dict(model) if full else model.state_dict()
+        state = {name: value.clone() for name, value in state.items()}
+        with shared_folder() as folder:
+            if kind == "files":
+                save_model(model, f"{folder}/model").wait()
+                dist.barrier()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3)
+            if kind == "files":
+                load_model(model, f"{folder}/model")
+            elif full:
+                fsdp2.load_full_state_dict(model, state)
+            else:
+                model.load_state_dict(state, assign=False)
+        assert_same_parameters(model, self.plain, bitwise=False)
+
+    def copy(self) -> None:
+        """A deep copy takes its place."""
+        self.model = copy.deepcopy(self.model)
+        self.optimizer("sgd", "plain")
+
+    def setting(self, method: str, value: Any) -> None:
+        getattr(self.model, method)(value)
+        if method == "set_reshard_after_backward":
+            self.keeps = not value
+
+    def node_setting(self, number: int, method: str, value: Any) -> None:
+        node = self.node(number)[1]
+        if isinstance(node, FSDPModule):
+            getattr(node, method)(value)
+
+    def merge(self, min_bytes: int) -> None:
+        self.step("reduce")  # not between a forward and a backward that never comes
+        fsdp2.merge_units(self.model, min_bytes=min_bytes)
+
+    def gather(self, number: int, frees: bool) -> None:
+        """By hand, as whoever looks at whole weights does."""
+        node = self.node(number)[1]
+        if isinstance(node, FSDPModule):
+            node.unshard()
+            if frees:
+                node.reshard()
+        if not frees:
+            self.evaluate("no_grad")
+            self.free()
+
+    def functional(self) -> None:
+        """One forward with other weights."""
+        batch = self.batch()
+        outputs = []
+        for each in self.both():
+            others = {name: whole(p) * 0.9 for name, p in each.named_parameters()}
+            with torch.no_grad():
+                outputs.append(torch.func.functional_call(each, others, batch))
+        assert_same(outputs[1], outputs[0], "output of other weights")
+
+    def change(self, number: int) -> None:
+        """The user writes into a sharded parameter."""
+        self.free()
+        with torch.no_grad():
+            for each in self.both():
+                parameters = list(each.parameters())
+                if parameters:
+                    parameters[number % len(parameters)].mul_(0.5)
+
+    def move(self) -> None:
+        for each in self.both():
+            each.to("cpu")
+
+
+# --------------------------------------------------------------------------------- grammar
+
+numbers = st.integers(0, 30)
+MODES = ["reduce", "skip", "no_sync", "sharded"]
+OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
+    st.lists(st.sampled_from(MODES), max_size=2).map(lambda modes: ("step", *modes)),
+    st.tuples(
+        st.just("forwards"), st.sampled_from([2, 3]), st.sampled_from(["sum", "in turn", ""])
+    ),
+    st.just(("twice",)),
+    st.tuples(st.just("partial"), numbers),
+    st.just(("inputs",)),
+    st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference", ""])),
+    st.just(("drop",)),
+    st.tuples(
+        st.just("fail"), numbers, st.sampled_from(FAULTS), st.sampled_from(["error", "interrupt"])
+    ),
+    st.tuples(st.just("freeze"), numbers),
+    st.tuples(st.just("state_dict"), st.sampled_from(["sharded", "whole", "files"])),
+    st.just(("copy",)),
+    st.tuples(
+        st.just("optimizer"),
+        st.sampled_from(["sgd", "momentum", "adamw"]),
+        st.sampled_from(["plain", "local", "flat"]),
+    ),
+    st.tuples(
+        st.just("setting"),
+        st.sampled_from(["set_reshard_after_forward", "set_reshard_after_backward"]),
+        st.booleans(),
+    ),
+    st.tuples(
+        st.just("setting"),
+        st.just("set_reduce_scatter_max_input_buffers"),
+        st.sampled_from([1, 2, 8]),
+    ),
+    st.tuples(st.just("setting"), st.just("set_keep_frozen_gathered"), st.sampled_from([0, 10**6])),
+    st.tuples(
+        st.just("node_setting"), numbers, st.just("set_reshard_after_forward"), st.booleans()
+    ),
+    st.tuples(st.just("merge"), st.sampled_from([100, 1000])),
+    st.tuples(st.just("gather"), numbers, st.booleans()),
+    st.just(("functional",)),
+    st.tuples(st.just("change"), numbers),
+    st.just(("move",)),
+)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    # The root has a parameter, so that there is something to optimize.
+    model = dataclasses.replace(draw(layers(2)), skipped=None, kind="linear")
+    world_size = draw(st.sampled_from([1, 2, 3, 4]))
+    return Program(
+        model,
+        world_size,
+        replicas=draw(st.sampled_from([n for n in (1, 2, 4) if world_size % n == 0])),
+        options={
+            "direct_min_bytes": draw(st.sampled_from([None, 0, 60, 150])),
+            "offload_policy": fsdp2.CPUOffloadPolicy()
+            if draw(st.integers(0, 7)) == 0
+            else fsdp2.OffloadPolicy(),
+        },
+        placement=draw(st.sampled_from(["", "", "last dim", "small whole"])),
+        operations=tuple(draw(st.lists(st.one_of(OPERATIONS), min_size=1, max_size=8))),
+    )

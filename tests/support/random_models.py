@@ -1,0 +1,210 @@
+"""Random module trees: any nesting, ties, reuse, shapes and containers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# What a layer computes with; all take and return tensors of shape (batch, WIDTH).
+KINDS = (
+    "linear",  # a weight and perhaps a bias of any size
+    "norm",  # a module without units inside
+    "scalar",  # a 0-dim parameter
+    "deep",  # a 5-dim parameter
+    "table",  # an embedding, of which few rows are used
+    "empty",  # a parameter without elements
+    "batchnorm",  # buffers that training changes
+    "nothing",  # no parameters
+    "float32",  # another dtype than the rest
+    "same module",  # that of an earlier layer, which has two names then
+    "same weight",  # the parameter of an earlier layer in a module of its own
+)
+WIDTH = 3
+SIZES = (1, 2, 3, 4, 5, 7, 8, 11, 13)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A module: something of its own, and modules inside it that are called one after another.
+
+    ``unit`` says how it is sharded on its own, if at all, ``reshard`` its reshard_after_forward,
+    ``container`` what holds the modules inside, ``repeats`` how often its body is called in a
+    forward, ``recomputed`` whether the body is checkpointed, ``skipped`` in which steps (even: 0,
+    odd: 1) it does nothing, ``frozen`` whether its own parameters are trained.
+    """
+
+    kind: str
+    size: int = 4
+    bias: bool = True
+    unit: str = ""
+    reshard: bool | int | None = None
+    container: str = "list"
+    repeats: int = 1
+    recomputed: bool = False
+    skipped: int | None = None
+    frozen: bool = False
+    inside: tuple[Layer, ...] = ()
+
+
+class Own(nn.Module):
+    """The part of a layer that has the parameters."""
+
+    def __init__(self, layer: Layer, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.kind, size = layer.kind, layer.size
+        if weight is not None:
+            self.weight = weight
+        elif self.kind in ("linear", "float32"):
+            self.weight = nn.Parameter(torch.randn(size, WIDTH) / 2)
+            if layer.bias:
+                self.bias = nn.Parameter(torch.randn(size) / 2)
+        elif self.kind == "norm":
+            self.norm = nn.LayerNorm(WIDTH)
+        elif self.kind == "scalar":
+            self.scale = nn.Parameter(torch.randn(()))
+        elif self.kind == "deep":
+            self.weight = nn.Parameter(torch.randn(size, 1, WIDTH, 1, 2) / 2)
+        elif self.kind == "table":
+            self.table = nn.Embedding(size, WIDTH)
+        elif self.kind == "empty":
+            self.weight = nn.Parameter(torch.randn(0, WIDTH))
+        elif self.kind == "batchnorm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        if self.kind == "float32":
+            self.keeps_dtype = True
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        # A small step each: where gradients grow from layer to layer, so does rounding.
+        weight = getattr(self, "weight", None)
+        if self.kind in ("norm", "batchnorm"):
+            return x + self.norm(x) / 8
+        if self.kind == "scalar":
+            return x * (1 + self.scale / 8)
+        if self.kind == "table":
+            rows = torch.arange(x.shape[0]) * (step + 1) % self.table.num_embeddings
+            return x + self.table(rows) / 8
+        if weight is None:
+            return x.tanh() + x / 2
+        if weight.numel() == 0:
+            return x + weight.sum()
+        flat = weight.flatten(1).unflatten(1, (WIDTH, -1)).sum(-1)
+        bias = getattr(self, "bias", None)
+        hidden = nn.functional.linear(x.to(flat.dtype), flat, bias).tanh()
+        return x + (hidden @ flat).to(x.dtype) / 8
+
+
+class Node(nn.Module):
+    """A `Layer` as a module."""
+
+    def __init__(self, layer: Layer, earlier: list[Own]) -> None:
+        super().__init__()
+        self.layer = layer
+        weights = [own for own in earlier if own.kind == "linear"]
+        if layer.kind == "same module" and weights:
+            self.own = weights[layer.size % len(weights)]
+        elif layer.kind == "same weight" and weights:
+            self.own = Own(layer, weights[layer.size % len(weights)].weight)
+        else:
+            self.own = Own(layer)
+            self.own.requires_grad_(not layer.frozen)
+        earlier.append(self.own)
+        inside = [Node(inner, earlier) for inner in layer.inside]
+        if layer.container == "dict":
+            self.inside: nn.Module = nn.ModuleDict({f"m{i}": m for i, m in enumerate(inside)})
+        else:
+            self.inside = nn.ModuleList(inside)
+        self.fault = ""
+
+    def parts(self) -> Iterator[Node]:
+        for module in self.inside.children():
+            assert isinstance(module, Node)
+            yield module
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        x = self.own(x, step)
+        for module in self.parts():
+            x = module(x, step)
+        return x
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        if self.layer.skipped == step % 2:
+            return x
+        x = Faulty.apply(x, self, "late in backward")
+        raise_if(self, "before forward")
+        for _ in range(self.layer.repeats):
+            if self.layer.recomputed:
+                result = checkpoint(self.body, x, step, use_reentrant=False)
+                assert isinstance(result, Tensor)
+                x = result
+            else:
+                x = self.body(x, step)
+        raise_if(self, "after forward")
+        return Faulty.apply(x, self, "early in backward")
+
+
+class PlannedError(Exception):
+    """What programs raise."""
+
+
+def raise_if(node: Node, place: str) -> None:
+    fault, _, kind = node.fault.partition("/")
+    if fault == place:
+        raise KeyboardInterrupt if kind == "interrupt" else PlannedError(place)
+
+
+class Faulty(torch.autograd.Function):
+    """The identity; its backward raises where the node has this fault."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, node: Node, place: str) -> Tensor:
+        ctx.node, ctx.place = node, place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        raise_if(ctx.node, ctx.place)
+        return grads[0], None, None
+
+
+FAULTS = ("before forward", "after forward", "early in backward", "late in backward")
+
+
+def build(layer: Layer) -> Node:
+    """The model in fp64, but for the modules that keep their dtype."""
+    model = Node(layer, [])
+    for module in model.modules():
+        if isinstance(module, Own) and not hasattr(module, "keeps_dtype"):
+            module.double()
+    return model
+
+
+def nodes(model: nn.Module) -> list[Node]:
+    """All nodes below the root, inner ones first."""
+    found = [module for module in model.modules() if isinstance(module, Node)]
+    return found[:0:-1]
+
+
+def layers(depth: int, *, recomputes: bool = True) -> st.SearchStrategy[Layer]:
+    inside: st.SearchStrategy[tuple[Layer, ...]] = st.just(())
+    if depth:
+        inside = st.lists(layers(depth - 1), max_size=3).map(tuple)
+    return st.builds(
+        Layer,
+        kind=st.sampled_from(("linear", "linear", *KINDS)),
+        size=st.sampled_from(SIZES),
+        bias=st.booleans(),
+        unit=st.sampled_from(["", "sharded", "sharded", "replicated", "with the next"]),
+        reshard=st.sampled_from([None, True, False, 1, 2]),
+        container=st.sampled_from(["list", "dict"]),
+        repeats=st.sampled_from([1, 1, 1, 2]),
+        recomputed=st.sampled_from([False, False, True]),
+        skipped=st.sampled_from([None, None, None, 0, 1]),
+        frozen=st.sampled_from([False, False, True]),
+        inside=inside,
+    )
