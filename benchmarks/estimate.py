@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from .families import FAMILIES, Family
 from .ledger import Ledger
 from .ranks import progress, run_ranks
 from .report import row, write_readme
-from .transport import KINDS, around_waits, counting_sent
+from .transport import BETWEEN, KINDS, around_waits, counting_sent, pretended_hosts
 
 WARM_UP_STEPS = 2
 
@@ -46,6 +47,7 @@ class Case:
         mesh: shape of the mesh.
         reshard: ``reshard_after_forward`` of all units but the root.
         checkpointing: "none", "full" or "selective".
+        ranks_per_node: ranks on each of several hosts, which are pretended; None: all on one.
     """
 
     family: str
@@ -60,6 +62,7 @@ class Case:
     replicate_below: int = 0
     prefetch: int = 1
     max_gathered_bytes: int | None = None
+    ranks_per_node: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -69,6 +72,8 @@ class Case:
     def name(self) -> str:
         parts = [self.family, f"{' x '.join(map(str, self.mesh))} ranks"]
         parts += ["bf16"] * self.bf16
+        if self.ranks_per_node is not None:
+            parts.append(f"{self.ranks_per_node} on each host")
         if self.reshard is not None:
             parts.append(f"reshard {self.reshard}")
         if self.wrap != "auto":
@@ -108,6 +113,12 @@ MORE = [
     Case("transformer", micro_batches=3, bf16=True),
     Case("recommender", optimizer="momentum"),
     Case("experts", checkpointing="full"),
+    Case("transformer", (4,), ranks_per_node=2),
+    Case("transformer", (4,), bf16=True, ranks_per_node=2),
+    Case("recommender", (4,), strategy="none", ranks_per_node=2),
+    Case("transformer", (2, 2), strategy="hybrid", ranks_per_node=2),
+    Case("transformer", (4,), reshard=2, ranks_per_node=2),
+    Case("transformer", (4,), ranks_per_node=1),
 ]
 
 
@@ -149,6 +160,7 @@ def predict(case: Case) -> dict[str, int]:
         micro_batches=case.micro_batches,
         optimizer=case.optimizer,
         device_type="cpu",
+        ranks_per_node=case.ranks_per_node or case.num_ranks,
     )
     rank = made.ranks[0]
     state = rank.parameters + rank.optimizer + rank.buffers
@@ -162,6 +174,7 @@ def predict(case: Case) -> dict[str, int]:
         "backward": rank.backward.total,
         "step": rank.step.total,
         "peak": rank.peak.total,
+        "between": sum(traffic.between_nodes for traffic in made.traffic),
         **sent,
     }
 
@@ -184,7 +197,10 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
     mesh = init_device_mesh("cpu", made.mesh, mesh_dim_names=names)
     torch.manual_seed(0)  # replicas are equal
     ledger = Ledger(every_operation=False)
-    with ledger, around_waits(ledger.paused), counting_sent() as sent:
+    node = made.ranks_per_node or made.num_ranks
+    places = [rank // node for rank in range(made.num_ranks)]
+    pretended = nullcontext() if made.ranks_per_node is None else pretended_hosts(places)
+    with pretended, ledger, around_waits(ledger.paused), counting_sent(places) as sent:
         model = family.model()
         _shard(model, made, mesh)
         optimizer = _optimizer(model, made)
@@ -204,6 +220,7 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
         moments["step"] = [(moments["step"][0][0], len(ledger.live_bytes))]
         gradients = _nbytes(p.grad for p in model.parameters())
         counted = {kind: sent[kind] for kind in KINDS}
+        counted["between"] = sum(sent[kind + BETWEEN] for kind in KINDS)
     peaks = {
         phase: max(max(ledger.live_bytes[a:b]) for a, b in spans)
         for phase, spans in moments.items()
@@ -281,6 +298,7 @@ COLUMNS = {
     "backward": "peak in backward",
     "step": "peak in step",
     "sent": "sent",
+    "between": "of that to other hosts",
 }
 
 

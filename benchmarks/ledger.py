@@ -19,6 +19,7 @@ library that sends and receives by itself are ordinary tensors, and count.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,7 +105,8 @@ class Ledger(TorchDispatchMode):
         # Storages that are slices of others. A slice keeps the storage that it was cut from, not
         # the memory: when that is resized to nothing, the slice still names bytes that are gone.
         self._slices: set[int] = set()
-        self._paused = False
+        # By thread: one that waits for messages while another one computes pauses itself only.
+        self._paused: set[int] = set()
 
     @property
     def now(self) -> int:
@@ -140,7 +142,7 @@ class Ledger(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._paused:
+        if threading.get_ident() not in self._paused:
             self._track((result, args, kwargs), str(func))
             if self.every_operation:
                 self.sample(str(func))
@@ -148,12 +150,15 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Takes no notice of operations inside; what is alive after it is counted after it."""
-        outer, self._paused = self._paused, True
+        """Takes no notice of this thread's operations inside; what is alive after it is counted."""
+        thread = threading.get_ident()
+        is_outermost = thread not in self._paused
+        self._paused.add(thread)
         try:
             yield
         finally:
-            self._paused = outer
+            if is_outermost:
+                self._paused.discard(thread)
 
     def sample(self, operation: str) -> None:
         """Counts now, right after `operation`."""

@@ -7,14 +7,16 @@ operators. They are the transport's, whoever calls it, and must not be booked as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+import fsdp2.comm.host_links
 from fsdp2.comm.host_links import HostLinks
+from fsdp2.comm.host_relays import HostRelays
 from fsdp2.comm.messages import Messages
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -42,11 +44,37 @@ def around_waits(make_context: Callable[[], AbstractContextManager[Any]]) -> Ite
 
 
 @contextmanager
-def counting_sent() -> Iterator[Counter[str]]:
+def pretended_hosts(places: Sequence[int]) -> Iterator[None]:
+    """Groups that find out inside where their ranks are find them on these hosts, by global rank.
+
+    What they have found is forgotten before and after.
+    """
+    host_links = fsdp2.comm.host_links
+    real = host_links.host_id()
+
+    def pretended() -> str:
+        return f"{real} {places[dist.get_rank()]}" if real else ""
+
+    host_links._found.clear()
+    with mock.patch.object(host_links, "host_id", pretended):
+        yield
+    host_links._found.clear()
+
+
+BETWEEN = " between hosts"  # behind one of `KINDS`
+
+
+@contextmanager
+def counting_sent(places: Sequence[int] | None = None) -> Iterator[Counter[str]]:
     """Counts the bytes that exchanges of this rank send, or let others read.
 
+    Args:
+        places: the host of each global rank; None: what is sent to other hosts is not counted
+            apart.
+
     Yields:
-        Bytes by what they are part of, one of `KINDS`.
+        Bytes by what they are part of, one of `KINDS`; with ``places``, under the same names with
+        `BETWEEN` those of them that go to other hosts.
     """
     sent: Counter[str] = Counter()
     kinds: list[str] = []  # of the calls that are running, the outermost first
@@ -68,19 +96,32 @@ def counting_sent() -> Iterator[Counter[str]]:
         return method
 
     def counted_start(self: Messages, sends: Any, receives: Any) -> Any:
-        sent[kinds[0]] += sum(tensors[0].nbytes for tensors, *_ in sends)
+        for tensors, peer, _ in sends:
+            count(self.group, kinds[0], tensors[0].nbytes, peer)
         return start(self, sends, receives)
 
-    def counted_begin(self: HostLinks, key: int, posts: Any, *args: Any, **kwargs: Any) -> Any:
-        if posts is not None:
-            sent[USES[key % 8]] += sum(sum(ranges[1::2]) for ranges in posts.values())
-        return begin(self, key, posts, *args, **kwargs)
+    def counted_send(self: HostRelays, message: Any, use: int) -> Any:
+        count(self.group, USES[use], message[0][0].nbytes, message[1])
+        return send(self, message, use)
 
-    start, begin = Messages._start, HostLinks.begin
+    def counted_post(self: HostLinks, key: int, posts: Any) -> None:
+        # Two steps of an exchange over hosts, in the same order as the uses of one.
+        sent[USES[key % 8 % 4]] += sum(sum(ranges[1::2]) for ranges in posts.values())
+        post(self, key, posts)
+
+    def count(group: dist.ProcessGroup, kind: str, nbytes: int, peer: int) -> None:
+        sent[kind] += nbytes
+        if places is not None:
+            there = places[dist.get_global_rank(group, peer)]
+            if there != places[dist.get_rank()]:
+                sent[kind + BETWEEN] += nbytes
+
+    start, send, post = Messages._start, HostRelays._send, HostLinks.post
     names = ("gather", "scatter", "all_reduce")
     methods = {name: counting(name, kind) for name, kind in zip(names, KINDS, strict=True)}
     with (
         mock.patch.multiple(Messages, _start=counted_start, **methods),
-        mock.patch.object(HostLinks, "begin", counted_begin),
+        mock.patch.object(HostRelays, "_send", counted_send),
+        mock.patch.object(HostLinks, "post", counted_post),
     ):
         yield sent

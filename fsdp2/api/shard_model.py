@@ -23,7 +23,7 @@ table above. Two things differ. Stages 1 and 2 gather whole parameters for the d
 instead of keeping them. And all strategies reduce gradients as backward produces them, so stage 1
 holds whole gradients only while it accumulates them. Traffic matches the FSDP paper
 (arXiv 2304.11277): 2 M for replication, 3 M for full sharding, and 2 M/G between nodes for hybrid
-sharding.
+sharding. (A node of G ranks sends G times as much: 2 M, and up to 3 M with full sharding.)
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from ..sharding.process_groups import timeout_of
 from .cross_memory import Ranges, ReadError, host_id, read
+from .topology import Places
 
 # In the environment of a rank.
 SWITCH = "FSDP2_CROSS_MEMORY"  # 0: its memory is not read, others send it messages instead
@@ -121,6 +122,7 @@ class HostLinks:
         hosts: the ranks of each host in order, hosts by their first rank; those that may not read
             the memory of others count as hosts of one rank.
         in_rank_order: whether sums over several hosts are to be in rank order.
+        places: all this as arithmetic.
         members: the ranks of this host.
         peers: its other ranks, from the next one on: were all to begin with the same rank, they
             would read the same memory at once.
@@ -137,6 +139,7 @@ class HostLinks:
     ) -> None:
         self.size, self.rank = group.size(), group.rank()
         self.hosts, self.in_rank_order = hosts, in_rank_order
+        self.places = Places(tuple(map(tuple, hosts)), self.rank, in_rank_order)
         self.members = next(host for host in hosts if self.rank in host)
         place = self.members.index(self.rank)
         self.peers = [*self.members[place + 1 :], *self.members[:place]]
@@ -424,6 +427,16 @@ def host_links(group: dist.ProcessGroup) -> HostLinks | None:
     if group not in _found:
         _found[group] = _connect(group)
     return _found[group]
+
+
+def places_of(group: dist.ProcessGroup) -> Places | None:
+    """Where the ranks of a group are, if they have found out; not a collective."""
+    if group not in _found:
+        return None
+    links = _found[group]
+    if links is not None:
+        return links.places
+    return Places(tuple((rank,) for rank in range(group.size())), group.rank())
 
 
 def _connect(group: dist.ProcessGroup) -> HostLinks | None:

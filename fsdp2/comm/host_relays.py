@@ -30,9 +30,11 @@ from ..sharding.gather_plan import Messages as Listed
 from .cross_memory import Ranges
 from .host_links import HostLinks, Posts
 from .host_reads import GATHER, SCATTER, SPREAD, SUM, add_up, key, ranges_of
-from .means import cut, mean_in_order
-from .messages import WHOLE_BYTES, Messages, buffers
+from .means import WHOLE_BYTES, cut, mean_in_order
+from .messages import Messages, buffers
 from .streams import Finish, wait_for
+
+Message = tuple[list[torch.Tensor], int, int]  # as ``send`` takes it
 
 _RELAYED = 4  # added to the use of a tag: the second exchange within the host
 
@@ -48,15 +50,9 @@ class HostRelays:
     def __init__(self, group: dist.ProcessGroup, links: HostLinks) -> None:
         self.group, self._links = group, links
         self._messages = Messages(group)
-        here = links.members
-        place = here.index(links.rank)
-        others = [host for host in links.hosts if host is not here]
-        self._partners = [host[place % len(host)] for host in others]
+        self._partners = links.places.partners
         # Of each rank of this host: the ranks of others whose partner it is here.
-        self._served: dict[int, list[int]] = {rank: [] for rank in here}
-        for host in others:
-            for number, rank in enumerate(host):
-                self._served[here[number % len(here)]].append(rank)
+        self._served = links.places.served_by
 
     def gather(self, plan: GatherPlan, tag: int) -> Finish:
         """Start to fill the slices of the others in the outputs of ``plan``."""
@@ -103,7 +99,7 @@ class HostRelays:
         links, group = self._links, self.group
         sends, receives = messages
         received = [group.recv(*message) for message in receives]
-        sent = [group.send(*message) for message in sends]
+        sent = [self._send(message, use) for message in sends]
 
         def read_own(posts: Posts) -> None:
             for peer in links.peers:
@@ -132,6 +128,10 @@ class HostRelays:
             wait_for(sent)
 
         return finish
+
+    def _send(self, message: Message, use: int) -> dist.Work:
+        """Start a message to another host; ``use`` tells whoever counts what it is part of."""
+        return self.group.send(*message)
 
     def _relayed(self, rank: int, places: Callable[[int], Ranges]) -> Ranges:
         """Where that belongs in this process which ``rank`` receives from other hosts."""
@@ -186,7 +186,7 @@ class HostRelays:
                         continue
                     for i, term in enumerate(terms):
                         if len(term):
-                            works.append(group.send([term], rank, tag + i))
+                            works.append(self._send(([term], rank, tag + i), use))
 
         posts = {
             peer: ranges_of([part[r] for r in (*self._served[peer], peer) for part in parts])

@@ -10,12 +10,8 @@ from torch.profiler import record_function
 
 from ..sharding.gather_plan import GatherPlan
 from ..sharding.gather_plan import Messages as Listed
-from .means import cut, mean_in_order
+from .means import WHOLE_BYTES, cut, mean_in_order
 from .streams import Finish, wait_for
-
-# An all-reduce of fewer bytes is one exchange of the whole: half as many messages, one after the
-# other, and (n-1) instead of 2 (n-1)/n times the bytes.
-WHOLE_BYTES = 64 * 1024
 
 
 class Messages:

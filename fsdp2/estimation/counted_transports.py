@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.means import BLOCK_NUMEL, cut_length
+from ..comm.topology import Places, Sent
 from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, done, ended
 from ..sharding.bucket import Bucket
 from ..sharding.layout import BucketLayout
@@ -46,7 +47,10 @@ def make_counting_transport(
 
 
 class _CountingExchange(Exchange):
-    """Straight into place: rows that ranks do not have are not sent."""
+    """Straight into place: rows that ranks do not have are not sent.
+
+    Reads within a node, and relays between nodes.
+    """
 
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         self.replay = replay
@@ -57,9 +61,12 @@ class _CountingExchange(Exchange):
     def all_gather(self, plan: Any, tag: int) -> Finish:
         layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
         own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
-        sent = (self.size - 1) * (own + layout.pack_numel) * size
+        sent = self._places(plan.rank).gather((own + layout.pack_numel) * size)
         self._note_gather(_padded(layout) * self.size * size, sent, plan)
         return done
+
+    def _places(self, rank: int) -> Places:
+        return self.replay.topology.ring(self.name, self.size).places(rank)
 
     def reduce_scatter(
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
@@ -71,20 +78,30 @@ class _CountingExchange(Exchange):
         staged = (layout.shard_numel - plan.stage_offset) * wide.itemsize if plan.copied_in else 0
         numels = [[layout.slots[i].local_numel(r) for i in plan.direct] for r in range(self.size)]
         sizes = [sum(n) * wire.itemsize + staged for n in numels]
+        summed = outs[0].dtype.itemsize
+        sums = [sum(n) * summed + staged // wide.itemsize * summed for n in numels]
         blocks = [min(n, BLOCK_NUMEL) * wire.itemsize for n in numels[bucket.rank]]
         blocks.append(min(staged, BLOCK_NUMEL * wide.itemsize))
-        others = sum(size for r, size in enumerate(sizes) if r != bucket.rank)
+        places = self._places(bucket.rank)
+        sent = places.scatter_parts(sizes, sums)
         nbytes = (sum(layout.slots[i].full_numel for i in plan.direct)) * wire.itemsize
         nbytes += staged * self.size
-        self._note_reduce(nbytes, others, bucket, plan, _copied(plan, grads, wire, wide))
-        return self._add_up(self.size * max(blocks), held)
+        copied = _copied(plan, grads, wire, wide)
+        self._note_reduce(nbytes, sent, bucket, plan, copied)
+        part, total = sizes[bucket.rank], sums[bucket.rank]
+        held.append(Held(account, "communication buffers", places.received(part, total)))
+        return self._add_up(len(places.members) * max(blocks) + places.added_up(total), held)
 
-    def _add_up(self, block: int, held: list[Any]) -> Finish:
-        """What ends a reduction: the others' memory is read block by block, as within one host."""
+    def _add_up(self, made: int, held: list[Any]) -> Finish:
+        """What ends a reduction: the memory of others in the node is read block by block.
+
+        Args:
+            made: bytes of a block of each, and of sums for other nodes.
+        """
 
         def finish() -> None:
-            # While it is under way there are no blocks, however many reductions there are.
-            self.replay.account.touch("communication buffers", block)
+            # While it is under way there is nothing of this, however many reductions there are.
+            self.replay.account.touch("communication buffers", made)
             held.clear()
 
         return finish
@@ -93,28 +110,48 @@ class _CountingExchange(Exchange):
         nbytes = sum(t.nbytes for t in tensors)
         parts = [cut_length(t.nbytes, self.size) for t in tensors]
         block = min(max(parts, default=0), BLOCK_NUMEL * 4)  # of floats
-        self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)
-        return self._add_up(self.size * block, [])
+        places = self._places(0)
+        self._note_all_reduce(tensors, nbytes, places.all_reduce(nbytes))
+        if places.is_whole(nbytes):
+            received, made = (self.size - 1) * nbytes, 0
+        else:
+            part = nbytes // self.size
+            received = places.received(part, part)
+            made = len(places.members) * block + places.added_up(part)
+        buffers = Held(self.replay.account, "communication buffers", received)
+        return self._add_up(made, [buffers])
 
-    def _note_gather(self, nbytes: int, sent: int, *plans: Any) -> None:
+    def _note_gather(self, nbytes: int, sent: int | Sent, *plans: Any) -> None:
         messages = sum(len(p.layout.direct) + bool(p.layout.pack_numel) for p in plans)
         plan = plans[0]
         group = "secondary" if plan.layout is not plan.bucket.layout else self.name
         unit = plan.bucket.unit_name
         pack = sum(p.layout.pack_numel * p.bucket.gather_dtype.itemsize for p in plans)
         copied = 2 * pack * self.size
-        self.replay.transfer(Transfer("all_gather", group, nbytes, sent, messages, unit, copied))
+        self._note("all_gather", group, nbytes, sent, messages, unit, copied)
 
     def _note_reduce(
-        self, nbytes: int, sent: int, bucket: Any, plan: ReducePlan, copied: int
+        self, nbytes: int, sent: int | Sent, bucket: Any, plan: ReducePlan, copied: int
     ) -> None:
-        unit, num = bucket.unit_name, len(plan.spans)
-        self.replay.transfer(Transfer("reduce_scatter", self.name, nbytes, sent, num, unit, copied))
+        num = len(plan.spans)
+        self._note("reduce_scatter", self.name, nbytes, sent, num, bucket.unit_name, copied)
 
-    def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int) -> None:
+    def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int | Sent) -> None:
         unit = tensors[0].unit if tensors else ""
-        transfer = Transfer("all_reduce", self.name, nbytes, sent, len(tensors), unit)
-        self.replay.transfer(transfer)
+        self._note("all_reduce", self.name, nbytes, sent, len(tensors), unit)
+
+    def _note(
+        self,
+        kind: str,
+        group: str,
+        nbytes: int,
+        sent: int | Sent,
+        messages: int,
+        unit: str,
+        copied: int = 0,
+    ) -> None:
+        total, between = (sent.total, sent.between) if isinstance(sent, Sent) else (sent, None)
+        self.replay.transfer(Transfer(kind, group, nbytes, total, messages, unit, copied, between))
 
 
 class _CountingCollectives(_CountingExchange):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..comm.topology import Topology
 from .account import Account
 from .events import Compute
 
@@ -28,6 +29,8 @@ class Transfer:
         messages: number of collectives in the call.
         unit: name of the unit.
         copied: bytes that copies to and from buffers of the call read and write.
+        between: of ``sent``, bytes to other nodes; None: as in a ring or, of an all-to-all, as much
+            to each rank.
     """
 
     kind: str
@@ -37,6 +40,7 @@ class Transfer:
     messages: int
     unit: str
     copied: int = 0
+    between: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +163,13 @@ class ReplayState:
     Attributes:
         transfers: every collective so far.
         device: the device of the streams; None if the host orders everything.
+        topology: where the ranks are.
     """
 
-    def __init__(self, account: Account, device: LaunchDevice | None) -> None:
+    def __init__(self, account: Account, device: LaunchDevice | None, topology: Topology) -> None:
         self.account = account
         self.device = device
+        self.topology = topology
         self.transfers: list[Transfer] = []
 
     def transfer(self, transfer: Transfer) -> None:

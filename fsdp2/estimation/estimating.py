@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.topology import split_by_link
 from ..policy import (
     CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_comm_policy,
-    hops_of,
 )
 from ..wrap import units_of
 from .events import StepTrace
@@ -21,7 +21,6 @@ from .optimizers import OptimizerCost, optimizer_cost
 from .replay import Replay, Setup, replay, with_rank
 from .report import Estimate, RankEstimate, TrafficRow
 from .setups import make_setup
-from .topology import Topology, split_by_link
 from .tracing import LossFn, trace_step
 
 
@@ -74,9 +73,10 @@ def estimate(
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
         optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
             None.
-        device_type: the device of the run. "cpu" models gloo on one host, where ranks read
-            what they need from each other's memory (up to 16 ranks).
-        ranks_per_node: determines which traffic leaves a node.
+        device_type: the device of the run. "cpu" models gloo: up to 16 ranks read what they need
+            from each other's memory within a node, and send each shard, and a node's sum of each
+            gradient, once to each other node.
+        ranks_per_node: determines which traffic leaves a node; ranks are numbered node by node.
         fake: False runs one real step on the CPU, with all the memory that it needs; required for
             models whose shapes depend on their data.
 
@@ -112,6 +112,7 @@ def estimate(
         comm_policy=comm_policy,
         micro_batches=micro_batches,
         max_gathered_bytes=max_gathered_bytes,
+        ranks_per_node=ranks_per_node,
     )
     if checkpoint_modules is None:
         checkpoint_modules = default_checkpoint_modules(model, units)
@@ -127,7 +128,7 @@ def estimate(
         fake=fake,
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
-    return estimate_trace(trace, setup, shape, strategy, optimizer, ranks_per_node)
+    return estimate_trace(trace, setup, shape, strategy, optimizer)
 
 
 def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:
@@ -148,7 +149,6 @@ def estimate_trace(
     mesh_shape: tuple[int, ...],
     strategy: str,
     optimizer: Any,
-    ranks_per_node: int,
 ) -> Estimate:
     """Estimate a step that has already been traced."""
     replays, ranks = {}, {}
@@ -157,7 +157,6 @@ def estimate_trace(
         ranks[rank] = _rank_estimate(rank, replays[rank])
     worst = max(ranks.values(), key=lambda estimate: estimate.peak.total)
     shown = sorted({0, worst.rank, setup.num_shards - 1})
-    topology = topology_of(setup, ranks_per_node)
     return Estimate(
         mesh_shape=mesh_shape,
         strategy=strategy,
@@ -165,15 +164,8 @@ def estimate_trace(
         num_units=len(setup.units),
         flops=trace.flops * setup.micro_batches,
         ranks=[ranks[rank] for rank in shown],
-        traffic=_traffic(replays[0], topology),
+        traffic=_traffic(replays[0]),
     )
-
-
-def topology_of(setup: Setup, ranks_per_node: int) -> Topology:
-    """Where the ranks of ``setup`` are."""
-    policy, shards = setup.comm_policy, setup.num_shards
-    hop = 1 if policy is None else hops_of(policy, shards)
-    return Topology(shards, setup.num_replicas, ranks_per_node, hop)
 
 
 def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
@@ -228,21 +220,25 @@ def _rank_estimate(rank: int, made: Replay) -> RankEstimate:
     )
 
 
-def _traffic(made: Replay, topology: Topology) -> list[TrafficRow]:
+def _traffic(made: Replay) -> list[TrafficRow]:
     rows: dict[tuple[str, str], list[int]] = {}
     for transfer in made.transfers:
-        row = rows.setdefault((transfer.kind, transfer.group), [0, 0, 0])
+        row = rows.setdefault((transfer.kind, transfer.group), [0, 0, 0, 0, 0])
         row[0] += 1
         row[1] += transfer.messages
         row[2] += transfer.sent
+        if transfer.between is not None:
+            row[3] += transfer.sent
+            row[4] += transfer.between
     result = []
-    for (kind, group), (calls, messages, sent) in rows.items():
+    for (kind, group), (calls, messages, sent, known, known_between) in rows.items():
         size = made.setup.num_shards
         if group == "secondary":
             size = next(
                 b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
             )
-        ring = topology.ring(group, size)
-        within, between = split_by_link(sent, ring, to_all=kind == "all_to_all")
-        result.append(TrafficRow(kind, group, calls, messages, sent, within, between))
+        ring = made.setup.topology.ring(group, size)
+        _, between = split_by_link(sent - known, ring, to_all=kind == "all_to_all")
+        between += known_between
+        result.append(TrafficRow(kind, group, calls, messages, sent, sent - between, between))
     return result

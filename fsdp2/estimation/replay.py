@@ -16,7 +16,8 @@ from torch import nn
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import DeviceStreams, Streams
-from ..policy import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..comm.topology import Topology
+from ..policy import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, hops_of
 from ..runtime.root import Runtime
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
@@ -44,6 +45,7 @@ class Setup:
         max_gathered_bytes: limit on gathered parameters; None: no limit.
         micro_batches: forwards and backwards per step; gradients are reduced in the last.
         comm_policy: of all units.
+        ranks_per_node: which determines what leaves a node.
     """
 
     units: tuple[UnitDescription, ...]
@@ -61,10 +63,17 @@ class Setup:
     micro_batches: int = 1
     comm_policy: CommPolicy | None = None
     max_gathered_bytes: int | None = None
+    ranks_per_node: int = 8
 
     @property
     def num_ranks(self) -> int:
         return self.num_shards * self.num_replicas
+
+    @property
+    def topology(self) -> Topology:
+        """Where its ranks are."""
+        hop = 1 if self.comm_policy is None else hops_of(self.comm_policy, self.num_shards)
+        return Topology(self.num_shards, self.num_replicas, self.ranks_per_node, hop)
 
 
 @dataclass
@@ -104,7 +113,7 @@ def replay(
     """
     account = Account(keep_samples=keep_samples)
     device = LaunchDevice() if setup.device_type != "cpu" else None
-    replay = ReplayState(account, device)
+    replay = ReplayState(account, device, setup.topology)
     player = _Player(trace, setup, replay)
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and device is not None
     shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))

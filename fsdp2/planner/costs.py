@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
-from ..estimation.topology import Ring, split_by_link
 from .hardware import Hardware
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links

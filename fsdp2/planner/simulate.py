@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
-from ..estimation.estimating import shard_optimizer_cost, topology_of
+from ..estimation.estimating import shard_optimizer_cost
 from ..estimation.events import Compute, StepTrace
 from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
@@ -81,7 +81,7 @@ class Simulator:
 
     def _tasks(self, made: Replay) -> list[Task]:
         setup = made.setup
-        topology = topology_of(setup, self.hardware.ranks_per_node)
+        topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
         secondary = [
             b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
         ]

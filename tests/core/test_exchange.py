@@ -33,7 +33,8 @@ if not RUNS_ON_TORCH:
     from fsdp2 import MixedPrecisionPolicy
     from fsdp2.comm.host_links import SWITCH, HostLinks, host_links
     from fsdp2.comm.host_reads import SCATTER, HostReads, key
-    from fsdp2.comm.messages import WHOLE_BYTES, Messages
+    from fsdp2.comm.means import WHOLE_BYTES
+    from fsdp2.comm.messages import Messages
 
 
 def links_of(group: dist.ProcessGroup) -> HostLinks:

@@ -9,7 +9,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.transport import pretended_hosts
 from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
 from models import EVEN_MLP, MLP, TRANSFORMER
 from reference import Training, check_training, pair
@@ -28,10 +28,10 @@ from sums import DTYPES, rows, term
 pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
-    import fsdp2.comm.host_links
+    import fsdp2
     from fsdp2.comm.host_links import ORDER, HostLinks, _connect
     from fsdp2.comm.host_relays import HostRelays
-    from fsdp2.comm.messages import WHOLE_BYTES
+    from fsdp2.comm.means import WHOLE_BYTES
 
 # By ranks: the host of each. Even, uneven, one rank alone, out of order, many, and more ranks than
 # the others have.
@@ -41,18 +41,6 @@ PLACES: dict[int, list[list[int]]] = {
     6: [[0, 1, 2, 0, 1, 2], [0, 0, 0, 0, 0, 1]],
     8: [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, 2, 3]],
 }
-
-
-@contextmanager
-def on_hosts(places: Sequence[int]) -> Iterator[None]:
-    """Groups that are made inside have their ranks on these hosts, by global rank."""
-    real = fsdp2.comm.host_links.host_id()
-
-    def pretended() -> str:
-        return f"{real} {places[dist.get_rank()]}" if real else ""
-
-    with mock.patch.object(fsdp2.comm.host_links, "host_id", pretended):
-        yield
 
 
 class CountingGroup:
@@ -71,7 +59,7 @@ class CountingGroup:
 
 
 def relays(group: dist.ProcessGroup, places: Sequence[int]) -> tuple[HostRelays, CountingGroup]:
-    with on_hosts(places):
+    with pretended_hosts(places):
         links = _connect(group)
     if links is None:
         pytest.skip("processes may not read each other's memory here")
@@ -283,8 +271,7 @@ def test_posts_of_many_ranges_arrive() -> None:
 def test_training(every: bool) -> None:
     """Layers with fewer rows than there are ranks; replicas that are on one host and on others."""
     for places in PLACES[8] if every else PLACES[8][1:]:
-        with on_hosts(places):
-            fsdp2.comm.host_links._found.clear()
+        with pretended_hosts(places):
             for shape in ((8,), (4, 2), (2, 4)) if every else ((8,), (4, 2)):
                 names = ("replicate", "shard") if len(shape) == 2 else None
                 mesh = cached_mesh(*shape, names=names)
@@ -305,7 +292,6 @@ def test_training(every: bool) -> None:
                         found = [torch.empty_like(local) for _ in range(group.size())]
                         dist.all_gather(found, local.detach().contiguous(), group=group)
                         assert all(torch.equal(one, found[0]) for one in found)
-    fsdp2.comm.host_links._found.clear()
 
 
 def _train_until_one_is_killed(rank: int, folder: str, victim: int, answers: Any) -> None:
@@ -314,7 +300,7 @@ def _train_until_one_is_killed(rank: int, folder: str, victim: int, answers: Any
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     torch.set_num_threads(1)
-    with on_hosts([0, 0, 1, 1]):
+    with pretended_hosts([0, 0, 1, 1]):
         torch.manual_seed(0)
         model: Any = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
         for layer in model:

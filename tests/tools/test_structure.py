@@ -38,7 +38,8 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    assert core().files <= 58
+    # With `comm/topology.py`, which was a file of `estimation/`.
+    assert core().files <= 59
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -48,9 +49,10 @@ def test_the_core_stays_small() -> None:
     # the middle of an exchange, and units that were expected again and did not run; 24 and 1 for
     # units of many modules, whose checks take no time with the square of these; 27 and 3 for what
     # `functional_call` lends to units that are registered anew before they run; 36 and 3 for writes
-    # to gathered parameters.
-    assert core().code_lines <= 8702
-    assert core().functions <= 913
+    # to gathered parameters; 131 and 24 for which ranks share a host and what is sent between them,
+    # half of them moved from `estimation/`.
+    assert core().code_lines <= 8834
+    assert core().functions <= 937
 
 
 def test_no_function_of_the_core_is_long() -> None:

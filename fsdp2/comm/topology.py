@@ -1,0 +1,223 @@
+"""Which ranks of a group are on the same node, and what crosses the links: pure arithmetic.
+
+`Places` are those of a group that exists, or of one that is planned, as `host_relays` goes by them.
+`Topology` and `Ring` are those of a planned mesh. There, ranks are numbered node by node. The ranks
+that share a parameter are consecutive; those that hold the same shard are ``num_shards`` apart, as
+in `init_device_mesh` for (replicas, shards). (A node is a host.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from .means import WHOLE_BYTES
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends.
+
+    Attributes:
+        within: to ranks of its host, or read by them from its memory.
+        between: to other hosts.
+    """
+
+    within: int
+    between: int
+
+    @property
+    def total(self) -> int:
+        return self.within + self.between
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the ranks of a group are, seen from one of them.
+
+    Attributes:
+        hosts: the ranks of each host in order, hosts by their first rank; a rank whose memory is
+            not read is a host of its own.
+        rank: of the group.
+        in_rank_order: whether gradients travel to each owner from each rank (``FSDP2_SUM_ORDER``).
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    rank: int
+    in_rank_order: bool = False
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this rank's host."""
+        return next(host for host in self.hosts if self.rank in host)
+
+    @cached_property
+    def size(self) -> int:
+        return sum(map(len, self.hosts))
+
+    @cached_property
+    def others(self) -> int:
+        """The number of other hosts."""
+        return len(self.hosts) - 1
+
+    @cached_property
+    def partners(self) -> list[int]:
+        """The rank on each other host that gets what this one sends there."""
+        number = self.members.index(self.rank)
+        return [host[number % len(host)] for host in self.hosts if host is not self.members]
+
+    @cached_property
+    def served_by(self) -> dict[int, list[int]]:
+        """Of each rank of this host: the ranks of others whose partner it is here."""
+        here = self.members
+        found: dict[int, list[int]] = {rank: [] for rank in here}
+        for host in self.hosts:
+            for number, rank in enumerate(host):
+                if host is not here:
+                    found[here[number % len(here)]].append(rank)
+        return found
+
+    @property
+    def served(self) -> list[int]:
+        return self.served_by[self.rank]
+
+    def among(self, ranks: Sequence[int]) -> Places:
+        """The places of a group of some of these ranks, this one among them."""
+        number = {rank: i for i, rank in enumerate(ranks)}
+        found = [tuple(number[r] for r in host if r in number) for host in self.hosts]
+        hosts = sorted(host for host in found if host)
+        return Places(tuple(hosts), number[self.rank], self.in_rank_order)
+
+    def gather(self, nbytes: int) -> Sent:
+        """By relays: this rank's ``nbytes`` are to come to all others."""
+        # What comes here from other hosts is read by all of this one.
+        readers = len(self.members) - 1
+        return Sent(readers * (1 + len(self.served)) * nbytes, self.others * nbytes)
+
+    def scatter(self, part: int, summed: int) -> Sent:
+        """By relays: ``part`` bytes are for each rank; the sum of a host takes ``summed``."""
+        return self.scatter_parts([part] * self.size, [summed] * self.size)
+
+    def scatter_parts(self, parts: Sequence[int], summed: Sequence[int]) -> Sent:
+        """The same, of so many bytes for each rank."""
+        mine = sum(parts) - parts[self.rank]
+        if self.in_rank_order and self.others:
+            within = sum(parts[rank] for rank in self.members) - parts[self.rank]
+            return Sent(within, mine - within)
+        served = sum(parts[rank] for rank in self.served)
+        if len(self.members) == 1:  # there is nothing to add up
+            return Sent(0, served)
+        return Sent(mine - served, sum(summed[rank] for rank in self.served))
+
+    def all_reduce(self, nbytes: int) -> Sent:
+        """By relays: a reduce-scatter and an all-gather; of few bytes, one exchange of all."""
+        here, size = len(self.members), self.size
+        if self.is_whole(nbytes):
+            return Sent((here - 1) * nbytes, (size - here) * nbytes)
+        parts, sums = self.scatter(1, 1), self.gather(1)
+        within = (parts.within + sums.within) * nbytes // size
+        return Sent(within, (parts.between + sums.between) * nbytes // size)
+
+    def received(self, part: int, summed: int) -> int:
+        """Bytes of the buffers that messages of a `scatter` are received into."""
+        if self.in_rank_order and self.others:
+            return (self.size - 1) * part
+        alone = sum(len(host) == 1 for host in self.hosts if host is not self.members)
+        return alone * part + (self.others - alone) * summed
+
+    def added_up(self, summed: int) -> int:
+        """Bytes of the sums that a `scatter` makes for ranks of other hosts."""
+        if len(self.members) == 1 or (self.in_rank_order and self.others):
+            return 0
+        return len(self.served) * summed
+
+    def is_whole(self, nbytes: int) -> bool:
+        """Whether an all-reduce of so many bytes is one exchange of the whole."""
+        return self.others > 0 and (nbytes < WHOLE_BYTES or self.size == 2)
+
+    def ring(self, nbytes: int) -> int:
+        """Of what a rank sends around a ring through each host once: bytes between hosts.
+
+        One rank of a host sends to the next one; the result is the average over these ranks.
+        """
+        return nbytes // len(self.members) if self.others else 0
+
+    def pairs(self, nbytes: int) -> int:
+        """The same of what it sends to all others, as much to each."""
+        return nbytes * (self.size - len(self.members)) // max(self.size - 1, 1)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring over a group of ranks that passes through each node once.
+
+    Attributes:
+        size: number of ranks.
+        per_node: number of these ranks on each node.
+        groups_per_node: number of such rings that share the links of a node.
+    """
+
+    size: int
+    per_node: int
+    groups_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+    def places(self, rank: int) -> Places:
+        """Of its ranks, node by node."""
+        return _consecutive(self.size, self.per_node, rank)
+
+
+@lru_cache
+def _consecutive(size: int, per_node: int, rank: int) -> Places:
+    starts = range(0, size, per_node)
+    return Places(tuple(tuple(range(n, min(n + per_node, size))) for n in starts), rank)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The placement of a mesh's ranks on nodes.
+
+    Attributes:
+        hop: ranks of the first of two hops of a reduction; 1: it has one.
+    """
+
+    num_shards: int
+    num_replicas: int
+    ranks_per_node: int
+    hop: int = 1
+
+    def ring(self, group: str, secondary_size: int = 0) -> Ring:
+        """The ring over "shard", "secondary" (of ``secondary_size``), "replicate", "all", "within"
+        or "across": the hops of a reduction."""
+        node = min(self.ranks_per_node, self.num_shards * self.num_replicas)
+        if group == "replicate":
+            per_node = max(1, min(node // self.num_shards, self.num_replicas))
+            return Ring(self.num_replicas, per_node, max(1, node // per_node))
+        if group == "all":
+            return Ring(self.num_shards * self.num_replicas, node, 1)
+        if group == "across":
+            size = max(self.num_shards // self.hop, 1)
+            per_node = max(1, min(node // self.hop, size))
+            return Ring(size, per_node, max(1, node // per_node))
+        size = {"secondary": secondary_size, "within": self.hop}.get(group, self.num_shards)
+        per_node = min(node, size)
+        return Ring(size, per_node, max(1, node // per_node))
+
+
+def split_by_link(nbytes: int, ring: Ring, *, to_all: bool = False) -> tuple[int, int]:
+    """Split the bytes that a rank sends into those within its node and those to other nodes.
+
+    One of the ``per_node`` ranks of a node sends to the next node; the result is the average over
+    these ranks. In an all-to-all (``to_all``) every rank sends to each rank of every other node.
+    """
+    if ring.num_nodes == 1:
+        return nbytes, 0
+    if to_all:
+        between = nbytes * (ring.size - ring.per_node) // (ring.size - 1)
+        return nbytes - between, between
+    between = nbytes // ring.per_node
+    return nbytes - between, between
