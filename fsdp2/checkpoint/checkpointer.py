@@ -24,6 +24,7 @@ from .loading.source import open_source
 from .loading.training import Loaded, load_training
 from .saving.capture import RankLocal
 from .saving.job import Options, SaveHandle, SaveJob
+from .saving.repeated import Repeated
 from .saving.roll_call import RollCall
 from .saving.staging import Staging
 from .saving.training import Optimizers, capture_training
@@ -84,6 +85,7 @@ class Checkpointer:
         self._rank_local = rank_local
         self._disk = Disk()
         self._staging = Staging()
+        self._repeated = Repeated()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -147,8 +149,9 @@ class Checkpointer:
         with call.called():
             self._finish_last()
             captured = capture_training(
-                model, optimizer, scheduler, extra, self.ranks, self.rank, self._rank_local
-            )
+                model, optimizer, scheduler, extra, self.ranks, self.rank, self._rank_local,
+                self._repeated,
+            )  # fmt: skip
             job = SaveJob(
                 self.root,
                 target.name,
@@ -235,6 +238,7 @@ class Checkpointer:
                 self._thread.join()
             self._thread = self._last = None
             self._staging.clear()
+            self._repeated.forget()
 
     def __enter__(self) -> Checkpointer:
         return self

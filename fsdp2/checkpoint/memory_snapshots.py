@@ -28,6 +28,7 @@ from .memory.meeting import Session, raise_first
 from .memory.part import write_part
 from .memory.transfer import Peer, older_parts
 from .saving.capture import Captured, RankLocal
+from .saving.repeated import Repeated
 from .saving.staging import Staging
 from .saving.training import Optimizers, capture_training
 
@@ -159,6 +160,7 @@ class MemorySnapshots:
         self._kept: Generation | None = None  # of this session
         self._pending: Generation | None = None
         self._staging = Staging()
+        self._repeated = Repeated()
         self._thread: threading.Thread | None = None
         self._count = 0  # of snapshots that were begun
         self._failure = ""
@@ -214,8 +216,9 @@ class MemorySnapshots:
             captured, error = None, None
             try:
                 captured = capture_training(
-                    model, optimizer, scheduler, extra, self.ranks, self.rank, self._rank_local
-                )
+                    model, optimizer, scheduler, extra, self.ranks, self.rank, self._rank_local,
+                    self._repeated,
+                )  # fmt: skip
             except Exception as caught:
                 error = caught
             if first:
@@ -514,6 +517,7 @@ class MemorySnapshots:
         self._session.close()
         if self._thread is None or not self._thread.is_alive():
             self._staging.clear()
+            self._repeated.forget()
 
     def __enter__(self) -> MemorySnapshots:
         return self

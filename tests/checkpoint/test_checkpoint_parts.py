@@ -254,6 +254,7 @@ def save_in_two_groups(folder: str) -> None:
     save_model(model, f"{folder}/all")
     dist.barrier()
     assert sorted(os.listdir(folder)) == ["(0, 1)", "(2, 3)", "all"]
+    dist.barrier()
     # Where some of them have saved before.
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/{mine}")

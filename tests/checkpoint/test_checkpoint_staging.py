@@ -85,14 +85,17 @@ def test_the_thread_that_writes_plans(tmp_path: Path, monkeypatch: pytest.Monkey
         handle.wait_committed()
         assert planned_by == ["fsdp2-checkpoint"]
         assert handle.written_bytes == handle.total_bytes == 3 * (3 * 4 * (64 + 8)) + 6 * 4
+        checkpoints.save(2, model=model, optimizer=optimizer, blocking=False).wait_committed()
+        assert len(planned_by) == 1  # the same is saved
         monkeypatch.setattr(job, "plan_save", lambda *args, **kwargs: 1 // 0)
-        handle = checkpoints.save(2, model=model, optimizer=optimizer, blocking=False)
+        optimizer.state.clear()
+        handle = checkpoints.save(3, model=model, optimizer=optimizer, blocking=False)
         with pytest.raises(ZeroDivisionError):
             handle.wait()
         with pytest.raises(ZeroDivisionError):
-            checkpoints.save(3, model=model)
-        assert checkpoints.steps() == [1]
-        assert not list(tmp_path.glob(".step-000002*"))
+            checkpoints.save(4, model=model)
+        assert checkpoints.steps() == [1, 2]
+        assert not list(tmp_path.glob(".step-000003*"))
 
 
 def holdings_found(folder: str, num_layers: int) -> int:

@@ -96,7 +96,9 @@ def _staged() -> None:
     with mock.patch("fsdp2.common.pinned.CHUNK_BYTES", 4 * MIB):
         for _ in range(2):  # the second time it is there
             captured: Any = SimpleNamespace(
-                locals={("model", name): tensor for name, tensor in tensors.items()}, own={}
+                locals={("model", name): tensor for name, tensor in tensors.items()},
+                own={},
+                plans={},
             )
             read = staging.fill(captured)
             needed = sum(tensor.nbytes for tensor in tensors.values())

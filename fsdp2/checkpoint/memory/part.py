@@ -8,8 +8,8 @@ from ..format.disk import Disk
 from ..format.header import frame
 from ..format.manifest import Manifest, dump, marker_name
 from ..saving.capture import Captured
-from ..saving.job import describe_writer, write_small_files
-from ..saving.writing import Progress, Writer, plan_save
+from ..saving.job import describe_writer, plan_of, write_small_files
+from ..saving.writing import Progress, Writer
 from .choice import PartName
 from .folder import Folder
 
@@ -24,7 +24,7 @@ def write_part(folder: Folder, part: PartName, captured: Captured, read) -> None
         OSError: if there is no space; nothing is left behind.
     """
     disk, ranks = folder.disk, tuple(range(part.num_ranks))
-    plan = plan_save(captured.parts, part.rank, ranks, layout="per-rank")
+    plan = plan_of(captured, part.rank, ranks, layout="per-rank")
     with folder.incoming(part) as path, disk.directory(path) as into:
         chunks = Writer(disk, plan, read, Progress(plan.nbytes)).write(into)
         for files in plan.sets:

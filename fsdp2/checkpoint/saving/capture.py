@@ -52,6 +52,7 @@ class Captured:
         own: whole tensors that only this rank has, or that may differ between ranks.
         aliases: other names of tied tensors.
         values: everything that is not a tensor, as JSON.
+        plans: what was worked out for ``parts``; shared by the captures that have the same ones.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -59,6 +60,12 @@ class Captured:
     own: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    plans: dict[object, Any] = field(default_factory=dict)
+
+    def resolve(self) -> None:
+        """Replace what was found in the model and optimizers by this rank's part of it."""
+        self.locals = {key: values_of(tensor) for key, tensor in self.locals.items()}
+        self.own = {name: values_of(tensor) for name, tensor in self.own.items()}
 
 
 @dataclass
@@ -82,8 +89,11 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     """Find the tensors of ``model``, in the order of its ``state_dict``."""
     first_name: dict[int, str] = {}
     found = ModelTensors({}, {}, set(), {})
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    buffers: set[str] = set()
+    if any(not isinstance(value, DTensor) for value in state.values()):
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, value in state.items():
         if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
             found.extra[name] = value
             continue
@@ -179,10 +189,8 @@ def optimizer_entries(
     """Describe the state of optimizers; non-tensors and per-rank tensors go to ``captured``."""
     entries: list[Entry] = []
     held_part = Holdings(rank)
-    groups, values = [], {}
+    values = {}
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        groups.append([_group(group, names, kind) for group in optimizer.param_groups])
         for param, state in optimizer.state.items():
             if not isinstance(param, Tensor):
                 raise CheckpointError(
@@ -191,9 +199,18 @@ def optimizer_entries(
             name = names[id(param)]
             taking = _StateOf(param, name, holdings[name], held_part, entries, captured)
             values[name] = taking.take(state)
-    captured.values["optimizers"] = groups
     captured.values["optimizer_state"] = values
     return entries
+
+
+def options_of(
+    optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]
+) -> list[list[dict[str, Any]]]:
+    """The parameter groups of each optimizer, as JSON."""
+    return [
+        [_group(group, names, type(optimizer).__name__) for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
 @dataclass
@@ -240,7 +257,7 @@ class _StateOf:
             not isinstance(self.param, DTensor) and value.shape == self.param.shape
         )
         if not isinstance(value, DTensor) and not shared:  # other ranks do not know it
-            self.captured.own[full_name] = _values_of(value)
+            self.captured.own[full_name] = value
             return
         held = self.held_part(value, full_name, self.holding.ranks)
         self.entries.append(Entry("optim", full_name, value, held))
@@ -307,19 +324,18 @@ def add_parts(captured: Captured, entries: Sequence[Entry], rank: int) -> None:
             if held.replica == owner:
                 _add_inner(captured, entry, rank)
             continue
-        local = _values_of(entry.tensor)
         nbytes = held.box.numel * info.itemsize
         # If a buffer may differ between ranks, the first rank's goes into the model's file.
         owner = 0 if entry.per_rank else balance.owner(held, nbytes)
         writes = held.replica == owner
         if entry.per_rank and not writes:
-            captured.own[entry.name] = local
+            captured.own[entry.name] = entry.tensor
         if id(held) not in typical:
             typical[id(held)] = _typical(entry.tensor, held)
         part = Part(entry.kind, info, held.box, typical[id(held)], held.ranks, writes)
         captured.parts.append(part)
         if writes:
-            captured.locals[entry.kind, entry.name] = local
+            captured.locals[entry.kind, entry.name] = entry.tensor
 
 
 def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
@@ -330,7 +346,7 @@ def _add_inner(captured: Captured, entry: Entry, rank: int) -> None:
         captured.locals[entry.kind, name] = inner
 
 
-def _values_of(tensor: Tensor) -> Tensor:
+def values_of(tensor: Tensor) -> Tensor:
     """The local tensor; lazy conjugation and negation (flags of torch) are carried out."""
     return local_of(tensor).resolve_conj().resolve_neg()
 
@@ -351,18 +367,36 @@ def capture(
 ) -> Captured:
     """Everything of ``model`` and ``optimizers`` that this rank saves."""
     found = tensors_of(model)
+    names = optimizer_names(optimizers, found)
+    captured = capture_found(found, optimizers, names, ranks, rank, rank_local)
+    captured.resolve()
+    return captured
+
+
+def capture_found(
+    found: ModelTensors,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: dict[int, str],
+    ranks: tuple[int, ...],
+    rank: int,
+    rank_local: RankLocal | None = None,
+) -> Captured:
+    """The same, with the model's and optimizers' tensors themselves: see `Captured.resolve`."""
     captured = Captured(aliases=found.aliases)
     entries = model_entries(found, ranks, rank, rank_local)
-    captured.values["extra_state"] = {
-        name: encode(value, name) for name, value in found.extra.items()
-    }
+    captured.values["extra_state"] = encoded_extra(found)
     if optimizers:
-        names = optimizer_names(optimizers, found)
+        captured.values["optimizers"] = options_of(optimizers, names)
         holdings = {entry.name: entry.holding for entry in entries}
         entries += optimizer_entries(optimizers, names, holdings, captured, rank)
     _refuse_double_names(entries)
     add_parts(captured, entries, rank)
     return captured
+
+
+def encoded_extra(found: ModelTensors) -> dict[str, Any]:
+    """What ``get_extra_state`` of the modules returned, as JSON."""
+    return {name: encode(value, name) for name, value in found.extra.items()}
 
 
 def _refuse_double_names(entries: Sequence[Entry]) -> None:

@@ -81,8 +81,8 @@ class SaveJob:
     @cached_property
     def plan(self) -> SavePlan:
         """What goes where. Made by the thread that writes: training does not wait for it."""
-        return plan_save(
-            self.captured.parts,
+        return plan_of(
+            self.captured,
             self.rank,
             self.ranks,
             layout=self.options.layout,
@@ -132,6 +132,15 @@ class SaveJob:
             self.attempt.give_up(f"{type(error).__name__}: {error}")
             raise
         self.attempt.commit()
+
+
+def plan_of(captured: Captured, rank: int, ranks: tuple[int, ...], **options: Any) -> SavePlan:
+    """`plan_save`, once for all captures of the same parts."""
+    key = (rank, ranks, *sorted(options.items()))
+    plan = captured.plans.get(key)
+    if plan is None:
+        plan = captured.plans[key] = plan_save(captured.parts, rank, ranks, **options)
+    return plan
 
 
 def write_small_files(disk: Disk, captured: Captured, rank: int, folder: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..format.values import encode
 from .capture import Captured, RankLocal, capture
 from .random_state import random_states
+from .repeated import Repeated
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -23,9 +24,15 @@ def capture_training(
     ranks: tuple[int, ...],
     rank: int,
     rank_local: RankLocal | None = None,
+    repeated: Repeated | None = None,
 ) -> Captured:
-    """Everything that this rank needs to resume, as passed to `Checkpointer.save`."""
-    captured = capture(model, as_list(optimizer), ranks, rank, rank_local)
+    """Everything that this rank needs to resume, as passed to `Checkpointer.save`.
+
+    Args:
+        repeated: what is kept of the last save, by one who saves again and again.
+    """
+    take = repeated.capture if repeated is not None else capture
+    captured = take(model, as_list(optimizer), ranks, rank, rank_local)
     captured.values["random"] = random_states()
     captured.values["extra"] = encode(extra, "extra")
     captured.values["schedulers"] = [
