@@ -6,13 +6,19 @@ import argparse
 from typing import Any
 
 from ..render.text import fail, plain_table, print_json, show_table
-from .model import ModelError, add_model, load_model, sharding_options
+from .model import ModelError, add_model, load_model, parse_number, sharding_options
 
 
 def add_explain(groups: Any) -> None:
     about = "show the units of a model, their bytes and what a step communicates"
     parser = groups.add_parser("explain", help=about, description=f"{about[0].upper()}{about[1:]}")
     add_model(parser)
+    parser.add_argument(
+        "--ranks-per-node",
+        type=parse_number,
+        metavar="G",
+        help="ranks on each host, to say what goes to other hosts",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--params", action="store_true", help="list every parameter")
     parser.set_defaults(run=run_explain)
@@ -24,7 +30,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
     try:
         options = sharding_options(args)
-        found = explain(load_model(args.model), **options)
+        found = explain(load_model(args.model), ranks_per_node=args.ranks_per_node, **options)
     except (ModelError, ValueError, TypeError) as error:
         return fail(error)
     if args.json:

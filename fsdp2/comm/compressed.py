@@ -25,6 +25,7 @@ from ..policy import CommPolicy, exchanged_sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards, resize
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
+from .exchange import Exchange
 from .quantize import Cut, Key, WireRow, cut_reduction, gather_row
 from .transports import Finish, Transport, _either, ended
 
@@ -78,11 +79,17 @@ class CompressedTransport:
         self.stream_ordered = base.stream_ordered
         # Each bucket has rows of its own.
         self.coalesces = policy.gather is None and base.coalesces
-        self._wire = Wire(base.group, host=not base.stream_ordered)
+        exchange = base if isinstance(base, Exchange) else None
+        self._wire = Wire(base.group, host=not base.stream_ordered, exchange=exchange)
         self._hops = None
         if hops is not None:
             self._hops = [Wire(group, host=not base.stream_ordered) for group in hops]
         self._residuals: dict[Key, torch.Tensor] = {}
+
+    def connect(self) -> None:
+        """Find out how ranks exchange data; all ranks of the group call this."""
+        if isinstance(self.base, Exchange):
+            self.base.connect()
 
     # -- weights ----------------------------------------------------------------------------
 
@@ -104,7 +111,7 @@ class CompressedTransport:
             mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
             row.encode(plan.source, mine)
         rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
-        wait = self._wire.all_gather(rows, mine)
+        wait = self._wire.all_gather(rows, mine, tag)
 
         def finish() -> None:
             wait()
@@ -291,7 +298,7 @@ class CompressedTransport:
             mine = torch.empty(row.nbytes, dtype=torch.uint8, device=self.device)
             self._encode(row, means, mine, cut.keys(tag, "back"))
             rows = torch.empty((size, row.nbytes), dtype=torch.uint8, device=self.device)
-            self._wire.all_gather(rows, mine)()
+            self._wire.all_gather(rows, mine, tag)()
             # The own share too: replicas must not differ.
             row.decode(rows, shares)
             for tensor, share in zip(held, shares, strict=True):
@@ -342,10 +349,17 @@ class NarrowSecondaryShards(SecondaryShards):
 
 
 class Wire:
-    """The collectives of a group that move rows of bytes."""
+    """The collectives of a group that move rows of bytes.
 
-    def __init__(self, group: dist.ProcessGroup, *, host: bool) -> None:
-        self.group = group
+    Args:
+        exchange: of the group, on gloo: gathers by reads of memory, where ranks share hosts. A row
+            then crosses the link to each other host once.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, host: bool, exchange: Exchange | None = None
+    ) -> None:
+        self.group, self._among = group, exchange
         self.rank, self.size = group.rank(), group.size()
         self._gather_options, self._options = AllgatherOptions(), AllToAllOptions()
         # False puts a collective on the current stream; True on a stream of the group.
@@ -356,14 +370,28 @@ class Wire:
         )
         self._exchange = _either(group, "all_to_all_single", "alltoall_base")
 
-    def all_gather(self, rows: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+    def all_gather(self, rows: torch.Tensor, mine: torch.Tensor, tag: int) -> Callable[[], None]:
         """Gather the row of every rank."""
+        finish = None if self._among is None else self._among.gather_rows(rows, mine, tag)
+        if finish is not None:
+            return _finishing(finish, rows, mine)
         return _waiting(self._gather([rows.view(-1)], [mine], self._gather_options), rows, mine)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         """Send ``sent[r]`` to rank r; ``received[r]`` is what it sent here."""
         work = self._exchange(received.view(-1), sent.view(-1), [], [], self._options)
         return _waiting(work, received, sent)
+
+
+def _finishing(finish: Callable[[], None], *held: torch.Tensor) -> Callable[[], None]:
+    """``finish``, which holds what others read and what is written until then."""
+    holding = list(held)
+
+    def wait() -> None:
+        finish()
+        holding.clear()
+
+    return wait
 
 
 def _waiting(work: dist.Work | None, *held: torch.Tensor) -> Callable[[], None]:

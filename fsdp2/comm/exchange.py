@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..policy import exchanged_sum_dtype
 from ..sharding.bucket import Bucket
-from ..sharding.gather_plan import GatherBatch, GatherPlan
+from ..sharding.gather_plan import GatherBatch, GatherPlan, RowGather
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .host_links import host_links
 from .host_reads import HostReads
@@ -76,6 +76,20 @@ class Exchange:
             plan.unpack()
 
         return finish
+
+    def gather_rows(self, rows: torch.Tensor, mine: torch.Tensor, tag: int) -> Finish | None:
+        """Start to gather ``mine`` of every rank into ``rows``, of shape (ranks, length).
+
+        Returns:
+            The function that finishes it; None, if no two ranks read each other's memory: messages
+            between all pairs would send more over links than a ring.
+        """
+        if isinstance(self._way, Messages):
+            return None
+        with record_function("fsdp2::exchange"):
+            wait = self._way.gather(RowGather(rows, mine), tag)
+            rows[self.rank] = mine
+        return wait
 
     def must_copy_in(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.layout.packed

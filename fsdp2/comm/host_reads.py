@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.profiler import record_function
 
-from ..sharding.gather_plan import GatherPlan
+from ..sharding.gather_plan import GatherPlan, RowGather
 from .cross_memory import Ranges
 from .host_links import HostLinks, Operation, Posts
 from .means import BLOCK_NUMEL, cut, mean_in_order
@@ -31,7 +31,7 @@ class HostReads:
     def __init__(self, links: HostLinks) -> None:
         self._links = links
 
-    def gather(self, plan: GatherPlan, tag: int) -> Finish:
+    def gather(self, plan: GatherPlan | RowGather, tag: int) -> Finish:
         """Start to fill the slices of the others in the outputs of ``plan``."""
         links = self._links
         itemsize = plan.outputs[0].itemsize if plan.outputs else 1

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ..sharding.gather_plan import GatherPlan
+from ..sharding.gather_plan import GatherPlan, RowGather
 from ..sharding.gather_plan import Messages as Listed
 from .cross_memory import Ranges
 from .host_links import HostLinks, Posts
@@ -54,7 +54,7 @@ class HostRelays:
         # Of each rank of this host: the ranks of others whose partner it is here.
         self._served = links.places.served_by
 
-    def gather(self, plan: GatherPlan, tag: int) -> Finish:
+    def gather(self, plan: GatherPlan | RowGather, tag: int) -> Finish:
         """Start to fill the slices of the others in the outputs of ``plan``."""
         me = self._links.rank
         own = [t[: rows[me]] for t, rows in zip(plan.inputs, plan.rows, strict=True)]
@@ -265,7 +265,7 @@ class HostRelays:
         return finish
 
 
-def _slices(plan: GatherPlan, rank: int) -> list[torch.Tensor]:
+def _slices(plan: GatherPlan | RowGather, rank: int) -> list[torch.Tensor]:
     """Where what ``rank`` has belongs in the outputs of ``plan``, without padding."""
     found = []
     for output, rows in zip(plan.outputs, plan.rows, strict=True):
@@ -274,7 +274,7 @@ def _slices(plan: GatherPlan, rank: int) -> list[torch.Tensor]:
     return found
 
 
-def _places(plan: GatherPlan, rank: int) -> Ranges:
+def _places(plan: GatherPlan | RowGather, rank: int) -> Ranges:
     """`_slices` as addresses."""
     found = []
     for output, rows in zip(plan.outputs, plan.rows, strict=True):

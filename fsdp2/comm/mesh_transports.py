@@ -102,7 +102,7 @@ class MeshTransports:
     def connect(self) -> None:
         """Connect transports that connect by themselves; all ranks of the mesh call this."""
         for transport in (self.gather, self.scatter, self.replicate, self.secondary_gather):
-            if isinstance(transport, Exchange):
+            if isinstance(transport, Exchange | CompressedTransport):
                 transport.connect()
 
     def make_secondary(self, size: bool | int) -> int | None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ..sharding.gather_plan import GatherPlan
+from ..sharding.gather_plan import GatherPlan, RowGather
 from ..sharding.gather_plan import Messages as Listed
 from .means import WHOLE_BYTES, cut, mean_in_order
 from .streams import Finish, wait_for
@@ -28,13 +28,13 @@ class Messages:
         # rank.
         self.peers = [r for r in range(self.size) if r != self.rank]
 
-    def gather(self, plan: GatherPlan, tag: int) -> Finish:
+    def gather(self, plan: GatherPlan | RowGather, tag: int) -> Finish:
         """Start to fill the slices of the others in the outputs of ``plan``."""
         if plan.messages is None:
             plan.messages = self._gather_messages(plan, tag)
         return self._start(*plan.messages)
 
-    def _gather_messages(self, plan: GatherPlan, tag: int) -> tuple[Listed, Listed]:
+    def _gather_messages(self, plan: GatherPlan | RowGather, tag: int) -> tuple[Listed, Listed]:
         sends: Listed = []
         receives: Listed = []
         for i, (mine, output, rows) in enumerate(

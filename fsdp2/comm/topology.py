@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from .means import WHOLE_BYTES
 
 
-class Sent(NamedTuple):
+@dataclass(frozen=True)
+class Sent:
     """Bytes that a rank sends.
 
     Attributes:
@@ -30,6 +30,9 @@ class Sent(NamedTuple):
     @property
     def total(self) -> int:
         return self.within + self.between
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.within + other.within, self.between + other.between)
 
 
 @dataclass(frozen=True)

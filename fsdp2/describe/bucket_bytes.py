@@ -6,6 +6,7 @@ for any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +14,7 @@ from math import prod
 import torch
 
 from ..comm.quantize import Cut, cut_reduction, gather_row
+from ..comm.topology import Places, Sent, Topology
 from ..policy import (
     CommPolicy,
     compute_dtype,
@@ -39,6 +41,8 @@ class BucketFacts:
         exchanged: ranks exchange messages in pairs instead of using collectives; low-precision
             gradients are sent uncast and added in float32.
         policy: in which fewer bytes weights and gradients are sent, if any.
+        shard_places, replica_places: where the ranks are that share each parameter; that hold the
+            same shard. None: not known.
     """
 
     names: tuple[str, ...]
@@ -53,6 +57,8 @@ class BucketFacts:
     exchanged: bool
     kept: bool = False
     policy: CommPolicy | None = None
+    shard_places: Places | None = None
+    replica_places: Places | None = None
 
     @property
     def numel(self) -> int:
@@ -84,62 +90,94 @@ class BucketFacts:
         """Bytes of the gathered storage; packed parameters count in both of their places."""
         return 0 if self.aliased else self.layout.gathered_numel * self.gather_dtype.itemsize
 
-    @property
-    def sent_by_gather(self) -> int:
+    def gather(self) -> Sent:
         """Bytes that a rank sends (and receives) in one all-gather, padding included."""
         policy = self.policy
-        if policy is not None and policy.gather and policy.gathers(self.gather_dtype):
-            row = gather_row(self.layout, policy.gather, policy.block)
-            return (self.num_shards - 1) * row.nbytes
-        return _sent_by_gather(self.layout, self.gather_dtype)
+        narrow = policy.gather if policy and policy.gathers(self.gather_dtype) else None
+        return self._gather(self.layout, narrow, self.shard_places)
 
-    def sent_by_regather(self, num_ranks: int) -> int:
+    def regather(self, num_ranks: int) -> Sent:
         """The same for the gather in backward after ``reshard_after_forward=num_ranks``."""
         if self.num_shards % num_ranks or num_ranks >= self.num_shards:
-            return self.sent_by_gather
+            return self.gather()
         itemsizes = [d.itemsize for d in (self.gather_dtype, self.orig_dtype, self.reduce_dtype)]
         layout = secondary_layout(self.layout, num_ranks, itemsizes=itemsizes)
-        policy = self.policy
-        if policy is not None and policy.secondary and policy.keeps(self.gather_dtype):
-            row = gather_row(layout, policy.secondary, policy.block)
-            return (num_ranks - 1) * row.nbytes
-        return _sent_by_gather(layout, self.gather_dtype)
+        policy, places = self.policy, self.shard_places
+        if places is not None:
+            start = places.rank // num_ranks * num_ranks
+            places = places.among(range(start, start + num_ranks))
+        narrow = policy.secondary if policy and policy.keeps(self.gather_dtype) else None
+        return self._gather(layout, narrow, places)
 
-    @property
-    def sent_by_reduce(self) -> int:
-        """Bytes that a rank sends in one reduce-scatter of all its gradients."""
-        return self.sent_in_reduce(self._reduced)
+    def _gather(
+        self, layout: BucketLayout, narrow: torch.dtype | None, places: Places | None
+    ) -> Sent:
+        nbytes = _gathered_row(layout, self.gather_dtype)
+        if self.policy is not None and narrow is not None:
+            nbytes = gather_row(layout, narrow, self.policy.block).nbytes
+        if places is not None and self.exchanged:
+            return places.gather(nbytes)
+        return _split((layout.num_shards - 1) * nbytes, _ring(places))
 
-    def sent_in_reduce(self, plan: ReducePlan) -> int:
-        """The same for the gradients of one reduction."""
+    def reduce(self, plan: ReducePlan | None = None) -> Sent:
+        """Bytes that a rank sends in the reduce-scatter of all its gradients, or those of one."""
+        if self.num_shards == 1:
+            return Sent(0, 0)
+        plan, places = plan or self._reduced, self.shard_places
         if self._narrow is not None and plan.spans:
-            return self._hops[1] * self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)))
-        wire = self.reduce_dtype
+            return self._reduce_narrow(self._row_bytes(cut_reduction(self.layout, *_cut_of(plan))))
+        wire = sums = self.reduce_dtype
         if self.exchanged:
             wire = wire_dtype(self.gather_dtype, wire)
+            sums = exchanged_sum_dtype(sums, self.orig_dtype)
         direct = sum(numel for _, numel in plan.spans[: len(plan.direct)])
         staged = sum(numel for _, numel in plan.spans[len(plan.direct) :])
         nbytes = direct * wire.itemsize + staged * self.reduce_dtype.itemsize
-        return (self.num_shards - 1) * nbytes
+        if places is not None and self.exchanged:
+            return places.scatter(nbytes, (direct + staged) * sums.itemsize)
+        return _split((self.num_shards - 1) * nbytes, _ring(places))
 
-    @property
-    def sent_by_all_reduce(self) -> int:
-        """Bytes that a rank sends in one all-reduce over the replicas (ring)."""
-        return self.sent_in_all_reduce(self._reduced)
+    def _reduce_narrow(self, row: int) -> Sent:
+        """An all-to-all of rows of so many bytes, or two of them."""
+        places, (node, num) = self.shard_places, self._hops
+        if places is None or node == 1:
+            return _split(num * row, _pairs(places))
+        start = places.rank // node * node
+        within = places.among(range(start, start + node))
+        across = places.among(range(places.rank % node, self.num_shards, node))
+        nodes = across.size
+        between = within.pairs((node - 1) * nodes * row) + across.pairs((nodes - 1) * row)
+        return Sent(num * row - between, between)
 
-    def sent_in_all_reduce(self, plan: ReducePlan) -> int:
-        """The same for the gradients of one reduction."""
+    def all_reduce(self, plan: ReducePlan | None = None) -> Sent:
+        """Bytes that a rank sends in the all-reduce over the replicas of all its gradients, or
+        those of one reduction."""
         if self.num_replicas == 1:
-            return 0
+            return Sent(0, 0)
+        plan, places = plan or self._reduced, self.replica_places
+        others = self.num_replicas - 1
         if self._narrow is not None and plan.spans:
             # In two phases: the terms to their owners, and the means back.
-            nbytes = self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)), self.num_replicas)
-            return 2 * (self.num_replicas - 1) * nbytes
+            row = self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)), self.num_replicas)
+            there = _split(others * row, _pairs(places))
+            if places is not None and self.exchanged:
+                back = places.gather(row)
+            else:
+                back = _split(others * row, _ring(places))
+            return there + back
         dtype = self.reduce_dtype
         if self.exchanged:
             dtype = exchanged_sum_dtype(dtype, self.orig_dtype)
-        numel = sum(numel for _, numel in plan.ranges)
-        return 2 * numel * dtype.itemsize * (self.num_replicas - 1) // self.num_replicas
+        nbytes = sum(numel for _, numel in plan.ranges) * dtype.itemsize
+        if places is not None and self.exchanged:
+            return places.all_reduce(nbytes)
+        return _split(2 * nbytes * others // self.num_replicas, _ring(places))
+
+    @property
+    def knows_places(self) -> bool:
+        """Whether it is known where all ranks are that this rank sends to."""
+        shards_known = self.num_shards == 1 or self.shard_places is not None
+        return shards_known and (self.num_replicas == 1 or self.replica_places is not None)
 
     @property
     def residual_bytes(self) -> int:
@@ -194,9 +232,29 @@ def _cut_of(plan: ReducePlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return plan.direct, plan.copied_in
 
 
-def _sent_by_gather(layout: BucketLayout, dtype: torch.dtype) -> int:
+def _gathered_row(layout: BucketLayout, dtype: torch.dtype) -> int:
+    """Bytes of a rank that a gather brings to all others."""
     numel = sum(layout.slots[i].shard_numel for i in layout.direct) + layout.pack_numel
-    return (layout.num_shards - 1) * numel * dtype.itemsize
+    return numel * dtype.itemsize
+
+
+def _first(topology: Topology | None, group: str) -> Places | None:
+    """Seen from the first rank of a group."""
+    return None if topology is None else topology.ring(group).places(0)
+
+
+def _ring(places: Places | None) -> Callable[[int], int] | None:
+    return None if places is None else places.ring
+
+
+def _pairs(places: Places | None) -> Callable[[int], int] | None:
+    return None if places is None else places.pairs
+
+
+def _split(nbytes: int, between: Callable[[int], int] | None) -> Sent:
+    """``nbytes``, of which so many go to other hosts; None: not known, which counts as none."""
+    found = 0 if between is None else between(nbytes)
+    return Sent(nbytes - found, found)
 
 
 @dataclass(frozen=True)
@@ -231,6 +289,7 @@ def buckets_of(
     exchanged: bool = False,
     offloaded: bool = False,
     comm_policy: CommPolicy | None = None,
+    topology: Topology | None = None,
 ) -> list[BucketFacts]:
     """The buckets that `Unit` would make for these parameters.
 
@@ -242,6 +301,7 @@ def buckets_of(
         exchanged: see `BucketFacts`.
         offloaded: whether shards are in host memory.
         comm_policy: as in `fully_shard`.
+        topology: where the ranks are, if that is known.
     """
     groups: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[ParameterFacts]] = {}
     for param in params:
@@ -271,6 +331,8 @@ def buckets_of(
                 aliased=shards == 1 and gather == orig and not offloaded,
                 exchanged=exchanged,
                 policy=comm_policy,
+                shard_places=_first(topology, "shard"),
+                replica_places=_first(topology, "all" if replicated else "replicate"),
             )
         )
     return buckets

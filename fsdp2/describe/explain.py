@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
+from ..comm.host_links import places_of
 from ..comm.mesh_transports import groups_of
+from ..comm.topology import Topology
 from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
 from ..policy import (
     CommPolicy,
@@ -47,6 +49,7 @@ def explain(
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
     device_type: str = "cuda",
+    ranks_per_node: int | None = None,
 ) -> Explanation:
     """Report a model's units, the memory they hold, and what a step communicates.
 
@@ -61,6 +64,9 @@ def explain(
             only with ``mesh_shape``.
         device_type: with ``mesh_shape``, the device type, which determines the transport;
             ``"cpu"`` means gloo.
+        ranks_per_node: with ``mesh_shape``, the ranks of each host, which are numbered host by
+            host. The report then says what goes to other hosts. A sharded model over gloo knows
+            where its ranks are from its first forward on.
 
     Returns:
         The numbers; print it for a table.
@@ -96,6 +102,7 @@ def explain(
         direct_min_bytes=direct_min_bytes,
         comm_policy=comm_policy,
         device_type=device_type,
+        ranks_per_node=ranks_per_node,
     )
     num_replicas, num_shards = _checked_shape(mesh_shape, config.strategy.hybrid)
     if not config.strategy.sharded:
@@ -157,6 +164,7 @@ class _Settings:
     direct_min_bytes: int | None
     comm_policy: CommPolicy | None
     device_type: str
+    ranks_per_node: int | None
 
 
 def _draft(
@@ -185,6 +193,7 @@ def _draft(
         exchanged=to.device_type == "cpu" and few,
         offloaded=to.offload and to.device_type != "cpu",
         comm_policy=to.comm_policy,
+        topology=_topology(to, num_shards, num_replicas),
     )
     reshard = None
     if to.strategy.sharded:
@@ -202,6 +211,12 @@ def _draft(
         offload=to.offload,
         comm_policy=to.comm_policy,
     )
+
+
+def _topology(to: _Settings, num_shards: int, num_replicas: int) -> Topology | None:
+    if to.ranks_per_node is None:
+        return None
+    return Topology(num_shards, num_replicas, to.ranks_per_node)
 
 
 # -- sharded models -------------------------------------------------------------------------------
@@ -282,6 +297,8 @@ def facts_of(unit: Unit, bucket: Any, names: dict[nn.Module, str]) -> BucketFact
         kept=bucket.cached,
         exchanged=gloo and max(sizes) <= EXCHANGE_MAX_RANKS,
         policy=unit.config.comm_options.policy,
+        shard_places=None if mesh.shard_group is None else places_of(mesh.shard_group),
+        replica_places=None if mesh.replicate_group is None else places_of(mesh.replicate_group),
     )
 
 
@@ -318,10 +335,14 @@ class _Draft:
 
     def report(self, *, gathered_in_backward: bool) -> UnitReport:
         gathering = [b for b in self.buckets if b.num_shards > 1 and not b.kept]
-        sent = sum(b.sent_by_gather for b in gathering)
+        gathers = [b.gather() for b in gathering]
         if gathered_in_backward:
             again = self.reshard if type(self.reshard) is int else self.num_shards
-            sent += sum(b.sent_by_regather(again) for b in gathering)
+            gathers += [b.regather(again) for b in gathering]
+        reduces = [b.reduce() for b in self.buckets]
+        all_reduces = [b.all_reduce() for b in self.buckets]
+        known = all(b.knows_places for b in self.buckets)
+        between = sum(sent.between for sent in (*gathers, *reduces, *all_reduces))
         return UnitReport(
             name=self.name,
             modules=self.modules,
@@ -343,11 +364,12 @@ class _Draft:
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
             num_gathers=(1 + gathered_in_backward) if gathering else 0,
-            sent_by_gathers=sent,
-            sent_by_reduction=sum(b.sent_by_reduce for b in self.buckets),
-            sent_by_all_reduction=sum(b.sent_by_all_reduce for b in self.buckets),
+            sent_by_gathers=sum(sent.total for sent in gathers),
+            sent_by_reduction=sum(sent.total for sent in reduces),
+            sent_by_all_reduction=sum(sent.total for sent in all_reduces),
             comm_policy=_show_policy(self.comm_policy),
             residual_bytes=sum(b.residual_bytes for b in self.buckets),
+            sent_between_hosts=between if known else None,
         )
 
     def _params(self) -> tuple[ParameterReport, ...]:
@@ -380,8 +402,9 @@ def _finish(strategy: str | None, drafts: list[_Draft], order: Sequence[str]) ->
         again = draft.reshard is not False and draft.unshard_in_backward and gradients_flow
         reports.append(draft.report(gathered_in_backward=again and draft is not kept))
 
-    def total(field: str) -> int:
-        return sum(getattr(report, field) for report in reports)
+    def total(field: str) -> Any:
+        found = [getattr(report, field) for report in reports]
+        return None if None in found else sum(found)
 
     fields = [f for f in Totals.__dataclass_fields__ if f != "num_ranks"]
     first = drafts[0]

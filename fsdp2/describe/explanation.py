@@ -54,6 +54,8 @@ class UnitReport:
             step: all-gathers, the reduce-scatter, and the all-reduce over replicas (as rings).
         comm_policy: the settings of its `CommPolicy`, which those bytes follow; None: none.
         residual_bytes: what error feedback keeps of the last gradients.
+        sent_between_hosts: of these bytes, those that go to other hosts (in rings on average);
+            None: not known.
     """
 
     name: str
@@ -81,6 +83,7 @@ class UnitReport:
     sent_by_all_reduction: int
     comm_policy: str | None = None
     residual_bytes: int = 0
+    sent_between_hosts: int | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -107,6 +110,7 @@ class Totals:
     sent_by_all_reduction: int
     sent_bytes: int
     residual_bytes: int = 0
+    sent_between_hosts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,10 @@ class Explanation:
             lines.append(
                 f"Of the reduces, {show_bytes(t.sent_by_all_reduction)} are all-reduced over "
                 "replicas."
+            )
+        if t.sent_between_hosts:
+            lines.append(
+                f"Of what a rank sends, {show_bytes(t.sent_between_hosts)} go to other hosts."
             )
         dtypes = Counter(
             (*unit.stored_dtypes, ">", *unit.compute_dtypes, ">", *unit.reduce_dtypes)

@@ -37,6 +37,8 @@ class CountingPolicy(CompressedTransport):
         node: ranks per node of a reduction in two hops; 1: in one.
     """
 
+    base: Any
+
     def __init__(self, base: Any, policy: CommPolicy, *, node: int = 1) -> None:
         self.base, self.name = base, base.name
         self.policy = policy
@@ -126,5 +128,7 @@ class CountingPolicy(CompressedTransport):
         self, kind: str, group: str, size: int, nbytes: int, unit: str, copied: int
     ) -> None:
         """Rows of ``nbytes`` from each of ``size`` ranks to each."""
-        sent = (size - 1) * nbytes
-        self.replay.transfer(Transfer(kind, group, size * nbytes, sent, 1, unit, copied))
+        sent, between = (size - 1) * nbytes, None
+        if kind == "all_gather" and self.base.exchanges:
+            between = self.replay.topology.ring(group, size).places(0).gather(nbytes).between
+        self.replay.transfer(Transfer(kind, group, size * nbytes, sent, 1, unit, copied, between))

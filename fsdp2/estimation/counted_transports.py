@@ -52,6 +52,8 @@ class _CountingExchange(Exchange):
     Reads within a node, and relays between nodes.
     """
 
+    exchanges = True
+
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         self.replay = replay
         self.size = size
@@ -162,6 +164,7 @@ class _CountingCollectives(_CountingExchange):
         self.stream_ordered = replay.device is not None
         self._size, self._sum_only = size, False
 
+    exchanges = False
     _mean = GroupTransport._mean
     coalesces = GroupTransport.coalesces
     must_copy_in = GroupTransport.must_copy_in

@@ -304,7 +304,7 @@ class Recorder:
                 link = transports.secondary_gather
             num_ranks = max(num_ranks, link.group.size())
             nbytes += facts.numel * facts.gather_dtype.itemsize
-            sent += facts.sent_by_regather(link.group.size())
+            sent += facts.regather(link.group.size()).total
         if num_ranks:
             operation.num_ranks, operation.nbytes, operation.sent_bytes = num_ranks, nbytes, sent
             self.launched(operation, end=end)
@@ -347,13 +347,13 @@ class Recorder:
         itemsize = facts.reduce_dtype.itemsize
         on_its_way = _OnItsWay(reduction.nbytes, [])
         if reduction.scatter is not None:
-            sizes = (plan.numel * itemsize, facts.sent_in_reduce(plan))
+            sizes = (plan.numel * itemsize, facts.reduce(plan).total)
             reduction.scatter = TimedTransport(
                 reduction.scatter, self, unit, REDUCE_SCATTER, sizes, on_its_way.operations
             )
         if reduction.replicate is not None:
             numel = sum(numel for _, numel in plan.ranges)
-            sizes = (numel * itemsize, facts.sent_in_all_reduce(plan))
+            sizes = (numel * itemsize, facts.all_reduce(plan).total)
             reduction.replicate = TimedTransport(
                 reduction.replicate, self, unit, ALL_REDUCE, sizes, on_its_way.operations
             )

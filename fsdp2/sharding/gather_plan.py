@@ -109,6 +109,20 @@ class GatherPlan:
             torch._foreach_copy_(self.unpack_to, self.unpack_from)
 
 
+class RowGather:
+    """A gather of one tensor of each rank, all of one length, for exchanges.
+
+    Args:
+        rows: of shape (ranks, length); this rank's row is left to the caller.
+        mine: this rank's tensor.
+    """
+
+    def __init__(self, rows: torch.Tensor, mine: torch.Tensor) -> None:
+        self.inputs, self.outputs = [mine], [rows.view(-1)]
+        self.rows = [[len(mine)] * len(rows)]
+        self.messages: tuple[Messages, Messages] | None = None
+
+
 class GatherBatch:
     """The gathers of several buckets over the same ranks, as one.
 

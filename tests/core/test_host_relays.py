@@ -9,6 +9,8 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.transport import pretended_hosts
+from benchmarks.transport import BETWEEN, KINDS, counting_sent, pretended_hosts
 from harness import RUNS_ON_TORCH, cached_mesh, cpu_only, distributed, ours_only
 from models import EVEN_MLP, MLP, TRANSFORMER
 from reference import Training, check_training, pair
@@ -29,6 +31,9 @@ pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
     import fsdp2
+    from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain, shard_model
+    from fsdp2.comm.compressed import Wire
+    from fsdp2.comm.exchange import Exchange
     from fsdp2.comm.host_links import ORDER, HostLinks, _connect
     from fsdp2.comm.host_relays import HostRelays
     from fsdp2.comm.means import WHOLE_BYTES
@@ -292,6 +297,87 @@ def test_training(every: bool) -> None:
                         found = [torch.empty_like(local) for _ in range(group.size())]
                         dist.all_gather(found, local.detach().contiguous(), group=group)
                         assert all(torch.equal(one, found[0]) for one in found)
+
+
+@contextmanager
+def counting_between(places: Sequence[int]) -> Iterator[Counter[str]]:
+    """Bytes that this rank sends to other hosts: in full, and of rows under a `CommPolicy`."""
+    found: Counter[str] = Counter()
+    exchange = Wire.all_to_all
+
+    def counted(self: Wire, received: Tensor, sent: Tensor) -> Any:
+        ranks = dist.get_process_group_ranks(self.group)
+        away = sum(places[rank] != places[dist.get_rank()] for rank in ranks)
+        found["rows"] += away * sent[0].nbytes
+        return exchange(self, received, sent)
+
+    def gathered(self: Exchange, rows: Tensor, mine: Tensor, tag: int) -> Any:
+        finish = gather(self, rows, mine, tag)
+        if finish is None:  # a ring of gloo, each of whose ranks is on a host of its own here
+            found["rows"] += (len(rows) - 1) * mine.nbytes
+        return finish
+
+    gather = Exchange.gather_rows
+    with (
+        counting_sent(places) as sent,
+        mock.patch.object(Wire, "all_to_all", counted),
+        mock.patch.object(Exchange, "gather_rows", gathered),
+    ):
+        yield found
+    found["in full"] = sum(sent[kind + BETWEEN] for kind in KINDS)
+
+
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+INT8 = CommPolicy(gather=torch.int8, reduce=torch.int8)
+SENT: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, bf16": {"mp_policy": LOW},
+    "grad": {"strategy": "grad"},
+    "none": {"strategy": "none"},
+    "hybrid": {"strategy": "hybrid"},
+    "secondary": {"reshard_after_forward": 2},
+    "int8": {"comm_policy": INT8},
+    "int8, two hops": {"comm_policy": replace(INT8, ranks_per_node=2)},
+    "int8, hybrid": {"comm_policy": INT8, "strategy": "hybrid"},
+    "int8, none": {"comm_policy": INT8, "strategy": "none"},
+    "int8, secondary": {
+        "comm_policy": CommPolicy(secondary=torch.int8), "reshard_after_forward": 2
+    },
+}  # fmt: skip
+
+
+def _blocks() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(192, 192) for _ in range(3)))
+
+
+@distributed(4)
+def test_bytes_between_hosts_are_those_that_explain_and_estimate_tell() -> None:
+    """In full and in fewer bytes: of gathers each row crosses once, of all-to-alls each."""
+    places = [0, 0, 1, 1]
+    batch = torch.ones(2, 192)
+    for name, options in SENT.items():
+        hybrid = options.get("strategy") == "hybrid"
+        with pretended_hosts(places):
+            mesh = cached_mesh(2, 2) if hybrid else None
+            options = {**options, "wrap": torch.nn.Linear, "direct_min_bytes": 500}
+            model = shard_model(_blocks(), mesh, **options)
+            for step in range(2):
+                with counting_between(places) as found:
+                    model(batch).sum().backward()
+                if step == 0:
+                    model.zero_grad()
+            told = explain(model).totals
+        if told.sent_between_hosts is None:
+            pytest.skip("processes may not read each other's memory here")
+        shape = (2, 2) if hybrid else 4
+        options |= {"device_type": "cpu", "ranks_per_node": 2}
+        assert told.sent_between_hosts == found.total() > 0, name
+        assert explain(_blocks(), shape, **options).totals == told, name
+        made = estimate(_blocks(), shape, batch, loss_fn=torch.sum, **options)
+        assert sum(row.between_nodes for row in made.traffic) == found.total(), name
+        assert made.sent == told.sent_bytes, name
+    dist.barrier()
 
 
 def _train_until_one_is_killed(rank: int, folder: str, victim: int, answers: Any) -> None:

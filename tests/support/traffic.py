@@ -77,7 +77,7 @@ def counting() -> Iterator[Traffic]:
     in_all_reduce = 0
     rows, exchange, narrow_reduce = Wire.all_gather, Wire.all_to_all, CompressedTransport.all_reduce
 
-    def narrow_gather(self: Wire, received: Any, mine: Any) -> Any:
+    def narrow_gather(self: Wire, received: Any, mine: Any, tag: int) -> Any:
         nbytes = (self.size - 1) * mine.nbytes
         traffic.narrow += nbytes
         if in_all_reduce:
@@ -85,7 +85,7 @@ def counting() -> Iterator[Traffic]:
         else:
             traffic.gathered += nbytes
             traffic.num_gathers += 1
-        return rows(self, received, mine)
+        return rows(self, received, mine, tag)
 
     def narrow_exchange(self: Wire, received: Any, sent: Any) -> Any:
         nbytes = sent.nbytes * (self.size - 1) // self.size

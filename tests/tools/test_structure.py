@@ -50,9 +50,9 @@ def test_the_core_stays_small() -> None:
     # units of many modules, whose checks take no time with the square of these; 27 and 3 for what
     # `functional_call` lends to units that are registered anew before they run; 36 and 3 for writes
     # to gathered parameters; 131 and 24 for which ranks share a host and what is sent between them,
-    # half of them moved from `estimation/`.
-    assert core().code_lines <= 8834
-    assert core().functions <= 937
+    # half of them moved from `estimation/`; 29 and 6 for gathers in fewer bytes by reads of memory.
+    assert core().code_lines <= 8863
+    assert core().functions <= 943
 
 
 def test_no_function_of_the_core_is_long() -> None:
