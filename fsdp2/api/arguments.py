@@ -150,6 +150,34 @@ def check_modules_are_free(modules: Iterable[nn.Module], names: dict[nn.Module, 
             )
 
 
+def check_tied_units(tops: Sequence[nn.Module]) -> None:
+    """Check that no unit inside ``tops`` holds a parameter that is used outside of it.
+
+    A module in a unit of its own gives a tied parameter up to the unit that encloses all modules it
+    is tied to. If that module is reached on another way, too, nothing gathers there.
+    """
+    for inner in dict.fromkeys(unit for top in tops for unit in units_in(top)):
+        tied = [param for param in inner.params if len({module for module, _ in param.owners}) > 1]
+        if not tied:
+            continue
+        outside: set[nn.Module] = set()
+        waiting = [*tops]
+        while waiting:
+            module = waiting.pop()
+            if module not in outside and module not in inner.modules:
+                outside.add(module)
+                waiting.extend(module.children())
+        for param in tied:
+            for module, name in param.owners:
+                if module in outside:
+                    raise ValueError(
+                        f"Parameter '{param.fqn}' belongs to the unit '{inner.name}', which "
+                        f"contains all modules that it is tied to, but a {type(module).__name__} "
+                        f"that has it as '{name}' is also used outside of that unit: shard the "
+                        "module around both uses, and not the one inside it"
+                    )
+
+
 def check_parameter(
     param: nn.Parameter,
     name: str,

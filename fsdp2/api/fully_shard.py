@@ -33,6 +33,7 @@ from .arguments import (
     check_modules_are_free,
     check_parameter,
     check_policies,
+    check_tied_units,
     checked_device,
     checked_ignored,
     checked_modules,
@@ -325,6 +326,7 @@ def _find_parameters(
     names = {m: name for top in reversed(unit.modules) for name, m in top.named_modules()}
     order = {module: i for i, module in enumerate(names)}
     check_modules_are_free(tree, names)
+    check_tied_units(unit.modules)
     managed_here = set(tree)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in names:

@@ -86,6 +86,7 @@ class FSDPModule(_Base):
         unit = unit_of(self)
         if unit.runtime is not None:
             unit.look_for_lost_writes()
+            unit.param_group.take_freezing()
             runtime_of(unit).reshard(unit)
 
     # -- settings ---------------------------------------------------------------------------

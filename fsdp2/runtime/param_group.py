@@ -475,6 +475,20 @@ class ParamGroup:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
         return True
 
+    def take_freezing(self) -> bool:
+        """Freeze and thaw sharded parameters as users did with those that modules show instead.
+
+        Returns:
+            Whether anything had changed; `follow_freezing` then has to see it.
+        """
+        changed = False
+        for param, was_trained in zip(self.params, self.is_trained, strict=True):
+            for shown in (param.unsharded, param.secondary):
+                if shown is not None and shown.requires_grad != was_trained:
+                    param.sharded.requires_grad_(not was_trained)
+                    changed = True
+        return changed
+
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on
         the DTensors, which all ranks call. Writes through ``.data`` do not count."""

@@ -96,11 +96,10 @@ class Runtime:
         Args:
             module: the module that is called, if ``unit`` has several.
         """
-        if self.in_backward and not autograd_is_running():
-            # A backward raised. Autograd calls nothing at the end of one that does, so the first
-            # moment at which that can be seen is now.
-            self.reset()
-        if self.in_backward:  # recomputation of activations
+        # Autograd calls nothing at the end of a backward that raised, so the first moment at which
+        # that can be seen is now.
+        backward_raised = self.in_backward and not autograd_is_running()
+        if self.in_backward and not backward_raised:  # recomputation of activations
             if unit.registration.overrides:
                 unit.registration.forget_overrides()
             unit.unshard(self.streams)
@@ -108,7 +107,8 @@ class Runtime:
             if not unit.backward_began and not unit.has_graph:
                 unit.recomputes_all = True
             return
-        if self.forward_root is None or self.forward_root not in unit.enclosing:
+        begins = self.forward_root is None or self.forward_root not in unit.enclosing
+        if begins or backward_raised:
             self._begin_forward(unit)
         if self._kept_unit is not None:
             self._free_kept(beside=unit)
@@ -129,15 +129,17 @@ class Runtime:
                 self._predicted = False
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self.finalization.pending is not None:
-            self.finalization.check_forward()
-        if torch.jit.is_tracing():
-            raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         self._borrows = in_functional_call()
         if self._borrows:
             # Before anything registers parameters, as `reset` does.
             for other in self.units:
                 other.registration.note_lent()
+        if self.in_backward:  # of a backward that raised
+            self.reset()
+        if self.finalization.pending is not None:
+            self.finalization.check_forward()
+        if torch.jit.is_tracing():
+            raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
         # Before anything is gathered: ranks with different models would hang in the first gather,
@@ -179,8 +181,13 @@ class Runtime:
                     bucket.release_gradients()
 
     def free_written(self, unit: Unit) -> None:
-        """Free what was gathered before its shards were written: it has to be gathered again."""
-        if unit.state is not State.SHARDED and unit.is_stale():
+        """Free what was gathered before its shards were written: it has to be gathered again.
+
+        So does what was frozen or thawed while it was gathered: gathers look at that.
+        """
+        if unit.state is not State.SHARDED and (
+            unit.param_group.take_freezing() or unit.is_stale()
+        ):
             unit.reshard(self.streams)
         if unit.config.keep_frozen is not None:
             written = [b for b in unit.buckets if b.cache_valid and not b.cache_is_current()]

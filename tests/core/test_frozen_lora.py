@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule
-from harness import distributed
+from fsdp2 import FSDPModule, fully_shard
+from harness import distributed, ours_only
 from models import LORA, MLP, Case, LoraLinear, children, normal_batch
 from reference import (
     Training,
@@ -141,3 +143,38 @@ def test_frozen_weights_do_not_change_under_weight_decay() -> None:
                 delattr(network.get_submodule(owner), last)
     assert_same_parameters(model, before, bitwise=True)
     assert any(isinstance(layer, LoraLinear) for layer in plain.children())
+
+
+@ours_only("torch keeps what is gathered as it was")
+@pytest.mark.parametrize("reshard", [False, 2])
+@pytest.mark.parametrize("by_hand", [False, True])
+@distributed(4)
+def test_parameters_are_frozen_while_modules_show_other_forms_of_them(
+    reshard: bool | int, by_hand: bool
+) -> None:
+    """After a forward without a backward: of gathered parameters, or shards of smaller groups."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = copy.deepcopy(plain)
+    for module in (model[1], model):
+        fully_shard(module, reshard_after_forward=reshard)
+    sharded = list(model.parameters())
+    x = torch.ones(3, 4)
+    for frozen in (True, False):
+        model(x)
+        shown = list(model.parameters())
+        assert shown[2] is not sharded[2]
+        for parameters in (shown, list(plain.parameters())):
+            for i in (0, 3):
+                parameters[i].requires_grad_(not frozen)
+        if by_hand:
+            for module in (model, model[1]):
+                module.reshard()  # type: ignore[operator]
+        for _ in range(2):
+            for each in (model, plain):
+                each.zero_grad()
+                each(x).square().sum().backward()
+            assert [p.requires_grad for p in sharded] == [
+                p.requires_grad for p in plain.parameters()
+            ]
+            assert_same_gradients(model, plain)

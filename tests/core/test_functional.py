@@ -146,7 +146,19 @@ def leave_a_failed_forward(model: nn.Module) -> None:
         model(torch.zeros(2, 3, dtype=torch.float64))
 
 
-BETWEEN = [move, write, load, leave_a_failed_forward]
+def leave_a_failed_backward(model: nn.Module) -> None:
+    """It raises when all units have been through it."""
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("planned")
+
+    x = MLP.batch(4, dist.get_rank(), torch.float64)[0].clone().requires_grad_()
+    x.register_hook(fail)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="planned"):
+        model(x).sum().backward()
+
+
+BETWEEN = [move, write, load, leave_a_failed_forward, leave_a_failed_backward]
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -102,6 +102,27 @@ def test_a_module_that_is_in_two_units() -> None:
 
 
 @distributed(1, 2)
+def test_a_tied_weight_of_a_module_that_is_in_two_units() -> None:
+    """The inner unit takes the weight from the module's own unit, and does not run around it."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    plain[1][0] = plain[0]  # type: ignore[index, operator]
+    plain[1][1].weight = plain[0].weight  # type: ignore[index, union-attr]
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model[1])
+    texts = ("'0.weight'", "used outside", "a FSDPLinear that has it as 'weight'", "around both")
+    unchanged(model, lambda: fully_shard(model), *texts)
+    model = copy.deepcopy(plain)
+    for module in (model[0], model):
+        fully_shard(module)
+    x = torch.ones(3, 4) + dist.get_rank()
+    for each in (model, plain):
+        each(x).sum().backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+
+
+@distributed(1, 2)
 def test_a_block_that_torch_has_sharded() -> None:
     model = mlp()
     torch_fsdp.fully_shard(model[1])

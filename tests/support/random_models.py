@@ -105,11 +105,15 @@ class Node(nn.Module):
     def __init__(self, layer: Layer, earlier: list[Own]) -> None:
         super().__init__()
         self.layer = layer
-        weights = [own for own in earlier if own.kind == "linear"]
-        if layer.kind == "same module" and weights:
-            self.own = weights[layer.size % len(weights)]
-        elif layer.kind == "same weight" and weights:
-            self.own = Own(layer, weights[layer.size % len(weights)].weight)
+        # (A module with two names whose weight is tied, too, is refused in some places.)
+        linear = [own for own in earlier if own.kind == "linear"]
+        tied = [own.weight for own in earlier if own.kind == "same weight"]
+        again = [own for own in linear if not any(own.weight is weight for weight in tied)]
+        single = [own for own in linear if earlier.count(own) == 1]
+        if layer.kind == "same module" and again:
+            self.own = again[layer.size % len(again)]
+        elif layer.kind == "same weight" and single:
+            self.own = Own(layer, single[layer.size % len(single)].weight)
         else:
             self.own = Own(layer)
             self.own.requires_grad_(not layer.frozen)

@@ -48,11 +48,12 @@ def test_the_core_stays_small() -> None:
     # groups over several hosts, which no step on one host enters; 40 and 3 for Ctrl-C and forks in
     # the middle of an exchange, and units that were expected again and did not run; 24 and 1 for
     # units of many modules, whose checks take no time with the square of these; 27 and 3 for what
-    # `functional_call` lends to units that are registered anew before they run; 36 and 3 for writes
-    # to gathered parameters; 131 and 24 for which ranks share a host and what is sent between them,
-    # half of them moved from `estimation/`; 29 and 6 for gathers in fewer bytes by reads of memory.
-    assert core().code_lines <= 8863
-    assert core().functions <= 943
+    # `functional_call` lends to units that are registered anew before they run; 46 and 4 for writes
+    # to gathered parameters, and freezing of them; 131 and 24 for which ranks share a host and what
+    # is sent between them, half of them moved from `estimation/`; 29 and 6 for gathers in fewer
+    # bytes by reads of memory.
+    assert core().code_lines <= 8880
+    assert core().functions <= 945
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -65,7 +66,7 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 49 + OLDER_TORCH
     # Three of them ask whether there is a `CommPolicy`, three look for what would be lost.
-    assert len(measured[FIRST].functions) <= 339
+    assert len(measured[FIRST].functions) <= 340
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
