@@ -1,14 +1,17 @@
 """Ways for gloo groups to move data, side by side: by number of ranks and bytes.
 
 For each collective and size: reads of memory within the host, messages in pairs (both are parts of
-`fsdp2.comm.exchange`), and gloo's own collective. `EXCHANGE_MAX_RANKS` is chosen from this table.
+`fsdp2.comm.exchange`), and gloo's own collective, in turns. ``--write`` keeps every round in
+benchmarks/results/exchange.json; `limit_of` says from these how many ranks exchange data in pairs,
+and a test that the library's `EXCHANGE_MAX_RANKS` is that.
 
-    python -m benchmarks.exchange [--ranks 2 4 8 16] [--rounds N]
+    python -m benchmarks.exchange [--ranks 2 4 8 16 32] [--rounds N] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -22,19 +25,22 @@ import torch.distributed as dist
 from fsdp2.comm.host_links import host_links
 from fsdp2.comm.host_reads import HostReads
 from fsdp2.comm.messages import Messages
+from fsdp2.runtime.unit_config import direct_min_bytes_for
 
+from . import machine
+from .choosing import describe
 from .ranks import progress, run_ranks
-from .report import row
+from .report import row, write_readme, write_record
 
 KIB = 1024
 SIZES = (64 * KIB, 1024 * KIB, 12 * 1024 * KIB)  # of the whole, in fp32
-NUM_TENSORS = 8  # that it is made of, as a block of the language model
+NUM_TENSORS = 8  # that it is made of, as a block of the language model; small ones are one pack
 WAYS = ("reads", "messages", "gloo")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Times all ways in turns; milliseconds of the slowest rank, medians over rounds."""
+    """Times all ways in turns; milliseconds of the slowest rank, of each round."""
     group = dist.group.WORLD
     assert group is not None
     links = host_links(group)
@@ -43,8 +49,9 @@ def measure(rounds: int) -> dict[str, Any]:
     found = {}
     for size in SIZES:
         for collective in COLLECTIVES:
-            numel = size // 4 // NUM_TENSORS // group.size() // 16 * 16
-            calls = [make(collective, numel, way, group) for way in ways]
+            num = tensors_of(size, group.size())
+            numel = size // 4 // num // group.size() // 16 * 16
+            calls = [make(collective, numel, num, way, group) for way in ways]
             times: list[list[float]] = [[] for _ in calls]
             for i in range(rounds + 1):
                 for call, taken in zip(calls, times, strict=True):
@@ -55,16 +62,25 @@ def measure(rounds: int) -> dict[str, Any]:
                     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
                     if i:  # the first is a warm-up
                         taken.append(longest.item() * 1e3)
-            found[f"{size} {collective}"] = [statistics.median(taken) for taken in times]
+            found[f"{size} {collective}"] = times
         progress(f"{group.size()} ranks: {size // KIB} KiB")
     return found
 
 
-def make(collective: str, numel: int, way: Any, group: dist.ProcessGroup) -> Callable[[], None]:
-    """One collective over tensors of ``numel`` elements per rank; ``way`` None is gloo's own."""
+def tensors_of(size: int, num_ranks: int) -> int:
+    """Of how many tensors a collective of ``size`` bytes consists in a step."""
+    direct = size // NUM_TENSORS // num_ranks >= direct_min_bytes_for(None)
+    return NUM_TENSORS if direct else 1
+
+
+def make(
+    collective: str, numel: int, num: int, way: Any, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """One collective over ``num`` tensors of ``numel`` elements per rank; ``way`` None is gloo's
+    own."""
     size = group.size()
-    wholes = [torch.ones(size * numel) for _ in range(NUM_TENSORS)]
-    shards = [torch.ones(numel) for _ in range(NUM_TENSORS)]
+    wholes = [torch.ones(size * numel) for _ in range(num)]
+    shards = [torch.ones(numel) for _ in range(num)]
     if way is None:
         if collective == "all-gather":
             call = group.allgather_into_tensor_coalesced
@@ -76,7 +92,7 @@ def make(collective: str, numel: int, way: Any, group: dist.ProcessGroup) -> Cal
         arguments = (wholes, shards) if collective == "all-gather" else (shards, wholes)
         return lambda: call(*arguments).wait()
     if collective == "all-gather":
-        rows = [[numel] * size] * NUM_TENSORS
+        rows = [[numel] * size] * num
         plan = SimpleNamespace(inputs=shards, outputs=wholes, rows=rows, messages=None)
         return lambda: way.gather(plan, 0)()
     if collective == "reduce-scatter":
@@ -86,25 +102,80 @@ def make(collective: str, numel: int, way: Any, group: dist.ProcessGroup) -> Cal
     return lambda: way.all_reduce([flat], 2 * NUM_TENSORS)()
 
 
+def ratios_of(results: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """By way, number of ranks and collective: its time over that of gloo's own (medians)."""
+    found: dict[str, dict[str, dict[str, float]]] = {way: {} for way in WAYS[:-1]}
+    for ranks, rows in results.items():
+        for key, times in rows.items():
+            *ways, gloo = times
+            # Without reads, where they are not permitted.
+            for way, taken in zip(WAYS[-1 - len(ways) : -1], ways, strict=True):
+                pairs = [mine / theirs for mine, theirs in zip(taken, gloo, strict=True)]
+                found[way].setdefault(ranks, {})[key] = statistics.median(pairs)
+    return found
+
+
+def limit_of(results: dict[str, Any]) -> int:
+    """Up to how many ranks exchanges are the better choice: `EXCHANGE_MAX_RANKS`.
+
+    On so many and fewer, reads and messages take less time than gloo's collectives on average
+    (geometric mean over the rows). One number for both, and for all sizes: all ranks have to know
+    it before they find out whether they may read, and tensors are laid out by it.
+    """
+    found = ratios_of(results)
+    limit = 1
+    for ranks in sorted(results, key=int):
+        of_ways = [by[ranks].values() for by in found.values() if ranks in by]
+        means = list(map(statistics.geometric_mean, of_ways))
+        if max(means) >= 1:
+            break
+        limit = int(ranks)
+    return limit
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: for each number of ranks, the times of reads and of messages over gloo's."""
+    found = ratios_of(results)
+    keys = next(iter(results.values()))
+    lines = [
+        row(["collective of", *(f"{ranks} ranks" for ranks in results)]),
+        row(["---"] + ["---:"] * len(results)),
+    ]
+    for key in keys:
+        size, collective = key.split()
+        cells = [
+            ", ".join(f"{found[way][ranks][key]:.2f}" for way in found if ranks in found[way])
+            for ranks in results
+        ]
+        lines.append(row([f"{int(size) // KIB:,} KiB, {collective}", *cells]))
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--write", action="store_true", help="keep it, and update the page")
+    parser.add_argument("--only-table", action="store_true", help="of the results that are there")
     options = parser.parse_args(arguments)
-    lines = [
-        row(["collective of", "ranks", *(f"{way}, ms" for way in WAYS), "messages / gloo's"]),
-        row(["---"] + ["---:"] * (len(WAYS) + 2)),
-    ]
-    for num_ranks in options.ranks:
-        for key, times in run_ranks(measure, num_ranks, {"rounds": options.rounds}).items():
-            size, collective = key.split()
-            shown = ["-"] * (len(WAYS) - len(times)) + [f"{ms:.2f}" for ms in times]
-            ratio = f"{times[-2] / times[-1]:.2f}"
-            lines.append(
-                row([f"{int(size) // KIB:,} KiB, {collective}", str(num_ranks), *shown, ratio])
-            )
-    print("\n".join(lines))
+    folder = machine.REPOSITORY / "benchmarks" / "results"
+    record: dict[str, Any]
+    if options.only_table:
+        record = json.loads((folder / "exchange.json").read_text())
+    else:
+        record = {"name": "exchange", **machine.describe(), "results": {}}
+        for ranks in options.ranks:
+            made = run_ranks(measure, ranks, {"rounds": options.rounds})
+            record["results"][str(ranks)] = made
+    results = record["results"]
+    where = describe(record).replace("; 2 ranks of one thread", "; ranks of one thread")
+    text = f"{where}\n\n{table(results)}\n\nExchanges up to {limit_of(results)} ranks."
+    print(text)
+    if options.write:
+        write_record(record, folder)
+        page = machine.REPOSITORY / "benchmarks" / "README.md"
+        write_readme(page, text, "<!-- exchange:begin -->", "<!-- exchange:end -->")
     return 0
 
 

@@ -73,7 +73,7 @@ def estimate(
         micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
         optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
             None.
-        device_type: the device of the run. "cpu" models gloo: up to 16 ranks read what they need
+        device_type: the device of the run. "cpu" models gloo: up to 32 ranks read what they need
             from each other's memory within a node, and send each shard, and a node's sum of each
             gradient, once to each other node.
         ranks_per_node: determines which traffic leaves a node; ranks are numbered node by node.

@@ -151,6 +151,21 @@ def test_training(reads: bool) -> None:
                 assert_replicas_are_equal(model, mesh)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("reads", [True, False])
+@distributed(20)
+def test_training_on_twenty_ranks(reads: bool) -> None:
+    """Most of which have no rows of some layers; replicas are bitwise equal."""
+    links = host_links if reads else as_messages
+    with mock.patch.object(fsdp2.comm.exchange, "host_links", links):
+        for shape in ((20,), (20, 1)):
+            mesh = cached_mesh(*shape, names=("replicate", "shard") if len(shape) == 2 else None)
+            training = Training(steps=2, bitwise=False)
+            model, _ = check_training(MLP, training, mesh=mesh, direct_min_bytes=0)
+            if len(shape) == 2:
+                assert_replicas_are_equal(model, mesh)
+
+
 def new_group(timeout_s: float = 30.0) -> dist.ProcessGroup:
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""The collectives of the group itself, which gloo uses above 16 ranks and NCCL always.
+"""The collectives of the group itself, which gloo uses above 32 ranks and NCCL always.
 
 Small gloo groups exchange messages instead; here that is turned off, so that the batched calls
 and the padding they need are held against the same reference.

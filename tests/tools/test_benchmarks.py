@@ -17,12 +17,23 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import copies, floors, links, performance, policies, report, suite
+from benchmarks import (
+    copies,
+    exchange,
+    floors,
+    links,
+    machine,
+    performance,
+    policies,
+    report,
+    suite,
+)
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
 from benchmarks.ranks import run_ranks
 from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
+from fsdp2.comm.transports import EXCHANGE_MAX_RANKS
 
 MB = 1 << 20
 TINY = suite.Settings(
@@ -318,6 +329,30 @@ def test_strategies_on_links_are_compared_within_rounds() -> None:
     first, second = links.table(runs, ["fast"]).splitlines()[2:]
     assert first == "| torch FSDP2 | 10.00 | - | 2000, 2.00 (1.00 to 3.00) | 2.000 |"
     assert second == "| full | 10.00 | 50.0 | 2000 | 2.000 |"
+
+
+def test_exchanges_are_used_as_far_as_the_measurement_that_is_kept_says() -> None:
+    record = json.loads((machine.REPOSITORY / "benchmarks/results/exchange.json").read_text())
+    assert exchange.limit_of(record["results"]) == EXCHANGE_MAX_RANKS
+    assert (
+        exchange.table(record["results"])
+        in (machine.REPOSITORY / "benchmarks/README.md").read_text()
+    )
+
+
+def test_the_limit_of_exchanges_is_where_one_of_both_ways_begins_to_lose() -> None:
+    def rounds(reads: float, messages: float) -> dict[str, Any]:
+        """Times over gloo's of one row; another row is won by far."""
+        return {
+            "65536 all-gather": [[reads, reads], [messages, messages], [1.0, 1.0]],
+            "65536 all-reduce": [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0]],
+        }
+
+    assert exchange.limit_of({"2": rounds(1.9, 1.9), "4": rounds(0.1, 2.1)}) == 2
+    assert exchange.limit_of({"2": rounds(2.1, 0.1), "4": rounds(0.1, 0.1)}) == 1
+    assert exchange.limit_of({"2": rounds(0.1, 0.1), "16": rounds(0.1, 0.1)}) == 16
+    without_reads = {"2": {"1 x": [[1.0], [2.0]]}, "4": {"1 x": [[3.0], [2.0]]}}
+    assert exchange.limit_of(without_reads) == 2
 
 
 def test_a_strategy_on_links_has_its_peak() -> None:
