@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,12 +23,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"
 RANKS_PER_HOST = 2
 DISK_MB = 48  # of the file system that holds the checkpoints
+MEMORY_MB = 16  # of that of each host which holds the snapshots
 Heal = Callable[[], None]
 
 # A model so small that a fault costs little else than the start of processes.
 OPTIONS = (
     *("--dim", "32", "--hidden", "64", "--heads", "2", "--layers", "2", "--length", "32"),
-    *("--elastic", "--global-batch", "10", "--batch", "2", "--save-every", "5"),
+    *("--elastic", "--global-batch", "10", "--batch", "2"),
+    *("--save-every", "20", "--snapshot-every", "2"),
     *("--eval-bytes", "2048", "--sample-bytes", "4"),
 )
 HANG_AFTER_S = 5.0
@@ -40,12 +43,16 @@ class Cluster:
     Attributes:
         hosts: those that train, and the one of the store.
         out: the folder of the run.
+        logs: one for what the processes print: a full disk is no fault of theirs.
         options: of train_lm.py.
+        memory: for each host that trains its folder for snapshots, emptied when it dies.
     """
 
     hosts: list[Host]
     out: Path
+    logs: Path
     options: tuple[str, ...]
+    memory: dict[str, Path]
     port: int = 29500
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -61,9 +68,11 @@ class Cluster:
     def start(self, host: Host) -> None:
         """A host as it comes up: the script that every host runs."""
         script = str(EXAMPLES / "clusters" / "elastic.sh")
+        folder = str(self.memory[host.name])
+        snapshots = ("--snapshot-dir", folder, "--snapshot-host", host.name)
         self._start(
             host,
-            host.command("bash", script, str(EXAMPLES / "train_lm.py"), *self.options),
+            host.command("bash", script, str(EXAMPLES / "train_lm.py"), *self.options, *snapshots),
             STORE=self.hosts[-1].address,
             PORT=str(self.port),
             ADDRESS=host.address,
@@ -74,7 +83,7 @@ class Cluster:
         )
 
     def _start(self, host: Host, command: list[str], **variables: str) -> None:
-        with (self.out / f"{host.name}.log").open("ab") as log:
+        with (self.logs / f"{host.name}.log").open("ab") as log:
             self.started[host.name] = subprocess.Popen(
                 command, env=host.environment(**variables), stdout=log, stderr=log
             )
@@ -96,6 +105,8 @@ class Cluster:
     def kill(self, host: Host) -> None:
         host.kill()
         self.started[host.name].wait()
+        for path in self.memory[host.name].iterdir() if host.name in self.memory else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def workers(self, host: Host) -> list[int]:
         """The ids of the ranks of a host."""
@@ -153,6 +164,18 @@ def host_dies(cluster: Cluster, chance: random.Random) -> Heal | None:
     return lambda: cluster.start(host)
 
 
+def all_hosts_die(cluster: Cluster, chance: random.Random) -> Heal | None:
+    """The same of all hosts, as when the power fails: what they had in memory is gone."""
+    for host in cluster.training:
+        cluster.kill(host)
+
+    def heal() -> None:
+        for host in cluster.training:
+            cluster.start(host)
+
+    return heal
+
+
 def worker_dies(cluster: Cluster, chance: random.Random) -> Heal | None:
     """SIGKILL of one rank, as by the kernel when a host has no memory left."""
     send(cluster, chance, signal.SIGKILL)
@@ -188,14 +211,24 @@ def store_dies(cluster: Cluster, chance: random.Random) -> Heal | None:
 
 def disk_fills(cluster: Cluster, chance: random.Random) -> Heal | None:
     """No byte left where checkpoints and the log are written; later there is room again."""
-    filler = cluster.out / "filler"
+    return fill(cluster.out)
+
+
+def memory_fills(cluster: Cluster, chance: random.Random) -> Heal | None:
+    """No byte left where a host keeps its snapshots; later there is room again."""
+    return fill(cluster.memory[chance.choice(cluster.training).name])
+
+
+def fill(folder: Path) -> Heal:
+    """Leave no byte of its file system; returns what makes room again."""
+    filler = folder / "filler"
     with suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(bytes(2**16))
     with suppress(OSError), filler.open("ab", buffering=0) as file:
         while True:
             file.write(b"0")
-    return filler.unlink
+    return lambda: filler.unlink(missing_ok=True)
 
 
 def memory_ends(cluster: Cluster, chance: random.Random) -> Heal | None:
@@ -209,11 +242,13 @@ def memory_ends(cluster: Cluster, chance: random.Random) -> Heal | None:
 
 FAULTS: dict[str, Callable[[Cluster, random.Random], Heal | None]] = {
     "host dies": host_dies,
+    "all hosts die": all_hosts_die,
     "link cut": link_is_cut,
     "worker dies": worker_dies,
     "worker stops": worker_stops,
     "agent dies": agent_dies,
     "disk full": disk_fills,
+    "memory full": memory_fills,
     "no memory": memory_ends,
     "store dies": store_dies,
 }

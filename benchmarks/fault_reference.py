@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ def segments(sessions: Sequence[dict[str, Any]], last_step: int) -> list[Segment
     Example:
         >>> rows = [(0, 4), (10, 2), (10, 4), (15, 2)]
         >>> segments([{"resumed_after": s, "world_size": w} for s, w in rows], 20)
-        [Segment(first=1, last=10, world_size=4), Segment(first=11, last=15, world_size=4), \
-Segment(first=16, last=20, world_size=2)]
+        [Segment(first=1, last=15, world_size=4), Segment(first=16, last=20, world_size=2)]
     """
     kept: list[tuple[int, int]] = []
     for session in sessions:
@@ -50,11 +49,14 @@ Segment(first=16, last=20, world_size=2)]
             kept.pop()
         kept.append((step, session["world_size"]))
     ends = [step for step, _ in kept[1:]] + [last_step]
-    return [
-        Segment(step + 1, end, world_size)
-        for (step, world_size), end in zip(kept, ends, strict=True)
-        if end > step
-    ]
+    found: list[Segment] = []
+    for (step, world_size), end in zip(kept, ends, strict=True):
+        # A start on as many ranks as before must not be seen in the numbers.
+        if found and end > step and found[-1].world_size == world_size:
+            found[-1] = replace(found[-1], last=end)
+        elif end > step:
+            found.append(Segment(step + 1, end, world_size))
+    return found
 
 
 def train(out: Path, options: Sequence[str], parts: Sequence[Segment], on: Sequence[Host]) -> None:
@@ -71,6 +73,7 @@ def train(out: Path, options: Sequence[str], parts: Sequence[Segment], on: Seque
     for part in parts:
         port = 20000 + part.first % 10000
         given = [*options, "--out", str(out), "--stop-at", str(part.last)]
+        given += ["--snapshot-every", "0"]
         args = (part.world_size, port, on, given, out / "printed.txt")
         ranks = [
             _CONTEXT.Process(target=_rank, args=(rank, *args)) for rank in range(part.world_size)

@@ -13,6 +13,7 @@ losses, norms, weights and optimizer's state must be the same bit for bit. Needs
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -23,12 +24,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from . import machine
-from .fault_cluster import DISK_MB, FAULTS, HANG_AFTER_S, OPTIONS, Cluster, Heal, until
+from .fault_cluster import (
+    DISK_MB,
+    FAULTS,
+    HANG_AFTER_S,
+    MEMORY_MB,
+    OPTIONS,
+    Cluster,
+    Heal,
+    until,
+)
 from .fault_reference import differences, segments, train
 from .hosts import hosts, why_not
 from .report import row, write_readme, write_record
@@ -36,11 +46,8 @@ from .report import row, write_readme, write_record
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 PERSON_S = 120.0  # after which a run is said to need one
-FAULTS_PER_RUN = 20
+FAULTS_PER_RUN = 10
 MANY_STEPS = "1000000"
-# How far the loss of a run with changing numbers of ranks may be from that of four ranks, of the
-# larger: sums of other orders round differently, and training makes differences grow.
-LOSS_BOUND = 0.02
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,32 +68,63 @@ def main(arguments: list[str] | None = None) -> int:
     # So that hosts and their processes end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     end = time.monotonic() + 60 * (options.minutes or 1e9)
+    about = {**machine.describe(), "options": [*OPTIONS, "--hang-after", str(HANG_AFTER_S)]}
     runs: list[dict[str, Any]] = []
+    record: dict[str, Any] = {"name": "faults", **about, "runs": runs}
     while sum(len(r["faults"]) for r in runs) < options.count and time.monotonic() < end:
         left = options.count - sum(len(r["faults"]) for r in runs)
         seed = options.seed + len(runs)
-        runs.append(run(seed, min(left, FAULTS_PER_RUN), options.kinds, options.keep))
-    record = {"name": "faults", **machine.describe(), "runs": runs, "hang_after_s": HANG_AFTER_S}
-    if options.write:
-        write_record(record, RESULTS)
-        text = "\n".join(table(record)).replace("numbers\n", "numbers.\n\n", 1)
-        write_readme(PAGE, text, "<!-- faults:begin -->", "<!-- faults:end -->")
+        done = run(seed, min(left, FAULTS_PER_RUN), options.kinds, options.keep)
+        runs.append({**done, "commit": about["commit"]})
+        if options.write:  # after each, so that what is found is kept if this is ended
+            record = {"name": "faults", **about, "runs": together(earlier(record), runs)}
+            write_record(record, RESULTS)
+            text = "\n".join(table(record)).replace("numbers\n", "numbers.\n\n", 1)
+            write_readme(PAGE, text, "<!-- faults:begin -->", "<!-- faults:end -->")
     for line in table(record):
         print(line)
     return int(any(each["person"] or each["wrong"] for each in runs))
 
 
+def earlier(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that are recorded, if they were made with the same options."""
+    path = RESULTS / "faults.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    return found["runs"] if found.get("options") == record["options"] else []
+
+
+def together(
+    before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Runs of several commands; one of the same seed takes the place of the earlier one.
+
+    Example:
+        >>> together([{"seed": 1}, {"seed": 2, "wrong": ["x"]}], [{"seed": 2, "wrong": []}])
+        [{'seed': 1}, {'seed': 2, 'wrong': []}]
+    """
+    return sorted(
+        {each["seed"]: each for each in (*before, *now)}.values(), key=lambda each: each["seed"]
+    )
+
+
 def run(seed: int, count: int, kinds: Sequence[str], keep: str | None = None) -> dict[str, Any]:
     """One run with ``count`` faults; its record."""
     chance = random.Random(seed)
-    with hosts(3) as found, small_disk() as folder:
+    with ExitStack() as stack:
+        found = stack.enter_context(hosts(3))
+        folder = stack.enter_context(file_system(DISK_MB))
+        memory = {h.name: stack.enter_context(file_system(MEMORY_MB)) for h in found[:-1]}
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-logs-")))
         out = folder / "run"
         out.mkdir()
         text = folder / "text.py"
         shutil.copy(argparse.__file__, text)
         shared = (*OPTIONS, "--data", str(text), "--steps", MANY_STEPS, "--seed", str(seed))
         watching = ("--hang-after", str(HANG_AFTER_S))
-        cluster = Cluster(found, out, (*shared, *watching, "--out", str(out)))
+        cluster = Cluster(found, out, logs, (*shared, *watching, "--out", str(out)), memory)
+        deck = Deck(kinds, chance)
         record: dict[str, Any] = {"seed": seed, "faults": [], "person": "", "wrong": []}
         try:
             cluster.start_store()
@@ -95,7 +133,7 @@ def run(seed: int, count: int, kinds: Sequence[str], keep: str | None = None) ->
             if not until(lambda: trains_whole(cluster, 0), PERSON_S):
                 record["person"] = "it did not start"
             while not record["person"] and len(record["faults"]) < count:
-                record["person"] = inject(cluster, chance, kinds, record["faults"])
+                record["person"] = inject(cluster, chance, deck, record["faults"])
             if not record["person"]:
                 record["person"] = stop(cluster)
             if record["person"]:
@@ -110,17 +148,35 @@ def run(seed: int, count: int, kinds: Sequence[str], keep: str | None = None) ->
             train(folder / "reference", shared, parts, cluster.training)
             record["wrong"] = differences(out, folder / "reference", parts[-1].last)
         if keep and (record["person"] or record["wrong"]):
-            shutil.copytree(out, Path(keep) / f"seed-{seed}", dirs_exist_ok=True)
+            for each in (out, logs):
+                shutil.copytree(each, Path(keep) / f"seed-{seed}", dirs_exist_ok=True)
         print(f"run {seed}: {record}", flush=True)
         return record
 
 
+class Deck:
+    """Kinds of faults in random order; each comes once before any comes again."""
+
+    def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
+        self._kinds, self._chance = list(kinds), chance
+        self._left: list[str] = []
+        self.several = len(self._kinds) > 1
+
+    def draw(self, without: Sequence[str] = ()) -> str:
+        """The next kind, which is none of ``without``."""
+        if not set(self._left) - set(without):
+            self._left = self._chance.sample(self._kinds, len(self._kinds)) + self._left
+        kind = next(k for k in self._left if k not in without)
+        self._left.remove(kind)
+        return kind
+
+
 @contextmanager
-def small_disk() -> Iterator[Path]:
-    """A file system of its own, small enough to be filled."""
+def file_system(mb: int) -> Iterator[Path]:
+    """One of its own, small enough to be filled."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         subprocess.run(
-            ("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", folder), check=True
+            ("mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", folder), check=True
         )
         try:
             yield Path(folder)
@@ -138,17 +194,17 @@ def trains_whole(cluster: Cluster, after: int, since: float = 0.0) -> bool:
 
 
 def inject(
-    cluster: Cluster, chance: random.Random, kinds: Sequence[str], faults: list[dict[str, Any]]
+    cluster: Cluster, chance: random.Random, deck: Deck, faults: list[dict[str, Any]]
 ) -> str:
     """A fault, or two of which the second hits while the first is mended; why it needs a person."""
     time.sleep(chance.uniform(0.1, 3))
-    number = 2 if chance.random() < 0.2 else 1
+    number = 2 if deck.several and chance.random() < 0.2 else 1
     heals: list[tuple[float, Heal]] = []
     began, before = time.time(), len(cluster.sessions())
     step = cluster.last_step()
     broken = []
     for i in range(number):
-        kind = chance.choice([k for k in kinds if k not in broken])
+        kind = deck.draw(broken)
         broken.append(kind)
         if i:
             time.sleep(chance.uniform(0, 6))
@@ -159,7 +215,7 @@ def inject(
     end = time.time() + PERSON_S
     healed = began
     # Some faults cost no start: a full disk; a link that comes back before anybody gives up.
-    quiet_s = 20.0
+    quiet_s = 12.0
     restarts = True
     print(f"{began:.1f} step {step}: {' and '.join(broken)}", flush=True)
     while whole_s is None:
@@ -182,11 +238,12 @@ def inject(
             return f"{' and '.join(broken)}: not whole again after {PERSON_S:.0f} s"
         time.sleep(0.05)
     lost = [session["lost_steps"] for session in cluster.sessions()[before:]]
+    origins = [session["origin"] for session in cluster.sessions()[before:]]
     for i, kind in enumerate(broken):
         faults.append({"kind": kind, "with": [k for k in broken if k != kind], "step": step})
         if not i:
             faults[-1] |= {"again_s": again_s, "whole_s": whole_s, "restarts": restarts}
-            faults[-1] |= {"starts": len(lost), "lost_steps": sum(lost)}
+            faults[-1] |= {"starts": len(lost), "lost_steps": sum(lost), "from": origins}
     return ""
 
 
@@ -208,8 +265,9 @@ def table(record: dict[str, Any]) -> list[str]:
     lines = [
         f"{len(faults)} faults in {len(runs)} runs; {len(persons)} runs needed a person, "
         f"{len(wrong)} ended with wrong numbers",
-        row(["fault", "number", "alone", "s until training", "longest", "s until whole", "lost"]),
-        row(["---", *["---:"] * 6]),
+        row([*("fault", "number", "alone", "s until training", "longest", "s until whole"),
+             *("from memory", "steps lost", "most")]),
+        row(["---", *["---:"] * 8]),
     ]
     for kind in FAULTS:
         of_kind = [fault for fault in faults if fault["kind"] == kind]
@@ -217,13 +275,15 @@ def table(record: dict[str, Any]) -> list[str]:
         if not of_kind:
             continue
         again = [f["again_s"] for f in alone if f["again_s"] is not None]
-        cells = ["-"] * 4
+        cells = ["-"] * 6
         if again:
             cells = [
                 f"{statistics.median(again):.1f}",
                 f"{max(again):.1f}",
                 f"{statistics.median(f['whole_s'] for f in alone):.1f}",
+                f"{sum(f['from'][0] == 'memory' for f in alone)} of {len(alone)}",
                 f"{statistics.median(f['lost_steps'] for f in alone):g}",
+                str(max(f["lost_steps"] for f in alone)),
             ]
         lines.append(row([kind, str(len(of_kind)), str(len(alone)), *cells]))
     return lines

@@ -14,7 +14,7 @@ hangs or joins (docs/faults.md):
 Read `main` from top to bottom; the functions follow in the order of their use. The files in
 `common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
 (the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
-group), `elastic.py` (commits, and going on from them), `lm_report.py` (progress bar and figures).
+group), `elastic.py` (going on from commits, or from memory), `lm_report.py` (progress bar and figures).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.elastic import Commits, resume, watched
+from common.elastic import Commits, Snapshots, Start, resume, watched
 from common.lm_model import LanguageModel, ModelConfig, init_std
 from common.lm_report import (
     LossLog,
@@ -204,16 +204,16 @@ def build_optimizer(model: LanguageModel, options: argparse.Namespace) -> torch.
 def train(run: Run) -> int:
     """The training loop; returns the last step, after which the run was saved."""
     options, model, optimizer = run.options, run.model, run.optimizer
-    first_step = 0
+    start = Start()
     # Every rank writes its shards into ordinary safetensors files, and reads its shards from them,
     # whatever number of ranks wrote them.
     commits = Commits(options.out, elastic=options.elastic)
+    snapshots = Snapshots(options, run.numbers)
     if options.resume or options.elastic:
-        loaded = resume(options, commits, model, optimizer)
-        if loaded is not None:
-            first_step, run.batches.position = loaded.step, loaded.extra["position"]
+        start = resume(options, commits, snapshots, model, optimizer)
+    first_step, run.batches.position = start.step, start.position
     print_start(run.out, model, run.text, first_step=first_step, device=run.device)
-    log = LossLog(run.out, first_step=first_step)
+    log = LossLog(run.out, first_step=first_step, unwritten=start.losses)
     last_step = min(options.steps, options.stop_at or options.steps)
     tokens = sequences_per_step(options) * options.length
     progress = Progress(first_step=first_step, last_step=last_step, units_per_step=tokens)
@@ -247,9 +247,16 @@ def train(run: Run) -> int:
             grad_norm=grad_norm,
         )
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "extra": run_state(run) | {"unwritten": start.unwritten(log)},
+        }
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
-            commits.save(step, model=model, optimizer=optimizer, extra=run_state(run))
+            commits.save(step, **state)
+        snapshots.after_step(step, **state)
     commits.close()
+    snapshots.close(keep=commits.failed)
     progress.close()
     log.close()
     if profiled_step is not None and first_step < profiled_step <= step:

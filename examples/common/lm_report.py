@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,36 +93,92 @@ class Progress:
             self.bar.close()
 
 
-class LossLog:
-    """losses.jsonl: one line per step, with every digit, written by rank 0."""
+class Rows:
+    """A file with a JSON object in each line. What does not fit on a full disk is tried again.
 
-    def __init__(self, out: Path, *, first_step: int) -> None:
-        self.path = out / "losses.jsonl"
-        self._file, self._unwritten = None, b""
-        if dist.get_rank() == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            # The steps after the checkpoint from which this run resumes will be repeated. In a new
-            # file, which takes the old one's place when it is whole: this start may be killed too.
-            kept = [row for row in read_losses(self.path) if row["step"] <= first_step]
-            new = self.path.with_suffix(".new")
-            new.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            new.replace(self.path)
-            self._file = self.path.open("ab", buffering=0)
+    Args:
+        keep: which of the rows that are there stay. The file is cut off at the first that does not,
+            or that has no end, as a process leaves it that is killed while it writes.
+        unwritten: of an earlier start, for which there was no room.
+    """
 
-    def write(self, step: int, **values: float) -> None:
-        """Add a step. What does not fit on a full disk is tried again with the next one."""
-        if self._file is None:
-            return
-        self._unwritten += json.dumps({"step": step, **values}).encode() + b"\n"
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: Callable[[dict[str, Any]], bool] = lambda row: True,
+        unwritten: Sequence[str] = (),
+    ) -> None:
+        self.path = path
+        kept: list[str] = []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                if not line.endswith("\n") or not keep(json.loads(line)):
+                    break
+                kept.append(line.rstrip("\n"))
+            # In place, which needs no room, and is done or not if this start is killed too.
+            os.truncate(path, sum(len(line) + 1 for line in kept))
+        self.unwritten = [line for line in unwritten if line not in kept]
+        self._file: Any = None
+        self._begun = 0  # bytes of the first of them that are written
+        self._told = False
+
+    def add(self, **row: Any) -> None:
+        """Write a row, and those before it for which there was no room."""
+        self.unwritten.append(json.dumps(row))
+        self.flush()
+
+    def flush(self) -> None:
+        """Try again what is not written."""
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            if self._file is None:
+                self._file = self.path.open("ab", buffering=0)
+            while self.unwritten:
+                line = self.unwritten[0].encode() + b"\n"
+                while self._begun < len(line):
+                    self._begun += self._file.write(line[self._begun :])
+                del self.unwritten[0]
+                self._begun, self._told = 0, False
         except OSError as error:
-            print(f"{self.path}: {error.strerror}", flush=True)
+            if not self._told:
+                print(f"{self.path}: {error.strerror}; tried again later", flush=True)
+            self._told = True
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+class LossLog:
+    """losses.jsonl: one line per step, with every digit, written by rank 0.
+
+    The steps after ``first_step``, from which this run resumes, will be repeated.
+    """
+
+    def __init__(self, out: Path, *, first_step: int, unwritten: Sequence[str] = ()) -> None:
+        self._rows: Rows | None = None
+        if dist.get_rank() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            self._rows = Rows(
+                out / "losses.jsonl",
+                keep=lambda row: bool(row["step"] <= first_step),
+                unwritten=unwritten,
+            )
+            self._rows.flush()
+
+    @property
+    def unwritten(self) -> list[str]:
+        """The rows for which there is no room yet."""
+        return [] if self._rows is None else list(self._rows.unwritten)
+
+    def write(self, step: int, **values: float) -> None:
+        """Add a step."""
+        if self._rows is not None:
+            self._rows.add(step=step, **values)
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 # from the checkpoint.
 FREE_ON_RESUME = {
     *("resume", "out", "steps", "stop_at", "minutes", "save_every", "sample_bytes", "profile"),
-    "hang_after",
+    *("hang_after", "snapshot_every", "snapshot_dir", "snapshot_host"),
 }
 
 
@@ -120,6 +120,8 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
         fail("--elastic goes on by itself: leave --resume out")
     if options.elastic and options.accumulate > 1:
         fail("--elastic: --accumulate follows from --global-batch and the number of processes")
+    if options.snapshot_every < 0:
+        fail(f"--snapshot-every {options.snapshot_every} is not 0 or more")
     if world_size % options.replicate:
         fail(f"--replicate {options.replicate} does not divide the {world_size} processes evenly")
     if options.dim % (2 * options.heads):
@@ -181,6 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", None, "record a step: table, and trace and picture into DIR", str, "DIR")
     switch("--resume", "go on from the checkpoint in --out")
     switch("--elastic", "go on from the last commit in --out, if any, on any number of processes")
+    add("--snapshot-every", 10, "with --elastic: keep every Nth step in memory; 0: none", int)
+    add("--snapshot-dir", "/dev/shm", "for these: a folder in memory, per host", str, "DIR")
+    add("--snapshot-host", None, "what fails together, as a rack; None: the host", str, "NAME")
     add("--hang-after", 60.0, "seconds after which a wait is a hang", positive_number, "S")
 
     add("--batch", 4, "sequences per rank in one forward")

@@ -100,6 +100,7 @@ class MemorySnapshots:
             nothing was written to them for this many seconds.
 
     Attributes:
+        run, every: as given.
         complete: the last step known to be whole on all ranks, with all copies; None before that.
         skipped: how many snapshots were left out.
         neighbour: the rank that holds copies of this rank's parts; None if there is one host.
@@ -139,7 +140,7 @@ class MemorySnapshots:
             raise ValueError(f"every must be a number of steps, at least 1, got {every!r}")
         if max_mb_per_s is not None and max_mb_per_s <= 0:
             raise ValueError(f"max_mb_per_s must be above 0, got {max_mb_per_s}")
-        self.every = every
+        self.run, self.every = run, every
         self.rank, self.ranks = this_rank(), all_ranks()
         self._bytes_per_s = None if max_mb_per_s is None else max_mb_per_s * 1e6
         self._rank_local = rank_local
@@ -393,13 +394,16 @@ class MemorySnapshots:
         if choice is not None:
             loaded = self._load(choice, model, optimizer, scheduler, device)
             self._base = choice.generation
-            return Restored(**vars(loaded), origin="memory", last_step=last_step)
-        if checkpoints is None or step_on_disk < 0:
+        elif checkpoints is None or step_on_disk < 0:
             return None
-        loaded = checkpoints.load(
-            step_on_disk, model=model, optimizer=optimizer, scheduler=scheduler, device=device
-        )
-        return Restored(**vars(loaded), origin="disk", last_step=last_step)
+        else:
+            loaded = checkpoints.load(
+                step_on_disk, model=model, optimizer=optimizer, scheduler=scheduler, device=device
+            )
+        # A start that ends before its first step has lost nothing more than the one before.
+        self._folder.note_progress(self._session.number, loaded.step)
+        origin = "disk" if choice is None else "memory"
+        return Restored(**vars(loaded), origin=origin, last_step=last_step)
 
     def _choose(self, inventories: dict[str, list[PartName]], on_disk: int) -> Choice | None:
         """The newest intact snapshot, if it is not older than the checkpoint."""

@@ -29,7 +29,7 @@ from ..runtime.comparison import name_of
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX
-from .whereabouts import Whereabouts, look
+from .whereabouts import CHECKPOINT, Whereabouts, look
 
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
 _INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
@@ -285,8 +285,11 @@ class watch_hangs:  # noqa: N801 (used like a function)
         alive = {rank: second[rank][0] != first[rank][0] for rank in second}
         report = judge(self._rank, time.monotonic() - since, places, alive)
         late = any(where.order < place.order for where in report.elsewhere.values())
-        if not (place.waits_for or late or report.silent):
-            return False  # it computes, or it is itself the one for which others wait
+        waits = place.waits_for and place.waits_for != CHECKPOINT
+        if not (waits or late or report.silent):
+            # It computes, or it is itself the one for which others wait. Or those for which it
+            # waits write or read large files: that is no hang while they live.
+            return False
         self._act(report)
         return True
 

@@ -21,6 +21,9 @@ from ..runtime.unit import Unit
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# What a rank waits for that saves or loads. Others may be at work on their parts for minutes.
+CHECKPOINT = "all ranks to do their part of a checkpoint"
+_OF_CHECKPOINTS = ("said_by_first", "told_by_all", "_agree", "SaveHandle.wait_committed")
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -135,6 +138,8 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
                 return f"the reduction of unit '{values['launched'].unit_name}'"
             if function.startswith("StoreExchange."):
                 return f"all ranks to {values['self']._about}"
+            if function in _OF_CHECKPOINTS and _file(frame).startswith(_OURS + "checkpoint"):
+                return CHECKPOINT
         if _file(frame).startswith(_TORCH + "distributed" + os.sep):
             outer = _outermost_of_torch(stack)
             return f"torch.distributed, in {outer.f_code.co_name}()"

@@ -120,8 +120,12 @@ class Folder:
             self._lock = self._progress = -1
 
     def note_progress(self, session: int, step: int) -> None:
-        """Note the step that this rank has come to; one write of 16 bytes."""
-        os.pwrite(self._progress, _PROGRESS.pack(session, step), 0)
+        """Note the step that this rank has come to; one write of 16 bytes.
+
+        Where there is no room for even these, what is lost is not known; training goes on.
+        """
+        with suppress(OSError):
+            os.pwrite(self._progress, _PROGRESS.pack(session, step), 0)
 
     def progress(self) -> tuple[int, int]:
         """The latest session and step that any rank has noted here; (0, 0): none."""
