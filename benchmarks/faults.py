@@ -175,9 +175,7 @@ class Deck:
 def file_system(mb: int) -> Iterator[Path]:
     """One of its own, small enough to be filled."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        subprocess.run(
-            ("mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", folder), check=True
-        )
+        subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", folder), check=True)
         try:
             yield Path(folder)
         finally:
@@ -265,8 +263,12 @@ def table(record: dict[str, Any]) -> list[str]:
     lines = [
         f"{len(faults)} faults in {len(runs)} runs; {len(persons)} runs needed a person, "
         f"{len(wrong)} ended with wrong numbers",
-        row([*("fault", "number", "alone", "s until training", "longest", "s until whole"),
-             *("from memory", "steps lost", "most")]),
+        row(
+            [
+                *("fault", "number", "alone", "s until training", "longest", "s until whole"),
+                *("from memory", "steps lost", "most"),
+            ]
+        ),
         row(["---", *["---:"] * 8]),
     ]
     for kind in FAULTS:

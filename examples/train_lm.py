@@ -14,7 +14,7 @@ hangs or joins (docs/faults.md):
 Read `main` from top to bottom; the functions follow in the order of their use. The files in
 `common/` are ordinary code that any training script has: `options.py` (command line), `lm_model.py`
 (the model, plain PyTorch), `text_data.py` (text and n-gram models), `processes.py` (the process
-group), `elastic.py` (going on from commits, or from memory), `lm_report.py` (progress bar and figures).
+group), `elastic.py` (going on from memory or from commits), `lm_report.py` (progress, figures).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The launcher (torchrun) starts the processes again when one has died, and when a host joins. Each
 start finds the newest state, in the memory of the hosts that are left or on disk, and this file is
 what it needs besides: `Commits` (checkpoints; a full disk does not end training), `Snapshots` (in
-memory) and `resume` (goes on, and says from where and what is lost). docs/faults.md has what happens for each kind of fault.
+memory) and `resume` (goes on, and says from where and what is lost). docs/faults.md has what
+happens for each kind of fault.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import HangReport, HangWarning, fully_shard, watch_hangs
+from fsdp2.checkpoint.agreement import told_by_all
 from fsdp2.describe.hangs import EXIT_CODE
 from harness import cached_mesh, distributed, fork_context, ours_only
 
@@ -140,6 +141,33 @@ def stop_for_a_while(pid: int, until: threading.Event) -> None:
         until.wait(30)
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@distributed(2)
+def test_a_checkpoint_whose_rank_was_stopped_and_one_that_takes_long() -> None:
+    """A rank that writes for long is no hang; one that is stopped is."""
+    rank = dist.get_rank()
+    model, reports = sharded(), Reports()
+    with watch_hangs(model, after_s=AFTER_S, on_hang=reports):
+        pids: list[Any] = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 1:
+            time.sleep(5 * AFTER_S)  # it writes
+        told_by_all("test", "written", (0, 1))
+        assert not reports.found
+        if rank == 1:
+            time.sleep(2 * AFTER_S)  # here it is stopped
+        else:
+            time.sleep(AFTER_S)
+            stopper = threading.Thread(target=stop_for_a_while, args=(pids[1], reports.came))
+            stopper.start()
+        told_by_all("test", "written", (0, 1))
+        dist.barrier()
+    if rank == 0:
+        stopper.join()
+        (report,) = reports.found
+        assert report.here.waits_for == "all ranks to do their part of a checkpoint"
+        assert list(report.silent) == [1]
 
 
 @distributed(2)

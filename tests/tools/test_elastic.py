@@ -80,7 +80,10 @@ def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
     (parts / "losses.jsonl").write_text("".join(lines) + '{"step": 7, "lo')
     train(3, (parts, []))
     printed = (parts / "printed.txt").read_text()
-    assert "goes on      after step 4 on 3 ranks; 2 steps are lost and done again" in printed
+    assert (
+        "goes on      after step 4, from disk, on 3 ranks; 2 steps are lost and done again"
+        in printed
+    )
     assert [row["step"] for row in losses(parts)] == [1, 2, 3, 4, 5, 6]
     assert loss_values(parts) == pytest.approx(loss_values(tmp_path / "whole"), rel=1e-4)
     sessions = [json.loads(line) for line in (parts / "sessions.jsonl").read_text().splitlines()]
@@ -91,8 +94,10 @@ def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
 def test_which_steps_count() -> None:
     rows = [(0, 4), (10, 2), (10, 4), (15, 2), (12, 4)]
     sessions = [{"resumed_after": step, "world_size": size} for step, size in rows]
-    assert segments(sessions, 20) == [Segment(1, 10, 4), Segment(11, 12, 4), Segment(13, 20, 4)]
-    assert segments(sessions[:4], 15) == [Segment(1, 10, 4), Segment(11, 15, 4)]
+    assert segments(sessions, 20) == [Segment(1, 20, 4)]
+    assert segments(sessions[:4], 15) == [Segment(1, 15, 4)]
+    assert segments(sessions[:4], 20) == [Segment(1, 15, 4), Segment(16, 20, 2)]
+    assert segments(sessions[:2], 12) == [Segment(1, 10, 4), Segment(11, 12, 2)]
 
 
 @pytest.mark.long
