@@ -380,6 +380,10 @@ class CountedParamGroup(ParamGroup):
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
 
+    def take_freezing(self) -> bool:
+        """Nobody freezes anything here."""
+        return False
+
     def _make_transports(self) -> None:
         policy = self._config.comm_options.policy
         made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
