@@ -16,10 +16,11 @@ from fsdp2.comm import messages
 from fsdp2.comm import streams as streams_module
 from fsdp2.comm.streams import DeviceStreams
 from fsdp2.comm.transports import GroupTransport, done
+from fsdp2.runtime import by_hand
 from fsdp2.runtime import unit as unit_module
 from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
-from fsdp2.runtime.root import Runtime
+from fsdp2.runtime.root import Runtime, runtime_of
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
@@ -315,8 +316,9 @@ def _free_what_is_held(unit: Unit, streams: Any, **_: Any) -> None:
             bucket.free()
 
 
-def _believe_gathered(self: Runtime, unit: Unit) -> None:
-    if self.is_last_backward or self.in_backward:
+def _believe_gathered(unit: Unit) -> None:
+    runtime = runtime_of(unit)
+    if runtime.ends_iteration or runtime.in_backward:
         return
     if unit.state is State.SHARDED:
         unit.state = State.UNSHARDED
@@ -525,10 +527,10 @@ MUTATIONS: dict[str, Mutation] = {
     "a stage's gather between forward and backward is not waited for": Mutation(
         "pipeline",
         READ,
-        lambda: after(Runtime, "gather_for_backward", lambda _, unit: _drop_in_flight(unit)),
+        lambda: after(by_hand, "gather_for_backward", _drop_in_flight),
     ),
     "a stage takes what was freed after forward for gathered": Mutation(
-        "pipeline", GONE, lambda: replace(Runtime, "gather_for_backward", _believe_gathered)
+        "pipeline", GONE, lambda: replace(by_hand, "gather_for_backward", _believe_gathered)
     ),
     "gradients that were computed apart are reduced without a wait for them": Mutation(
         "pipeline_of_shards",
