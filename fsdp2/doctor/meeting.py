@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 # How much longer than for a phase itself its end is waited for, at most.
 MAX_GRACE_S = 5.0
+# How often rank 0 lets in who has knocked, while it waits.
+_ANSWER_S = 0.1
 
 
 class NoMeetingError(RuntimeError):
@@ -41,6 +43,8 @@ class Meeting:
         self.world_size = int(environment.get("WORLD_SIZE", 1))
         self.local_rank = int(environment.get("LOCAL_RANK", 0))
         self.store: dist.Store | None = None
+        self._lobby: dist.Store | None = None  # of rank 0, where starts share a store
+        self._attempt = self._answered = 0
         if self.world_size > 1:
             self.store = self._connect(environment)
 
@@ -72,8 +76,39 @@ class Meeting:
                 f"{_first_line(error)}. Check that rank 0 is running, that the name means "
                 "an address of its host, and that no firewall closes the port"
             ) from error
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"fsdp2/doctor/{attempt}", store)
+        store = dist.PrefixStore("fsdp2/doctor", store)
+        return self._join(store) if by_agent else store
+
+    def _join(self, store: dist.Store) -> dist.Store:
+        """What belongs to this start of the job, of a store that also has what is left of others.
+
+        Agents count restarts, but each only those of its own host, so that hosts would look for
+        each other under different names. Rank 0 counts here instead. The others learn the number
+        from an answer to a knock that no earlier start can have answered, as it is numbered too.
+        """
+        if self.rank == 0:
+            self._lobby = store
+            self._attempt = store.add("attempts", 1)
+            return dist.PrefixStore(str(self._attempt), store)
+        key = f"answer/{store.add('knocks', 1)}"
+        try:
+            store.wait([key], timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:  # (a DistStoreError)
+            raise NoMeetingError(
+                f"Rank {self.rank} reaches the store, but rank 0 has not come there in "
+                f"{self.timeout_s:g} s. Look at the launcher's log on the host of rank 0: the "
+                "process was not started, or it died"
+            ) from error
+        return dist.PrefixStore(store.get(key).decode(), store)
+
+    def _answer(self) -> None:
+        """As rank 0: let in who has knocked."""
+        if self._lobby is None:
+            return
+        knocks = self._lobby.add("knocks", 0)
+        for knock in range(self._answered + 1, knocks + 1):
+            self._lobby.set(f"answer/{knock}", str(self._attempt))
+        self._answered = knocks
 
     def phase(self, name: str, work: Callable[[], Any]) -> dict[int, Any] | None:
         """Run one phase on all ranks.
@@ -114,11 +149,21 @@ class Meeting:
         for rank in range(self.world_size):
             key = f"{name}/{rank}"
             # One after the other: who has come while another was waited for answers at once.
-            if self._wait(key, max(0.01, deadline - time.monotonic())):
+            if self._comes(key, deadline):
                 said[rank] = json.loads(self.store.get(key))
             else:
                 missing.append(rank)
         return said, missing
+
+    def _comes(self, key: str, deadline: float) -> bool:
+        """Whether a rank has written before the deadline; meanwhile others are let in."""
+        while True:
+            self._answer()
+            left = max(0.01, deadline - time.monotonic())
+            if self._wait(key, left if self._lobby is None else min(left, _ANSWER_S)):
+                return True
+            if time.monotonic() > deadline:
+                return False
 
     def _decided(self, name: str) -> bool:
         assert self.store is not None

@@ -48,6 +48,7 @@ class Rank:
         port: int,
         *options: str,
         hangs: bool = False,
+        **more: str,
     ) -> None:
         variables = {
             "RANK": str(rank),
@@ -55,6 +56,7 @@ class Rank:
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            **more,
         }
         self.output = folder / f"output-{rank}"
         self.process = harness.fork_context().Process(
@@ -125,6 +127,27 @@ def test_a_rank_without_rank_0_says_so(tmp_path: Path) -> None:
     code, out = Rank(tmp_path, 1, 2, free_port(), "--timeout", "2").finish()
     assert code == 1
     assert "Rank 1 cannot reach 127.0.0.1:" in out
+
+
+def test_hosts_that_were_restarted_a_different_number_of_times(tmp_path: Path) -> None:
+    """torchrun counts on each host what failed there, and may keep the store over starts."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for start in range(2):  # the second finds what the first one has written
+        ranks = [
+            Rank(
+                tmp_path, rank, 2, server.port, "--timeout", "20",
+                **kept, TORCHELASTIC_RESTART_COUNT=str(start * rank),
+            )
+            for rank in (1, 0)
+        ]  # fmt: skip
+        (other, told), (code, out) = [rank.finish() for rank in ranks]
+        assert (code, other) == (0, 0), out + told
+        assert "2 of 2 ranks answered" in out
+    alone = Rank(tmp_path, 1, 2, server.port, "--timeout", "1", **kept)
+    code, out = alone.finish()
+    assert code == 1
+    assert "Rank 1 reaches the store, but rank 0 has not come there in 1 s" in out
 
 
 def test_folders_that_are_not_one(tmp_path: Path) -> None:
