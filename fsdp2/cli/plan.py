@@ -50,7 +50,19 @@ def add_plan(groups: Any) -> None:
     parser.add_argument(
         "--world-size", type=parse_number, required=True, metavar="N", help="number of GPUs"
     )
-    parser.add_argument("--hardware", required=True, metavar="NAME", help="h100, a100-80, ...")
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME",
+        help='h100, a100-80, ... or a file: ours.json with {"base": "h100", "speeds": [1, 0.5]}',
+    )
+    parser.add_argument(
+        "--speeds",
+        type=parse_speeds,
+        metavar="LIST",
+        help="of each node or rank, where they differ, as fsdp2 doctor prints them: 1,1,0.5,1 or "
+        "1x62,0.5x2 (62 nodes, then two of half the speed)",
+    )
     parser.add_argument(
         "--memory",
         type=parse_bytes,
@@ -70,6 +82,20 @@ def add_plan(groups: Any) -> None:
     parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
     _add_output(parser)
     parser.set_defaults(run=run_plan)
+
+
+def parse_speeds(text: str) -> list[float]:
+    """``1x2,0.5`` is two of speed 1 and one of half of that."""
+    speeds: list[float] = []
+    for part in text.split(","):
+        speed, times, number = part.partition("x")
+        try:
+            speeds += [float(speed)] * (int(number) if times else 1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a list of speeds such as 1,0.5 or 1x62,0.5x2"
+            ) from None
+    return speeds
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
@@ -159,16 +185,21 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan for a model created on the meta device."""
-    from ..planner import Plan, plan
+    from dataclasses import replace
+
+    from ..planner import Plan, find_hardware, plan
 
     def make() -> Plan:
+        hardware = find_hardware(args.hardware)
+        if args.speeds:
+            hardware = replace(hardware, speeds=args.speeds)
         options = _step_options(args)
         model = load_model(args.model)
         with status(args) as show:
             made = plan(
                 model,
                 options.pop("sample_input"),
-                args.hardware,
+                hardware,
                 args.world_size,
                 args.memory,
                 mp_policy=precision_of(args),
@@ -193,7 +224,7 @@ def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
 
     try:
         made = make()
-    except (ModelError, ValueError, TypeError, ImportError) as error:
+    except (ModelError, ValueError, TypeError, ImportError, OSError) as error:
         return fail(error)
     except RuntimeError as error:
         if isinstance(error, GatherBudgetError):

@@ -11,6 +11,7 @@ from ..comm.store_exchange import name_ranks
 from ..render.text import show_bytes, show_seconds
 from .facts import Facts
 from .links import Link
+from .speed import SLOW_PART, by_host, host_speeds, speeds_option
 
 ERROR, WARNING = "error", "warning"
 CLOCK_S = 1.0  # of logs and time limits that agree between hosts
@@ -58,6 +59,7 @@ def check(
     links: Sequence[Link] = (),
     folders: Mapping[int, Folder] | None = None,
     need_bytes: int = 0,
+    flops: Mapping[int, float] | None = None,
 ) -> list[Finding]:
     """All that is wrong, errors first.
 
@@ -66,11 +68,13 @@ def check(
         links: those that were measured.
         folders: by rank, if there is a folder to be checked.
         need_bytes: that have to be free in it.
+        flops: FLOP/s that each rank reached, by rank.
     """
     found: list[Finding] = []
     for each in (_versions, _settings, _devices, _addresses, _hosts, _limits):
         found += each(facts)
     found += _links(facts, links)
+    found += _speeds(facts, flops or {})
     found += _folders(facts, folders or {}, need_bytes)
     return sorted(found, key=lambda finding: finding.level != ERROR)
 
@@ -252,6 +256,24 @@ def _links(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
             advice = "Look for a longer route, or for what else runs on these hosts"
             found.append(Finding(WARNING, "link", text, advice))
     return found
+
+
+def _speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> list[Finding]:
+    hosts, speeds = by_host(facts, flops), host_speeds(facts, flops)
+    slow = sorted((speed, on) for on, speed in speeds.items() if speed < SLOW_PART)
+    option = speeds_option(facts, flops) if slow else ""
+    return [
+        Finding(
+            WARNING,
+            "speed",
+            f"{hosts[on][0].host} ({name_ranks(each.rank for each in hosts[on])}) multiplies "
+            f"matrices at {speed:.2f} of the speed of the fastest host; every step waits for it",
+            "Look for what else runs there, for heat and for limits of power (nvidia-smi -q -d "
+            "PERFORMANCE). If it has to stay, fsdp2 plan divides the batch by speed: "
+            f"--speeds {option}",
+        )
+        for speed, on in slow[:5]
+    ]
 
 
 def _folders(

@@ -21,6 +21,7 @@ from .checks import ERROR, Finding, Folder, check
 from .facts import Facts, facts_of
 from .links import Link, measure, rounds
 from .meeting import Meeting, PhaseError
+from .speed import measure_flops
 
 # What to do about ranks that do not come out of a phase, or fail in it.
 _ADVICE = {
@@ -29,6 +30,7 @@ _ADVICE = {
     "communicators": "The hosts reach the store, but not each other: look at the address column, "
     "at firewalls between the hosts (communicators use ports of their own), and at "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+    "speed": "A device or a library hangs there: look at the hosts' system logs",
     "links": "The connection stopped in the middle of messages: look at MTU, cables and the hosts' "
     "system logs",
     "folder": "The file system hangs on these hosts: look at its mount",
@@ -60,6 +62,7 @@ class Examination:
     facts: list[Facts] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
+    flops: dict[int, float] = field(default_factory=dict)  # FLOP/s by rank
     folders: dict[int, Folder] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -90,7 +93,7 @@ def examine(
             found.facts = _facts_in(error.values)  # of the ranks that did arrive
         found.findings = _findings_of(error, found.facts)
     if meeting.rank == 0:
-        told = check(found.facts, found.links, found.folders, need_bytes)
+        told = check(found.facts, found.links, found.folders, need_bytes, found.flops)
         found.findings = sorted(found.findings + told, key=lambda each: each.level != ERROR)
     return found
 
@@ -102,6 +105,11 @@ def _examine(meeting: Meeting, found: Examination, folder: Path | None, message_
         return
     found.facts = _facts_in(arrived)
     if meeting.world_size > 1:
+        # All at once: ranks of one host share its cores, as they will in training.
+        speeds = meeting.phase("speed", lambda: measure_flops(meeting.local_rank))
+        if speeds is None:
+            return
+        found.flops = speeds
         members = meeting.phase("hosts", lambda: _leaders(meeting, found.facts))
         if members is None:
             return

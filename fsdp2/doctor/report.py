@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+
 from ..comm.store_exchange import name_ranks
 from ..render.text import plain_table, plural, show_bytes, show_seconds
 from .checks import ERROR
 from .examine import Examination
 from .facts import Facts
+from .speed import by_host, host_speeds, speeds_option
 
 MAX_HOSTS = 64  # rows of a table
 MAX_LINKS = 10
@@ -14,7 +17,14 @@ MAX_LINKS = 10
 
 def report(found: Examination) -> str:
     """Tables of hosts, communicators and links, and then what is wrong."""
-    parts = [_hosts(found), _communicators(found), _links(found), _folder(found), _findings(found)]
+    parts = [
+        _hosts(found),
+        _speeds(found),
+        _communicators(found),
+        _links(found),
+        _folder(found),
+        _findings(found),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -42,6 +52,23 @@ def _hosts(found: Examination) -> str:
     hosts, ranks = plural(len(by_host), "host"), plural(found.world_size, "rank")
     answered = f"{len(found.facts)} of {ranks} answered, on {hosts}"
     return f"{answered}\n\n{plain_table(header, rows, '4')}" if rows else answered
+
+
+def _speeds(found: Examination) -> str:
+    if not found.flops:
+        return ""
+    members = by_host(found.facts, found.flops)
+    slowest = sorted(host_speeds(found.facts, found.flops).items(), key=lambda item: item[1])
+    rows = []
+    for on, speed in slowest[:MAX_LINKS]:
+        ranks = [each.rank for each in members[on]]
+        rate = statistics.median(found.flops[rank] for rank in ranks)
+        told = name_ranks(ranks).partition(" ")[2]
+        rows.append((members[on][0].host, told, f"{rate / 1e9:,.0f} GFLOP/s", f"{speed:.2f}"))
+    header = ("speed of matrix multiplications", "ranks", "each", "of the fastest")
+    option = speeds_option(found.facts, found.flops)
+    more = f"The slowest {MAX_LINKS} of {len(slowest)} hosts. " if len(slowest) > MAX_LINKS else ""
+    return f"{plain_table(header, rows, '23')}\n{more}For fsdp2 plan: --speeds {option}"
 
 
 def _communicators(found: Examination) -> str:

@@ -2,6 +2,7 @@
 
 from .hardware import PRESETS, Hardware, find_hardware
 from .planning import Outcome, Plan, plan
+from .report import Split
 from .simulate import SimulatedStep, Simulator
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Plan",
     "SimulatedStep",
     "Simulator",
+    "Split",
     "find_hardware",
     "plan",
 ]

@@ -7,8 +7,12 @@ data sheet's number that large kernels reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes.
+    """A cluster of nodes with equally many ranks.
 
     Attributes:
         name: display name.
@@ -39,12 +43,15 @@ class Hardware:
         call_latency_s: fixed latency of a call, however many messages it has.
         channels: messages of a call that go round their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
+        speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
+            above it reaches. Empty: all reach it. `fsdp2 doctor` measures them.
 
     Raises:
-        ValueError: for numbers that are not positive.
+        ValueError: for numbers that are not positive, and speeds that are not finite.
 
     Example:
         >>> ours = replace(find_hardware("h100"), network_bandwidth=100e9, name="ours")
+        >>> ours = replace(ours, speeds=[1.0, 1.0, 0.5, 1.0])  # the third of four nodes is slow
     """
 
     name: str
@@ -64,6 +71,7 @@ class Hardware:
     call_latency_s: float = 8.4e-6
     channels: int = 16
     host_bandwidth: float = 25 * GB
+    speeds: Sequence[float] = ()
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +80,12 @@ class Hardware:
         for name, value in numbers.items():
             if not value > 0:
                 raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
+        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))  # hashable
+        for i, speed in enumerate(self.speeds):
+            if not (speed > 0 and isfinite(speed)):
+                raise ValueError(
+                    f"Hardware '{self.name}': speeds[{i}] must be positive and finite, got {speed}"
+                )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s that large multiplications in ``dtype`` reach."""
@@ -159,20 +173,80 @@ PRESETS: dict[str, Hardware] = {
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """Look up a preset by name; a `Hardware` is returned unchanged.
+    """Look up a preset by name, or read a file; a `Hardware` is returned unchanged.
+
+    A file ends in ``.json`` and holds an object: the preset to begin with as "base", and fields of
+    `Hardware` that differ, ``{"base": "h100", "network_bandwidth": 100e9, "speeds": [1, 1, 0.5]}``;
+    ``matmul_flops`` by names of dtypes.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or a file that does not hold that.
+        OSError: for a file that cannot be read.
         TypeError: for anything else.
     """
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
         raise TypeError(f"hardware must be a name or a Hardware, got {hardware!r}")
+    if hardware.endswith(".json"):
+        return _read(Path(hardware))
     if hardware not in PRESETS:
         known = ", ".join(f"'{name}'" for name in PRESETS)
         hint = did_you_mean(hardware, PRESETS)
         raise ValueError(
-            f"There is no hardware {hardware!r}: choose one of {known}, or pass a Hardware{hint}"
+            f"There is no hardware {hardware!r}: choose one of {known}, a file that ends in "
+            f".json, or pass a Hardware{hint}"
         )
     return PRESETS[hardware]
+
+
+def _read(path: Path) -> Hardware:
+    try:
+        told: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} has to hold one object with fields of Hardware")
+    told = {"name": path.stem, **told}
+    base = told.pop("base", None)
+    known = {each.name for each in fields(Hardware)}
+    for key, value in told.items():
+        if key not in known:
+            raise ValueError(f"{path}: there is no field '{key}'{did_you_mean(key, known)}")
+        _check_kind(path, key, value)
+    if "matmul_flops" in told:
+        dtypes = {name: getattr(torch, name, None) for name in told["matmul_flops"]}
+        for name, dtype in dtypes.items():
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{path}: matmul_flops: there is no dtype '{name}'")
+        told["matmul_flops"] = {dtypes[name]: v for name, v in told["matmul_flops"].items()}
+    if base is not None:
+        return replace(find_hardware(base), **told)
+    if missing := _REQUIRED - told.keys():
+        raise ValueError(
+            f'{path} has no {", ".join(sorted(missing))}; a preset as "base" would give them'
+        )
+    return Hardware(**told)
+
+
+_REQUIRED = {each.name for each in fields(Hardware) if each.default is MISSING}
+
+
+def _check_kind(path: Path, key: str, value: Any) -> None:
+    def is_number(each: Any) -> bool:
+        return isinstance(each, int | float) and not isinstance(each, bool)
+
+    kinds = {
+        "name": ("a text", isinstance(value, str)),
+        "source": ("a text", isinstance(value, str)),
+        "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
+        "matmul_flops": (
+            "an object with a number for each dtype",
+            isinstance(value, dict) and all(map(is_number, value.values())),
+        ),
+        "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
+        "channels": ("a whole number", isinstance(value, int) and is_number(value)),
+    }
+    what, fits = kinds.get(key, ("a number", is_number(value)))
+    if not fits:
+        raise ValueError(f"{path}: {key} has to be {what}, got {value!r}")

@@ -14,13 +14,23 @@ from ..estimation.replay import Setup
 from ..estimation.setups import make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..render.text import plural, show_bytes
+from ..render.text import plural, show_bytes, show_seconds
 from ..runtime.gather_budget import GatherBudgetError
 from ..wrap import UnitDescription, units_of
 from .candidates import Candidate, first_round, second_round, wraps_of
 from .hardware import Hardware, find_hardware
-from .report import Outcome, Plan, reasons
-from .simulate import Simulator
+from .loads import (
+    Load,
+    batch_size,
+    describe_sizes,
+    even_load,
+    sizes_by_speed,
+    speeds_of,
+    uneven_loads,
+    with_samples,
+)
+from .report import Outcome, Plan, Split, reasons
+from .simulate import SimulatedStep, Simulator
 
 # Fraction of a GPU's memory: fragmentation and memory of libraries are not simulated.
 USABLE_MEMORY = 0.9
@@ -53,11 +63,17 @@ def plan(
     for each other as in the library's runtime, which the simulation runs. The fastest configuration
     that fits into memory is chosen; among equally fast ones, the one that needs the least memory.
 
+    Where `Hardware.speeds` differ, the step takes as long as the slowest rank. Each micro-batch of
+    all ranks together is then also divided by speed (`split_batch`), and that is chosen if it is
+    faster: see `Plan.split`.
+
     Args:
         model: not sharded; may be on the meta device. Unchanged afterwards.
         sample_input, loss_fn, optimizer, micro_batches, fake: as in `estimate`; the batch is that
-            of one rank.
-        hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40") or a `Hardware`.
+            of one rank if all have as many samples. To divide it, all tensors in it with as many
+            rows as the first one count as samples.
+        hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
+            ``.json`` (see `find_hardware`) or a `Hardware`.
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
         memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
             allocators and libraries need some too.
@@ -82,6 +98,9 @@ def plan(
     """
     chosen_hardware = find_hardware(hardware)
     _check_ranks(num_ranks, chosen_hardware)
+    speeds = speeds_of(chosen_hardware, num_ranks)
+    differ = len(set(speeds)) > 1
+    samples = batch_size(sample_input) if differ else 0
     for mode in activation_checkpointing:
         if mode not in MODES:
             raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
@@ -98,9 +117,9 @@ def plan(
             "micro_batches": micro_batches,
             "max_gathered_bytes": max_gathered_bytes,
         },
-        lambda mode, blocks, modules: trace_step(
+        lambda mode, blocks, modules, samples: trace_step(
             model,
-            sample_input,
+            with_samples(sample_input, samples),
             modules,
             loss_fn=loss_fn,
             mp_policy=mp_policy,
@@ -110,7 +129,42 @@ def plan(
         ),
         progress or (lambda what, done, total: None),
     )
-    return search.run(tuple(activation_checkpointing))
+    modes = tuple(activation_checkpointing)
+    even = search.run(modes, even_load(speeds))
+    return _divided(search, modes, even, speeds, samples) if differ else even
+
+
+def _divided(
+    search: _Search, modes: tuple[str, ...], even: Plan, speeds: Sequence[float], samples: int
+) -> Plan:
+    """The plan with batches by speed, or ``even`` if that gains nothing."""
+    sizes = sizes_by_speed(samples, speeds)
+
+    def stay(why: str) -> Plan:
+        even.reasons.append(f"Samples: {samples} on each rank; {why}.")
+        return even
+
+    if len(set(sizes)) == 1:
+        return stay(
+            "with so few the speeds of ranks make no difference: give sample_input more samples "
+            "and use fewer micro-batches"
+        )
+    told = describe_sizes(sizes)
+    try:
+        made = search.run(modes, uneven_loads(sizes, speeds))
+    except ValueError as error:
+        return stay(f"by speed ({told}) does not work: {error}")
+    except RuntimeError as error:  # the model or the loss expects a number of samples
+        return stay(f"by speed ({told}) the model fails: {error}")
+    if made.chosen.seconds >= even.chosen.seconds * (1 - SAME_SPEED):
+        return stay(f"by speed ({told}) a step takes {show_seconds(made.chosen.seconds)}")
+    made.split = Split(tuple(speeds), sizes, even.chosen.seconds)
+    slower = 100 * (even.chosen.seconds / made.chosen.seconds - 1)
+    made.reasons.append(
+        f"Samples: by speed; {samples} on each rank is {slower:.1f} % slower "
+        f"({show_seconds(even.chosen.seconds)} a step)."
+    )
+    return made
 
 
 def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:
@@ -124,6 +178,15 @@ def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:
         )
 
 
+def _together_s(steps: Sequence[SimulatedStep]) -> float:
+    """The time of ranks that wait for each other: where gradients are summed, and after the step
+    of the optimizer."""
+    if len(steps) == 1:
+        return steps[0].seconds
+    backward = max(step.seconds - step.optimizer_s for step in steps)
+    return backward + max(step.optimizer_s for step in steps)
+
+
 class _Search:
     """Two rounds: meshes and checkpointing first, then the rest for the best of them."""
 
@@ -134,7 +197,7 @@ class _Search:
         num_ranks: int,
         budget: int,
         options: dict[str, Any],
-        trace: Callable[[str, list[str], list[str]], StepTrace],
+        trace: Callable[[str, list[str], list[str], int | None], StepTrace],
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.model = model
@@ -150,29 +213,54 @@ class _Search:
             label: tuple(units_of(model, wrap)) for label, wrap in self.wraps.items()
         }
         self._make_trace = trace
-        self._traces: dict[str, StepTrace] = {}
+        self._traces: dict[tuple[str, int | None], StepTrace] = {}
+
+    def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
+        """The best configuration for ranks with these loads."""
+        self.loads = loads
         self.outcomes: dict[Candidate, Outcome] = {}
         self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
-
-    def run(self, modes: tuple[str, ...]) -> Plan:
         node = self.simulator.hardware.ranks_per_node
         if not self.blocks:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
-        for i, mode in enumerate(modes):
-            self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
-            names = [n for units in self.units.values() for u in units for n in u.modules]
-            try:
-                self._traces[mode] = self._make_trace(mode, self.blocks, names)
-            except RuntimeError as error:  # the model behaves differently when recomputed
-                if mode == "none" or len(modes) == 1:
-                    raise
-                self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        modes = tuple(self._traces)
+        modes = self._trace(modes)
         self._simulate(first_round(modes, self.num_ranks, node))
         best = [o.candidate for o in self._ranked()[:3]]
         self._simulate([c for start in best for c in second_round(start, tuple(self.wraps), node)])
         return self._conclude()
+
+    def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
+        """Trace steps of all loads; returns the modes in which the model works."""
+        names = [n for units in self.units.values() for u in units for n in u.modules]
+        working = []
+        for i, mode in enumerate(modes):
+            self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
+            try:
+                for samples in {load.samples for load in self.loads}:
+                    if (mode, samples) not in self._traces:
+                        made = self._make_trace(mode, self.blocks, names, samples)
+                        self._traces[mode, samples] = made
+                working.append(mode)
+            except RuntimeError as error:  # the model behaves differently when recomputed
+                if mode == "none" or len(modes) == 1:
+                    raise
+                self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
+        return tuple(working)
+
+    def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
+        """Of each load, the slowest first."""
+        setup = self.setup(candidate)
+        steps = [
+            self.simulator.run(
+                self._traces[candidate.checkpointing, load.samples],
+                setup,
+                speed=load.speed,
+                **options,
+            )
+            for load in self.loads
+        ]
+        return sorted(steps, key=lambda step: -step.seconds)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -180,18 +268,13 @@ class _Search:
         for i, candidate in enumerate(fresh):
             self.progress(f"simulating: {candidate}", i, len(fresh))
             try:
-                step = self.simulator.run(
-                    self._traces[candidate.checkpointing], self.setup(candidate)
-                )
+                steps = self._steps(candidate)
             except GatherBudgetError as error:
                 self._too_large[candidate] = error
                 continue
+            peak = max(step.peak.total for step in steps)
             self.outcomes[candidate] = Outcome(
-                candidate,
-                step.seconds,
-                step.exposed_s,
-                step.peak.total,
-                step.peak.total <= self.budget,
+                candidate, _together_s(steps), steps[0].exposed_s, peak, peak <= self.budget
             )
 
     def setup(self, candidate: Candidate) -> Setup:
@@ -230,9 +313,7 @@ class _Search:
                 "batch, or offload_policy=CPUOffloadPolicy()"
             )
         candidate = best.candidate
-        step = self.simulator.run(
-            self._traces[candidate.checkpointing], self.setup(candidate), keep_samples=True
-        )
+        step = self._steps(candidate, keep_samples=True)[0]
         policy = self.options["comm_policy"]
         made = Plan(
             kwargs={

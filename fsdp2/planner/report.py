@@ -11,6 +11,7 @@ from ..estimation.checkpointing import apply_checkpointing
 from ..render.text import plural, show_bytes, show_seconds, table
 from .candidates import Candidate
 from .hardware import Hardware
+from .loads import describe_sizes
 from .picture import draw
 from .simulate import SimulatedStep
 
@@ -31,6 +32,21 @@ class Outcome:
         return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
 
 
+@dataclass(frozen=True)
+class Split:
+    """Batches of different sizes, for ranks of different speeds.
+
+    Attributes:
+        speeds: of each rank: ``split_batch(samples, split.speeds)`` divides any micro-batch.
+        sizes: samples of each rank in a micro-batch, where the sample input is one rank's part.
+        even_s: the predicted time of a step if all ranks had as many.
+    """
+
+    speeds: tuple[float, ...]
+    sizes: list[int]
+    even_s: float
+
+
 @dataclass
 class Plan:
     """What `plan` chose, why, and the alternatives.
@@ -40,9 +56,10 @@ class Plan:
         mesh_shape: shape of the mesh: (ranks,) or (replicas, shards).
         activation_checkpointing: "none", "selective" or "full".
         checkpoint_modules: names of the modules to recompute.
-        step: the simulated step.
+        step: the simulated step; of the slowest ranks, if they differ.
         outcomes: all simulated candidates, the best first; those that do not fit come last.
         reasons: explanations as sentences.
+        split: how to divide the batch; None: evenly.
     """
 
     kwargs: dict[str, Any]
@@ -55,6 +72,7 @@ class Plan:
     step: SimulatedStep
     outcomes: list[Outcome]
     reasons: list[str] = field(default_factory=list)
+    split: Split | None = None
 
     @property
     def runner_up(self) -> Outcome | None:
@@ -177,7 +195,6 @@ def _besides(title: str, outcome: Outcome, made: Plan) -> str:
 
 def _as_text(made: Plan) -> str:
     """The plan, the reasons, and the best alternatives."""
-    step = made.step
     facts = [
         ("Hardware", f"{made.hardware.name}, {_ranks(made)}"),
         ("Strategy", f"{made.kwargs['strategy']}, mesh {' x '.join(map(str, made.mesh_shape))}"),
@@ -185,14 +202,16 @@ def _as_text(made: Plan) -> str:
         ("Resharding", _value("Resharding", made.chosen)),
         ("Prefetch", _value("Prefetch", made.chosen)),
         ("Checkpointing", made.activation_checkpointing),
-        ("Step", f"{show_seconds(step.seconds)}, {_rate(made)}"),
+        ("Step", f"{show_seconds(made.chosen.seconds)}, {_rate(made)}"),
         (
             "Memory",
-            f"{show_bytes(step.peak.total)} of a budget of {show_bytes(made.memory_budget)}",
+            f"{show_bytes(made.chosen.peak_bytes)} of a budget of {show_bytes(made.memory_budget)}",
         ),
     ]
     if limit := made.kwargs.get("max_gathered_bytes"):
         facts.insert(5, ("Gathered", f"at most {show_bytes(limit)} at any moment"))
+    if made.split is not None:
+        facts.insert(2, ("Samples", describe_sizes(made.split.sizes)))
     lines = [table(facts, indent=0), "", "Why", *(f"  {reason}" for reason in made.reasons)]
     runner_up = made.runner_up
     if runner_up is not None:
@@ -242,13 +261,14 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "offload": type(made.kwargs["offload_policy"]).__name__ == "CPUOffloadPolicy",
         "activation_checkpointing": made.activation_checkpointing,
         "checkpoint_modules": made.checkpoint_modules,
-        "step_s": step.seconds,
+        "split": None if made.split is None else asdict(made.split),
+        "step_s": made.chosen.seconds,
         "compute_s": step.compute_s,
         "optimizer_s": step.optimizer_s,
         "exposed_s": step.exposed_s,
         "stream_s": step.stream_s,
         "flops": step.flops,
-        "peak_bytes": step.peak.total,
+        "peak_bytes": made.chosen.peak_bytes,
         "peak_parts": step.peak.parts,
         "memory_budget": made.memory_budget,
         "num_events": step.num_events,

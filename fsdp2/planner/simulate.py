@@ -65,8 +65,19 @@ class Simulator:
         self._compute_s: dict[int, tuple[Compute, float]] = {}
         self._optimizer: dict[object, OptimizerCost] = {}
 
-    def run(self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False) -> SimulatedStep:
-        """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank."""
+    def run(
+        self,
+        trace: StepTrace,
+        setup: Setup,
+        *,
+        speed: float = 1.0,
+        keep_samples: bool = False,
+    ) -> SimulatedStep:
+        """Simulate one step of ``trace``, sharded as in ``setup``, on rank 0, the fullest rank.
+
+        Args:
+            speed: of the rank's kernels, as in `Hardware.speeds`; links have theirs.
+        """
         cost = self._cost_of_optimizer(trace, setup)
         made = replay(
             trace,
@@ -75,11 +86,11 @@ class Simulator:
             optimizer_moment=cost.moment,
             keep_samples=keep_samples,
         )
-        spans = schedule(self._tasks(made))
+        spans = schedule(self._tasks(made, speed))
         offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
-        return self._summary(trace, made, spans, cost, offloaded)
+        return self._summary(trace, made, spans, cost, offloaded, speed)
 
-    def _tasks(self, made: Replay) -> list[Task]:
+    def _tasks(self, made: Replay, speed: float) -> list[Task]:
         setup = made.setup
         topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
         secondary = [
@@ -93,7 +104,7 @@ class Simulator:
         for launch in made.launches:
             work = launch.work
             if isinstance(work, Compute):
-                cost = Cost(self._seconds(work))
+                cost = Cost(self._seconds(work) / speed)
             elif isinstance(work, Transfer):
                 cost = transfer_cost(work, rings[work.group], self.hardware)
             else:
@@ -122,6 +133,7 @@ class Simulator:
         spans: list[Span],
         cost: OptimizerCost,
         offloaded: bool,
+        speed: float,
     ) -> SimulatedStep:
         hardware = self.hardware
         stream_s: dict[str, float] = {}
@@ -129,7 +141,7 @@ class Simulator:
             busy = span.end - span.begin
             stream_s[launch.stream] = stream_s.get(launch.stream, 0.0) + busy
         bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        optimizer_s = cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth)
+        optimizer_s = cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth) / speed
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         return SimulatedStep(

@@ -1,0 +1,119 @@
+"""Ranks of different speeds: what each of them computes in a step. Pure arithmetic on batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..batches import split_batch
+from ..common.pytree import map_tensors, tensors_in
+from .hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a kind of rank has to do.
+
+    Attributes:
+        samples: of a micro-batch; None: as many as the sample input has.
+        speed: of its kernels, as in `Hardware.speeds`.
+    """
+
+    samples: int | None
+    speed: float
+
+
+def speeds_of(hardware: Hardware, num_ranks: int) -> tuple[float, ...]:
+    """The speed of each rank; all 1 if the hardware says nothing.
+
+    Raises:
+        ValueError: if there are neither as many speeds as nodes nor as many as ranks.
+    """
+    speeds, node = hardware.speeds, min(hardware.ranks_per_node, num_ranks)
+    if not speeds:
+        return (1.0,) * num_ranks
+    if len(speeds) == num_ranks:
+        return tuple(speeds)
+    if len(speeds) == num_ranks // node:
+        return tuple(speed for speed in speeds for _ in range(node))
+    raise ValueError(
+        f"Hardware '{hardware.name}' has {len(speeds)} speeds, but there are "
+        f"{num_ranks // node} nodes with {node} ranks each: give one for each node, or one for "
+        "each rank"
+    )
+
+
+def even_load(speeds: Sequence[float]) -> list[Load]:
+    """Of equal batches: all wait for the slowest."""
+    return [Load(None, min(speeds))]
+
+
+def uneven_loads(sizes: Sequence[int], speeds: Sequence[float]) -> list[Load]:
+    """Of batches of different sizes: of all ranks with as many samples, the slowest counts."""
+    slowest: dict[int, float] = {}
+    for size, speed in zip(sizes, speeds, strict=True):
+        slowest[size] = min(speed, slowest.get(size, speed))
+    return [Load(size, speed) for size, speed in sorted(slowest.items(), reverse=True)]
+
+
+def batch_size(sample_input: Any) -> int:
+    """Samples of the batch: dim 0 of its first tensor that has dims.
+
+    Raises:
+        ValueError: if there is no such tensor.
+    """
+    for tensor in tensors_in(sample_input):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError(
+        "The hardware has ranks of different speeds, but sample_input has no tensor whose dim 0 "
+        "would be the samples that could be divided among them"
+    )
+
+
+def with_samples(sample_input: Any, samples: int | None) -> Any:
+    """``sample_input`` with another number of samples, the first ones again if there are more.
+
+    Tensors whose dim 0 has another size than that of the first tensor have no samples (a mask that
+    all share), and stay as they are.
+    """
+    if samples is None:
+        return sample_input
+    size = batch_size(sample_input)
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim or tensor.shape[0] != size:
+            return tensor
+        rows = torch.arange(samples, device=tensor.device) % size
+        return tensor.detach()[rows].requires_grad_(tensor.requires_grad)
+
+    return map_tensors(resized, sample_input)
+
+
+def sizes_by_speed(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Samples of each rank of a micro-batch, of which each would have ``samples`` if all had as
+    many; all the same if that is too few to divide."""
+    return split_batch(samples * len(speeds), speeds)
+
+
+def describe_sizes(sizes: Sequence[int]) -> str:
+    """As in "11 on ranks 0 to 31, 5 on ranks 32 to 63"; at most six parts.
+
+    Example:
+        >>> describe_sizes([4, 4, 2])
+        '4 on ranks 0 to 1, 2 on rank 2'
+    """
+    runs: list[list[int]] = []  # samples, first rank, last rank
+    for rank, size in enumerate(sizes):
+        if runs and runs[-1][0] == size:
+            runs[-1][2] = rank
+        else:
+            runs.append([size, rank, rank])
+    parts = [
+        f"{size} on " + (f"rank {first}" if first == last else f"ranks {first} to {last}")
+        for size, first, last in runs[:6]
+    ]
+    return ", ".join(parts) + (f" and {len(runs) - 6} more" if len(runs) > 6 else "")
