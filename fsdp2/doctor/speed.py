@@ -62,9 +62,7 @@ def host_speeds(facts: Sequence[Facts], flops: Mapping[int, float]) -> dict[str,
 def speeds_option(facts: Sequence[Facts], flops: Mapping[int, float]) -> str:
     """What ``fsdp2 plan --speeds`` reads: of hosts, if ranks are numbered host by host.
 
-    Example:
-        >>> speeds_option(facts_of_three_hosts, flops)  # doctest: +SKIP
-        '1x2,0.5'
+    As in "1x2,0.5": two of full speed, one of half.
     """
     hosts = by_host(facts, flops)
     order = [each.rank for members in hosts.values() for each in members]
