@@ -96,6 +96,7 @@ def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
 def _check_between_steps(units: Sequence[Unit], runtimes: Sequence[Runtime]) -> None:
     for runtime in runtimes:
         runtime.finalization.check_forward()
+        runtime.forwards.drop_held()  # of outputs that were dropped
     for unit in units:
         if unit.running or unit.awaits_backward:
             raise RuntimeError(

@@ -53,6 +53,13 @@ class Forwards:
         # hold the forwards of all earlier steps.
         self._last = None
 
+    def drop_held(self) -> None:
+        """Stop holding forwards of earlier passes: then only those live that graphs hold."""
+        self.end_pass()
+        # Backward recomputes these on its way to a graph. If there is none, it does not come; if
+        # there is one, the recomputation is not recognized, which costs a prefetch.
+        self._ungraphed.clear()
+
     def note(self, unit: Unit, forward: Forward | None) -> None:
         """A forward has ended.
 

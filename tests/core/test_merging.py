@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from test_activation_checkpoint import case_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, merge_units, register_fsdp_forward_method
 from fsdp2.runtime import forwards
@@ -197,6 +198,33 @@ def test_when_units_cannot_be_merged() -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="holds gradients of micro-batches"):
         merge_units(model, min_bytes=1000)
+
+
+@distributed(2)
+def test_units_are_merged_after_a_forward_whose_outputs_were_dropped() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    output = model(torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="between forward and backward of unit"):
+        merge_units(model, min_bytes=1000)
+    del output
+    assert merge_units(model, min_bytes=1000).merged == (("0", "1", "2"),)
+
+
+@distributed(2)
+def test_units_are_merged_after_a_frozen_one_was_not_recomputed() -> None:
+    """It was recomputed in the step before, so the library expects it again."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].requires_grad_(False)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    output = checkpoint(model, torch.randn(2, 4), use_reentrant=False)
+    output.sum().backward()
+    checkpoint(model[0], torch.randn(2, 4), use_reentrant=False)
+    assert merge_units(model, min_bytes=1000).merged == (("0", "1", "2"),)
 
 
 def grouped(keep: bool) -> Any:
