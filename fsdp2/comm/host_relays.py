@@ -14,12 +14,8 @@ may differ in the last bits from those with other ranks on each. `ORDER` asks fo
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +24,7 @@ from torch.profiler import record_function
 from ..sharding.gather_plan import GatherPlan, RowGather
 from ..sharding.gather_plan import Messages as Listed
 from .cross_memory import Ranges
+from .followers import Step, follow
 from .host_links import HostLinks, Posts
 from .host_reads import GATHER, SCATTER, SPREAD, SUM, add_up, key, ranges_of
 from .means import WHOLE_BYTES, cut, mean_in_order
@@ -117,7 +114,9 @@ class HostRelays:
         relaying = None
         if links.peers:
             relaying = links.begin(key(tag, use + _RELAYED), None, read_relayed)
-            _follower(links).follow(received, relay)
+            # Ranks of a host wait for what one of them receives, and that one may be busy, or wait
+            # for another exchange.
+            follow(links, "relay", self._breaking(received, relay))
 
         def finish() -> None:
             reading.wait()
@@ -128,6 +127,23 @@ class HostRelays:
             wait_for(sent)
 
         return finish
+
+    def _breaking(
+        self, received: list[dist.Work], then: Callable[[], Finish | None]
+    ) -> Callable[[], Finish | None]:
+        """Wait for messages, and do what follows; an error is one of all ranks of the host."""
+
+        def job() -> Finish | None:
+            try:
+                wait_for(received)
+                return then()
+            except Exception as error:
+                # Raised by who waits for the exchange, here and on the others of the host.
+                with suppress(dist.DistNetworkError):
+                    self._links.fail(f"what another host sends did not come: {error}")
+                raise
+
+        return job
 
     def _send(self, message: Message, use: int) -> dist.Work:
         """Start a message to another host; ``use`` tells whoever counts what it is part of."""
@@ -147,25 +163,40 @@ class HostRelays:
         """
         if self._links.in_rank_order:
             return self._messages.scatter(parts, outs, tag)
-        return self._scatter(parts, outs, tag, SCATTER)
+        return self._scatter(parts, outs, tag)
 
     def _scatter(
         self,
         parts: Sequence[Sequence[torch.Tensor]],
         outs: Sequence[torch.Tensor],
         tag: int,
-        use: int,
+        then: Callable[[], Finish] | None = None,
     ) -> Finish:
+        """`scatter`, and what is to begin as soon as ``outs`` are there, in a thread."""
         links, group = self._links, self.group
         own = [part[links.rank] for part in parts]
         dtypes = [out.dtype for out in outs]
         alone = not links.peers
+        use = SCATTER if then is None else SUM
         received = self._partial_buffers(own, outs)
-        works = [
+        receives = [
             group.recv([part], peer, tag + i)
             for peer, made in received.items() for i, part in enumerate(made) if len(part)
         ]  # fmt: skip
+        sends: list[dist.Work] = []
         sums = [own]  # of this host
+        steps: list[Step] = []
+
+        def add_hosts() -> None:
+            with record_function("fsdp2::exchange"):
+                self._add_hosts(sums[0], received, outs)
+            received.clear()
+            sums.clear()
+
+        def go_on() -> Finish:
+            add_hosts()
+            assert then is not None
+            return then()
 
         def read_all(posts: Posts) -> None:
             # What others wait for goes first.
@@ -186,7 +217,9 @@ class HostRelays:
                         continue
                     for i, term in enumerate(terms):
                         if len(term):
-                            works.append(self._send(([term], rank, tag + i), use))
+                            sends.append(self._send(([term], rank, tag + i), use))
+            if then is not None:
+                steps.append(follow(links, "sum", self._breaking(receives, go_on)))
 
         posts = {
             peer: ranges_of([part[r] for r in (*self._served[peer], peer) for part in parts])
@@ -197,12 +230,13 @@ class HostRelays:
 
         def finish() -> None:
             operation.wait()
-            wait_for(works)
-            with record_function("fsdp2::exchange"):
-                self._add_hosts(sums[0], received, outs)
+            if steps:
+                steps[0].wait()
+            else:
+                wait_for(receives)
+                add_hosts()
+            wait_for(sends)
             held.clear()
-            received.clear()
-            sums.clear()
 
         return finish
 
@@ -246,23 +280,27 @@ class HostRelays:
             return self._messages.all_reduce(tensors, tag)
         parts = [cut(tensor, self._links.size) for tensor in tensors]
         own = [part[self._links.rank] for part in parts]
-        if self._links.in_rank_order:
-            sum_own = self._messages.scatter(parts, own, tag)
-        else:
-            sum_own = self._scatter(parts, own, tag, SUM)
 
         def slices(rank: int) -> list[torch.Tensor]:
             return [part[rank] for part in parts]
 
-        def finish() -> None:
-            sum_own()
-            # The tags again: between two ranks messages of one tag arrive in order.
+        def spread() -> Finish:
+            # The tags again: between two ranks messages of one tag arrive in order. (What is
+            # overwritten here, others have read: the sums that overwrite it are made of it.)
             messages = self._listed(own, slices, tag)
-            self._spread(
+            return self._spread(
                 ranges_of(own), lambda rank: ranges_of(slices(rank)), messages, tag, SPREAD
-            )()
+            )
 
-        return finish
+        if not self._links.in_rank_order:
+            return self._scatter(parts, own, tag, spread)
+        sum_own = self._messages.scatter(parts, own, tag)
+
+        def add_up() -> Finish:
+            sum_own()
+            return spread()
+
+        return follow(self._links, "sum", self._breaking([], add_up)).wait
 
 
 def _slices(plan: GatherPlan | RowGather, rank: int) -> list[torch.Tensor]:
@@ -282,61 +320,3 @@ def _places(plan: GatherPlan | RowGather, rank: int) -> Ranges:
             start = output.data_ptr() + output.nbytes // len(rows) * rank
             found += [start, rows[rank] * output.itemsize]
     return found
-
-
-_Queue = queue.SimpleQueue[tuple[ref[HostLinks], list[dist.Work], Callable[[], None]] | None]
-
-
-class _Follower:
-    """A thread that does what follows once messages have come; one for each group.
-
-    Ranks of a host wait for what one of them receives, and that one may be busy, or wait for
-    another exchange. gloo tells of a message only who waits for it.
-    """
-
-    def __init__(self, links: HostLinks) -> None:
-        # Only references to these: they close their connections when their group is gone.
-        self._links = ref(links)
-        self._queue: _Queue = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_follow_all, args=(self._queue,), name="fsdp2 relay", daemon=True
-        )
-        thread.start()
-        finalize(links, self._queue.put, None)
-
-    def follow(self, works: list[dist.Work], then: Callable[[], None]) -> None:
-        """Call ``then`` after ``works``; an error breaks the links."""
-        self._queue.put((self._links, works, then))
-
-
-def _follow_all(waiting: _Queue) -> None:
-    # In the order of their begin, which is that of all ranks.
-    while (item := waiting.get()) is not None:
-        links, works, then = item
-        try:
-            wait_for(works)
-            then()
-        except Exception as error:
-            # Raised by who waits for the exchange, here and on the others of the host.
-            found = links()
-            with suppress(dist.DistNetworkError):
-                if found is not None:
-                    found.fail(f"what another host sends did not come: {error}")
-            del found
-        del item, links, works, then
-
-
-def _follower(links: HostLinks) -> _Follower:
-    if links not in _followers:
-        _followers[links] = _Follower(links)
-    return _followers[links]
-
-
-def _start_anew() -> None:
-    """In a fork, which has no other threads."""
-    global _followers
-    _followers = WeakKeyDictionary()
-
-
-_followers: WeakKeyDictionary[HostLinks, _Follower] = WeakKeyDictionary()
-os.register_at_fork(after_in_child=_start_anew)

@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from ..sharding.gather_plan import GatherPlan, RowGather
 from ..sharding.gather_plan import Messages as Listed
+from .followers import follow
 from .means import WHOLE_BYTES, cut, mean_in_order
 from .streams import Finish, wait_for
 
@@ -99,17 +100,19 @@ class Messages:
         own = [part[self.rank] for part in parts]
         add_up = self.scatter(parts, own, tag)
 
-        def finish() -> None:
+        def spread() -> Finish:
             add_up()
-            # The tags again: between two ranks messages of one tag arrive in order.
-            self._start(
+            # The tags again: between two ranks messages of one tag arrive in order. (What is
+            # received over it was sent: the sums that come are made of it.)
+            return self._start(
                 [([term], p, tag + i) for i, term in enumerate(own) for p in self.peers
                  if len(term)],
                 [([part[p]], p, tag + i) for i, part in enumerate(parts) for p in self.peers
                  if len(part[p])],
-            )()  # fmt: skip
+            )  # fmt: skip
 
-        return finish
+        # In a thread: the sums go out while this rank computes.
+        return follow(self.group, "sum", spread).wait
 
     def _start(self, sends: Listed, receives: Listed) -> Finish:
         group = self.group

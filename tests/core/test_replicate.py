@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from benchmarks.transport import pretended_hosts
 from fsdp2 import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -24,6 +27,9 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checkpoint import Checkpointer
+from fsdp2.comm.host_links import HostLinks
+from fsdp2.comm.host_reads import SPREAD
+from fsdp2.comm.messages import Messages
 from fsdp2.comm.transports import Exchange
 from harness import cached_mesh, cpu_only, distributed, ours_only, shared_folder
 from models import BY_NAME, EVEN_MLP, LORA, MLP, NESTED, PARITY_CASES, TRANSFORMER, Case
@@ -236,6 +242,90 @@ def test_nothing_is_gathered_and_all_reduces_run_beside_backward() -> None:
         # That of a layer begins before the backward of the one below it, and ends after it.
         order = [f"all-reduce {i}", f"backward {below}", f"done {i}"]
         assert [event for event in events if event in order] == order, events
+
+
+class _WaitInBackward(torch.autograd.Function):
+    """Identity whose backward waits until something was seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: threading.Event) -> torch.Tensor:
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        assert ctx.seen.wait(60), "the sums were not sent while backward ran"
+        return grad, None
+
+
+@contextmanager
+def second_phase(seen: threading.Event) -> Iterator[list[str]]:
+    """Tells when this rank has begun to give others the sums of an all-reduce."""
+    kinds: list[str] = []
+    begin, start = HostLinks.begin, Messages._start
+
+    def noted_begin(self: HostLinks, key: int, *args: Any, **kwargs: Any) -> Any:
+        made = begin(self, key, *args, **kwargs)
+        if key % 8 == SPREAD:
+            kinds.append("reads")
+            seen.set()
+        return made
+
+    def noted_start(self: Messages, sends: Any, receives: Any) -> Any:
+        made = start(self, sends, receives)
+        kinds.append("messages")
+        if kinds.count("messages") == 2:  # the terms before, and now the sums
+            seen.set()
+        return made
+
+    with (
+        mock.patch.object(HostLinks, "begin", noted_begin),
+        mock.patch.object(Messages, "_start", noted_start),
+    ):
+        yield kinds
+
+
+@cpu_only("the exchanges of gloo")
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
+@distributed(4)
+def test_both_phases_of_an_all_reduce_begin_while_backward_runs(places: list[int]) -> None:
+    """Backward of the lower layer waits until the sums of the upper one are on their way: on one
+    host, by relays, and by messages."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Linear(192, 192), nn.Linear(192, 192)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.high(_WaitInBackward.apply(self.low(x), seen))
+
+    seen = threading.Event()
+    torch.manual_seed(0)
+    plain = Layers()
+    model = copy.deepcopy(plain)
+    with pretended_hosts(places):
+        for layer in (model.low, model.high):
+            replicate(layer)
+        replicate(model)
+        for step in range(2):
+            batch = torch.randn(4, 192, generator=torch.Generator().manual_seed(dist.get_rank()))
+            seen.clear()
+            if step == 0:  # the first forward finds out how ranks exchange data
+                seen.set()
+            with second_phase(seen) as kinds:
+                model(batch).square().sum().backward()
+            if step == 0:
+                model.zero_grad()
+    # (Messages everywhere, where ranks may not read each other's memory.)
+    assert kinds.count("reads") == 2 or kinds.count("messages") == 4
+    seen.set()
+    plain(batch).square().sum().backward()
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        grad: Any = model.get_parameter(name).grad
+        torch.testing.assert_close(grad.to_local(), param.grad)
 
 
 @cpu_only("events are noted at the exchange")

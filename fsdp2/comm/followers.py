@@ -1,0 +1,91 @@
+"""Threads that do what follows once messages have come.
+
+gloo tells of a message only who waits for it. What is to be sent on, or added up and sent, would
+otherwise wait until its rank waits for that exchange, and that may be at the end of backward.
+
+A thread does its steps one after the other, in the order of their begin. So no step may wait for
+what a later step of another rank's thread sends: what depends on each other has another purpose,
+and with it another thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+
+from .streams import Finish
+
+
+class Step:
+    """Something that a thread does, and what is left to do afterwards.
+
+    Args:
+        job: waits for messages and does what follows; may return the function that finishes what
+            it has begun.
+    """
+
+    def __init__(self, job: Callable[[], Finish | None]) -> None:
+        self._job: Callable[[], Finish | None] | None = job
+        self._is_over = threading.Event()
+        self._finish: Finish | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        assert self._job is not None
+        try:
+            self._finish = self._job()
+        except Exception as error:  # raised by who waits
+            self._error = error
+        finally:
+            self._job = None  # it holds tensors
+            self._is_over.set()
+
+    def wait(self) -> None:
+        """Wait for the thread, and finish what it has begun; raises its error."""
+        self._is_over.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+_Queue = queue.SimpleQueue[Step | None]
+
+
+def follow(owner: Any, purpose: str, job: Callable[[], Finish | None]) -> Step:
+    """Do ``job`` in the thread that ``owner`` has for ``purpose``, as long as ``owner`` lives."""
+    waiting = _waiting.setdefault(purpose, WeakKeyDictionary())
+    if owner not in waiting:
+        steps: _Queue = queue.SimpleQueue()
+        threading.Thread(
+            target=_run_all, args=(steps,), name=f"fsdp2 {purpose}", daemon=True
+        ).start()
+        finalize(owner, steps.put, None)
+        waiting[owner] = steps
+    step = Step(job)
+    waiting[owner].put(step)
+    return step
+
+
+@torch.no_grad()
+def _run_all(steps: _Queue) -> None:
+    while (step := steps.get()) is not None:
+        step.run()
+        del step
+
+
+def _start_anew() -> None:
+    """In a fork, which has no other threads."""
+    _waiting.clear()
+
+
+_waiting: dict[str, WeakKeyDictionary[Any, _Queue]] = {}
+os.register_at_fork(after_in_child=_start_anew)
