@@ -47,14 +47,16 @@ class Step:
             self._is_over.set()
 
     def wait(self) -> None:
-        """Wait for the thread, and finish what it has begun; raises its error."""
+        """Wait for the thread, and finish what it has begun; raises its error.
+
+        Who was interrupted, say by Ctrl-C, or got the error may wait once more.
+        """
         self._is_over.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 _Queue = queue.SimpleQueue[Step | None]
@@ -62,16 +64,17 @@ _Queue = queue.SimpleQueue[Step | None]
 
 def follow(owner: Any, purpose: str, job: Callable[[], Finish | None]) -> Step:
     """Do ``job`` in the thread that ``owner`` has for ``purpose``, as long as ``owner`` lives."""
-    waiting = _waiting.setdefault(purpose, WeakKeyDictionary())
-    if owner not in waiting:
-        steps: _Queue = queue.SimpleQueue()
-        threading.Thread(
-            target=_run_all, args=(steps,), name=f"fsdp2 {purpose}", daemon=True
-        ).start()
-        finalize(owner, steps.put, None)
-        waiting[owner] = steps
     step = Step(job)
-    waiting[owner].put(step)
+    with _lock:  # a thread may follow itself, say to relay the sums that it has made
+        waiting = _waiting.setdefault(purpose, WeakKeyDictionary())
+        if owner not in waiting:
+            steps: _Queue = queue.SimpleQueue()
+            threading.Thread(
+                target=_run_all, args=(steps,), name=f"fsdp2 {purpose}", daemon=True
+            ).start()
+            finalize(owner, steps.put, None)
+            waiting[owner] = steps
+        waiting[owner].put(step)
     return step
 
 
@@ -83,9 +86,12 @@ def _run_all(steps: _Queue) -> None:
 
 
 def _start_anew() -> None:
-    """In a fork, which has no other threads."""
+    """In a fork, which has no other threads, and where one of them may have had the lock."""
+    global _lock
+    _lock = threading.Lock()
     _waiting.clear()
 
 
+_lock = threading.Lock()
 _waiting: dict[str, WeakKeyDictionary[Any, _Queue]] = {}
 os.register_at_fork(after_in_child=_start_anew)

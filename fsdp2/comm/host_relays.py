@@ -187,16 +187,12 @@ class HostRelays:
         sums = [own]  # of this host
         steps: list[Step] = []
 
-        def add_hosts() -> None:
+        def add_hosts() -> Finish | None:
             with record_function("fsdp2::exchange"):
                 self._add_hosts(sums[0], received, outs)
             received.clear()
             sums.clear()
-
-        def go_on() -> Finish:
-            add_hosts()
-            assert then is not None
-            return then()
+            return None if then is None else then()
 
         def read_all(posts: Posts) -> None:
             # What others wait for goes first.
@@ -219,13 +215,9 @@ class HostRelays:
                         if len(term):
                             sends.append(self._send(([term], rank, tag + i), use))
             if then is not None:
-                steps.append(follow(links, "sum", self._breaking(receives, go_on)))
+                steps.append(follow(links, "sum", self._breaking(receives, add_hosts)))
 
-        posts = {
-            peer: ranges_of([part[r] for r in (*self._served[peer], peer) for part in parts])
-            for peer in links.peers
-        }
-        operation = links.begin(key(tag, use), posts, read_all)
+        operation = links.begin(key(tag, use), self._terms(parts), read_all)
         held = list(parts)  # until the others have read them
 
         def finish() -> None:
@@ -239,6 +231,13 @@ class HostRelays:
             held.clear()
 
         return finish
+
+    def _terms(self, parts: Sequence[Sequence[torch.Tensor]]) -> Posts:
+        """What each rank of this host adds up: for those that it serves, and for itself."""
+        return {
+            peer: ranges_of([part[r] for r in (*self._served[peer], peer) for part in parts])
+            for peer in self._links.peers
+        }
 
     def _partial_buffers(
         self, own: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]

@@ -38,8 +38,9 @@ def core() -> Size:
 
 
 def test_the_core_stays_small() -> None:
-    # With `comm/topology.py`, which was a file of `estimation/`.
-    assert core().files <= 59
+    # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
+    # which was in `comm/host_relays.py`.
+    assert core().files <= 60
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -51,9 +52,9 @@ def test_the_core_stays_small() -> None:
     # `functional_call` lends to units that are registered anew before they run; 46 and 4 for writes
     # to gathered parameters, and freezing of them; 131 and 24 for which ranks share a host and what
     # is sent between them, half of them moved from `estimation/`; 29 and 6 for gathers in fewer
-    # bytes by reads of memory.
-    assert core().code_lines <= 8884
-    assert core().functions <= 946
+    # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs.
+    assert core().code_lines <= 8929
+    assert core().functions <= 951
 
 
 def test_no_function_of_the_core_is_long() -> None:
