@@ -14,7 +14,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -62,7 +61,7 @@ class Step:
 _Queue = queue.SimpleQueue[Step | None]
 
 
-def follow(owner: Any, purpose: str, job: Callable[[], Finish | None]) -> Step:
+def follow(owner: object, purpose: str, job: Callable[[], Finish | None]) -> Step:
     """Do ``job`` in the thread that ``owner`` has for ``purpose``, as long as ``owner`` lives."""
     step = Step(job)
     with _lock:  # a thread may follow itself, say to relay the sums that it has made
@@ -93,5 +92,5 @@ def _start_anew() -> None:
 
 
 _lock = threading.Lock()
-_waiting: dict[str, WeakKeyDictionary[Any, _Queue]] = {}
+_waiting: dict[str, WeakKeyDictionary[object, _Queue]] = {}
 os.register_at_fork(after_in_child=_start_anew)
