@@ -19,7 +19,7 @@ from ..format.manifest import state_name
 from ..format.state_layout import empty_state, is_laid_out
 from ..format.tensors import NAMES
 from ..format.values import decode
-from ..saving.capture import ModelTensors, optimizer_names, own_part_of
+from ..saving.capture import ModelTensors, OwnParts, optimizer_names
 from .fill import Wanted
 from .pieces import Piece, empty_like_saved, names_of, pieces_in, wanted_of
 from .source import Source, Stored
@@ -63,6 +63,7 @@ def match_model(
     """
     translate = _translator(names)
     wanted: list[Wanted] = []
+    own_part = OwnParts()
     missing = []
     used: set[str] = set()
     pieces = pieces_in(source, source.tensors)
@@ -80,7 +81,7 @@ def match_model(
         if stored is None and shards is None:
             missing.append(name)
             continue
-        box = own_part_of(tensor, name)
+        box = own_part(tensor, name)
         if stored is None:
             assert shards is not None
             used |= names_of(shards)
@@ -174,6 +175,7 @@ class OptimizerLoad:
     wanted: list[Wanted]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     pieces: dict[str, list[Piece]]
+    own_part: OwnParts = field(default_factory=OwnParts)
 
     def apply(self) -> None:
         """Put state and options into the optimizers."""
@@ -357,7 +359,7 @@ class _StateReader:
         is_new = tensor is None or not is_laid_out(tensor, param, noted)
         if tensor is None or is_new:
             tensor = empty_state(stored.info, noted, param, self.place.group)
-        box = own_part_of(tensor, full_name)
+        box = self.load.own_part(tensor, full_name)
         self.load.wanted.append(Wanted(full_name, tensor, stored, box, new=is_new))
         return tensor
 
@@ -366,7 +368,7 @@ class _StateReader:
         param = self.place.param
         shards = self.load.pieces.get(full_name)
         if shards is not None:
-            box = own_part_of(param, full_name)
+            box = self.load.own_part(param, full_name)
             has_one = isinstance(old, Tensor) and is_subclass(old)
             state = old if has_one else empty_like_saved(full_name, param, shards, box)
             for part in wanted_of(full_name, state, shards, box) if is_subclass(state) else ():

@@ -288,10 +288,7 @@ class Holdings:
         Raises:
             CheckpointError: if this rank's part of ``tensor`` is not a box.
         """
-        layout: tuple[object, ...] = ()
-        if isinstance(tensor, DTensor):
-            layout = (id(tensor.device_mesh), tensor.placements)
-        key = (tensor.shape, ranks, *layout)
+        key = (tensor.shape, ranks, *_layout_key(tensor))
         known = self._known.get(key)
         if known is None:
             try:
@@ -299,6 +296,36 @@ class Holdings:
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
         return known
+
+
+class OwnParts:
+    """`own_part_of`, found once for all tensors of one layout, as `Holdings`."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Box, object]] = {}
+
+    def __call__(self, tensor: Tensor, name: str) -> Box:
+        """
+        Raises:
+            CheckpointError: if this rank's part of ``tensor`` is not a box.
+        """
+        if not isinstance(tensor, DTensor):
+            return own_part_of(tensor, name)
+        key = (tensor.shape, *_layout_key(tensor))
+        known = self._known.get(key)
+        if known is None:
+            # With its mesh, whose id another could get: a load lets go of what it replaces.
+            known = self._known[key] = own_part_of(tensor, name), tensor.device_mesh
+        return known[0]
+
+
+def _layout_key(tensor: Tensor) -> tuple[object, ...]:
+    """What decides who holds which part, beside the shape, while the mesh is kept."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placements = tensor.placements
+    # A strided shard is equal to a plain one in some releases of torch.
+    return (id(tensor.device_mesh), placements, tuple(map(type, placements)))
 
 
 def own_part_of(tensor: Tensor, name: str) -> Box:
