@@ -30,6 +30,19 @@ def is_of_communication(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(part in text for part in _OF_GLOO)
 
 
+def lost_what(error: BaseException) -> str | None:
+    """What could not be communicated, if that is why an error was raised; "" if nobody said."""
+    seen: BaseException | None = error
+    found = None
+    for _ in range(20):  # programs can make chains that are rings
+        if seen is None:
+            break
+        if is_of_communication(seen):
+            found = str(getattr(seen, "_fsdp2_told", "")) or found or ""
+        seen = seen.__cause__ or seen.__context__
+    return found
+
+
 def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
     """Raise ``error`` again; where it is one of communication, with words around it.
 
@@ -44,7 +57,7 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
         told = type(error)(text)
     except TypeError:
         told = RuntimeError(text)
-    vars(told)["_fsdp2_told"] = True
+    vars(told)["_fsdp2_told"] = what
     raise told from error
 
 

@@ -25,15 +25,16 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.store_exchange import can_meet, name_ranks
+from ..common.failures import lost_what
 from ..runtime.comparison import name_of
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX
-from .whereabouts import CHECKPOINT, Whereabouts, look
+from .whereabouts import CHECKPOINT, LOST, Whereabouts, line_of_error, look
 
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
 _INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
-_LONGEST_S, _SHORTEST_S = 10.0, 0.05  # between two of them
+_LONGEST_S, _SHORTEST_S = 5.0, 0.05  # between two of them
 
 
 class HangWarning(RuntimeWarning):
@@ -55,6 +56,7 @@ class HangReport:
         store_silent_s: for how long the store has not answered, in seconds, if that is why nothing
             is known of the others.
         flight_record: the file with torch's record of its collectives, if one was written.
+        error: by which its wait has ended; "" while it lasts.
     """
 
     rank: int
@@ -65,12 +67,17 @@ class HangReport:
     together: tuple[int, ...]
     store_silent_s: float | None = None
     flight_record: Path | None = None
+    error: str = ""
 
     def __str__(self) -> str:
         what = self.here.waits_for or "the device"
         lines = [
             f"Rank {self.rank} has waited {self.waited_s:.0f} s for {what}, {self.here.place}."
         ]
+        if self.error:
+            what = self.here.waits_for or "others"
+            at = self.here.at or "a line that is unknown"
+            lines = [f"Rank {self.rank} has lost {what}, at {at}: {self.error}."]
         if self.store_silent_s is not None:
             lines.append(
                 f"The store of the process group has not answered for {self.store_silent_s:.0f} s: "
@@ -91,8 +98,12 @@ class HangReport:
         if len(apart) > 8:
             lines.append(f"And {len(apart) - 8} more places.")
         if not self.silent and not self.elsewhere and self.store_silent_s is None:
-            lines.append("All ranks wait at this place: the connection or the device hangs.")
-        elif len(self.together) > 1:
+            lines.append(
+                "All ranks have lost others: the connection broke."
+                if self.error
+                else "All ranks wait at this place: the connection or the device hangs."
+            )
+        elif len(self.together) > 1 and not self.error:
             lines.append(f"At the same place wait {name_ranks(self.together)}.")
         if self.flight_record is not None:
             folder = self.flight_record.parent
@@ -114,7 +125,10 @@ def judge(
     """
     here = places[rank]
     assert here is not None
-    silent = {r: place for r, place in places.items() if not alive[r] and r != rank}
+    silent = {
+        r: place for r, place in places.items()
+        if r != rank and not alive[r] and not _has_ended(place)
+    }  # fmt: skip
     others = {r: p for r, p in places.items() if r not in silent and p is not None}
     # A rank that waits for the same is where it should be, however many units it has begun: a
     # forward counts a unit before its gather, a backward after its reduction.
@@ -123,8 +137,26 @@ def judge(
     return HangReport(rank, waited_s, here, elsewhere, silent, tuple(sorted(together)))
 
 
+def judge_loss(
+    rank: int,
+    error: str,
+    places: Mapping[int, Whereabouts | None],
+    alive: Mapping[int, bool],
+) -> HangReport:
+    """Whom ``rank`` has lost, as ``error`` says. Pure; arguments as of `judge`."""
+    report = judge(rank, 0.0, places, alive)
+    # A connection breaks on all ranks that need it, so those that lost others are not to blame;
+    # nor those that live, where one does not or had an error of its own.
+    lost = [r for r, place in report.elsewhere.items() if place.ended == LOST]
+    failed = {r: p for r, p in report.elsewhere.items() if p.ended and p.ended != LOST}
+    live = {r: p for r, p in report.elsewhere.items() if not p.ended}
+    elsewhere = failed if failed or report.silent else live
+    together = tuple(sorted({*report.together, *lost}))
+    return replace(report, error=error, elsewhere=elsewhere, together=together)
+
+
 def _same(a: Whereabouts, b: Whereabouts) -> bool:
-    return a.order[:2] == b.order[:2] and a.waits_for == b.waits_for
+    return a.order[:2] == b.order[:2] and a.waits_for == b.waits_for and not b.ended
 
 
 class watch_hangs:  # noqa: N801 (used like a function)
@@ -148,6 +180,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
         flight_records: a folder, one for all ranks, for the last collectives of each rank that
             reports, as torch's flight recorder has them: ``torchfrtrace FOLDER -p rank_`` compares
             them. None: none are written.
+
+    A wait also ends by an error, as when the process of another rank has died: its connections
+    break. If such an error leaves the context, the rank first finds out, for at most two fifths of
+    ``after_s``, from whom nothing is heard any more or who had an error of its own, and reports
+    that in the same way; then the error goes on. (Whatever ``on_hang`` is, the process does not end
+    by this, and a function is called in the thread that leaves the context.)
 
     A store that does not answer for ``after_s``, while this rank waits in vain, is reported too:
     its host is gone, or the link of this one is cut.
@@ -184,6 +222,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._names = {unit: name_of(unit, names) for unit in self._units}
         self._on_devices = any(unit.device.type != "cpu" for unit in self._units)
         self._beat = 0
+        self._ended = ""  # how this rank leaves, if by an error
+        self._loss: Whereabouts | None = None
+        self._found: HangReport | None = None
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -218,29 +259,59 @@ class watch_hangs:  # noqa: N801 (used like a function)
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._threads:
+            self._note(error)
         self._done.set()
+        # A thread may be in a request to a store that is gone.
+        longest_s = 2 * self._interval_s + 1.0 if self._loss is not None else 1.0
+        end = time.monotonic() + longest_s
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=1.0)  # it may be in a request to a store that is gone
+                thread.join(timeout=max(0.0, end - time.monotonic()))
+        if self._loss is not None:
+            silent = time.monotonic() - self._answered
+            unknown = HangReport(self._rank, 0.0, self._loss, {}, {}, (), silent, error=self._ended)
+            self._act(self._found or unknown)
+
+    def _note(self, error: BaseException) -> None:
+        """What the others are told; and whether this rank has lost others."""
+        what = lost_what(error)
+        first = (str(error).splitlines() or [""])[0][:200]
+        self._ended = f"{type(error).__name__}: {first}"
+        self._left = replace(
+            look(self._units, self._names, self._trains),
+            waits_for=what or "",
+            at=line_of_error(error),
+            ended=self._ended if what is None else LOST,
+        )
+        if what is not None:
+            self._loss = self._left
 
     # -- in the threads -----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_steps()
+            if self._ended:
+                self._write(self._left)
+                if self._loss is not None:
+                    self._found = self._find_lost()
+        except RuntimeError:
+            return  # the store is gone, which others of this class report
+
+    def _watch_steps(self) -> None:
         since, reported = time.monotonic(), False
         before: Whereabouts | None = None
         while not self._done.wait(self._interval_s):
-            try:
-                place = self._write()
-                if before is None or not _stands(before, place):
-                    since, reported = time.monotonic(), False
-                before = place
-                waited_s = time.monotonic() - since
-                # Devices wait in the place of the host, which only stops moving.
-                waits = place.waits_for or self._on_devices
-                if waits and waited_s >= self._after_s and not reported:
-                    reported = self._report(place, since)
-            except RuntimeError:
-                return  # the store is gone, which `_watch_store` reports
+            place = self._write()
+            if before is None or not _stands(before, place):
+                since, reported = time.monotonic(), False
+            before = place
+            waited_s = time.monotonic() - since
+            # Devices wait in the place of the host, which only stops moving.
+            waits = place.waits_for or self._on_devices
+            if waits and waited_s >= self._after_s and not reported:
+                reported = self._report(place, since)
 
     def _watch_store(self) -> None:
         since = time.monotonic()
@@ -261,8 +332,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
                 self._act(HangReport(self._rank, now - since, place, {}, {}, (), silent))
                 return
 
-    def _write(self) -> Whereabouts:
-        place = look(self._units, self._names, self._trains)
+    def _write(self, place: Whereabouts | None = None) -> Whereabouts:
+        if place is None:
+            place = look(self._units, self._names, self._trains)
         self._beat += 1
         key = self._key(self._rank)
         self._store.set(key, json.dumps([self._beat, asdict(place)]))
@@ -286,12 +358,28 @@ class watch_hangs:  # noqa: N801 (used like a function)
         report = judge(self._rank, time.monotonic() - since, places, alive)
         late = any(where.order < place.order for where in report.elsewhere.values())
         waits = place.waits_for and place.waits_for != CHECKPOINT
-        if not (waits or late or report.silent):
+        failed = any(where.ended for where in report.elsewhere.values())
+        if not (waits or late or failed or report.silent):
             # It computes, or it is itself the one for which others wait. Or those for which it
             # waits write or read large files: that is no hang while they live.
             return False
         self._act(report)
         return True
+
+    def _find_lost(self) -> HangReport:
+        """Whoever lives writes within one interval; at most two pass until all are told apart."""
+        first = self._read()
+        end = time.monotonic() + 2 * self._interval_s
+        while True:
+            time.sleep(min(_SHORTEST_S, self._interval_s))
+            second = self._read()
+            places = {rank: where for rank, (_, where) in second.items()}
+            alive = {rank: second[rank][0] != first[rank][0] for rank in second}
+            known = [
+                rank == self._rank or alive[rank] or _has_ended(places[rank]) for rank in places
+            ]
+            if all(known) or time.monotonic() > end:
+                return judge_loss(self._rank, self._ended, places, alive)
 
     def _act(self, report: HangReport) -> None:
         if self._flight_records is not None:
@@ -302,7 +390,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
             self._on_hang(report)
         elif self._on_hang == "warn":
             warnings.warn(str(report), HangWarning, stacklevel=2)
+        elif report.error:
+            print(report, file=sys.stderr, flush=True)
         else:
+            if report.store_silent_s is None:
+                with suppress(RuntimeError):  # its end is not the cause of what others lose then
+                    self._write(replace(report.here, ended=LOST))
             print(f"{report}\nThis process ends (exit code {EXIT_CODE}).", file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
@@ -320,6 +413,10 @@ class watch_hangs:  # noqa: N801 (used like a function)
             beat, place = json.loads(said)
             found[rank] = beat, Whereabouts(**place)
         return found
+
+
+def _has_ended(place: Whereabouts | None) -> bool:
+    return place is not None and bool(place.ended)
 
 
 def _stands(before: Whereabouts, now: Whereabouts) -> bool:

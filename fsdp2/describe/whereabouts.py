@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from ..runtime.unit import Unit
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+LOST = "the loss of other ranks"  # by which a rank ended
 # What a rank waits for that saves or loads. Others may be at work on their parts for minutes.
 CHECKPOINT = "all ranks to do their part of a checkpoint"
 _OF_CHECKPOINTS = ("said_by_first", "told_by_all", "_agree", "SaveHandle.wait_committed")
@@ -39,6 +41,8 @@ class Whereabouts:
         waits_for: what of other ranks it waits for; "" if it does not.
         at: the line of the user's program, as in "train.py:88 in next_batch"; the innermost
             function behind it.
+        ended: the error by which it left `watch_hangs`; "" if it did not. `LOST`: one of the
+            communication, so the cause is elsewhere.
     """
 
     step: int
@@ -47,6 +51,7 @@ class Whereabouts:
     unit: str
     waits_for: str
     at: str
+    ended: str = ""
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -57,7 +62,8 @@ class Whereabouts:
         return begun, phases[self.phase], self.units
 
     def __str__(self) -> str:
-        return self.place + (f", waiting for {self.waits_for}" if self.waits_for else "")
+        ended = f", ended by {self.ended}" if self.ended else ""
+        return self.place + (f", waiting for {self.waits_for}" if self.waits_for else "") + ended
 
     @property
     def place(self) -> str:
@@ -77,7 +83,7 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
     waits_for, at = "", ""
     for stack in _stacks(thread):
         waits_for = waits_for or _what_is_waited_for(stack, names)
-        at = at or _line_of_user(stack)
+        at = at or _line_of_user((frame, frame.f_lineno) for frame in stack)
     runtimes = {id(unit.runtime): unit.runtime for unit in units if unit.runtime is not None}
     step, phase, done, current = 0, "outside", 0, ""
     for runtime in runtimes.values():
@@ -158,11 +164,21 @@ def _outermost_of_torch(stack: Sequence[FrameType]) -> FrameType:
     return found
 
 
-def _line_of_user(stack: Sequence[FrameType]) -> str:
-    """Where the program is that uses the libraries."""
-    for frame in stack:
+def line_of_error(error: BaseException) -> str:
+    """The line of the user's program in which it was raised, or which called what raised it."""
+    places = list(traceback.walk_tb(error.__traceback__))
+    return _line_of_user(reversed(places))
+
+
+def _line_of_user(places: Iterable[tuple[FrameType, int]]) -> str:
+    """Where the program is that uses the libraries.
+
+    Args:
+        places: frames and lines, innermost first.
+    """
+    for frame, line in places:
         file = _file(frame)
         library = file.startswith((_OURS, _TORCH, _PYTHON, "<")) or "site-packages" in file
         if not library:
-            return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{os.path.basename(file)}:{line} in {frame.f_code.co_name}"
     return ""

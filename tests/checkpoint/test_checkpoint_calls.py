@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from checkpoint_cases import build
 from fsdp2.checkpoint import Checkpointer, CheckpointError, CheckpointNotFound, peek, save_model
 from fsdp2.checkpoint.saving import roll_call
+from fsdp2.checkpoint.saving.job import SaveJob
 from harness import distributed, ours_only, shared_folder
 
 pytestmark = ours_only("checkpoints")
@@ -182,6 +183,7 @@ ALONE = """
 import sys, torch, torch.distributed as dist
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.checkpoint.saving import roll_call
+from fsdp2.checkpoint.saving.job import SaveJob
 from torch.testing._internal.distributed import fake_pg  # registers the backend
 def write_at(*args):
     raise OSError(28, "No space left on device")
@@ -207,3 +209,31 @@ def test_a_process_that_ends_during_a_save_finishes_it_or_says_what_is_missing(
     assert "step-000001 is not committed as rank 0 ends: rank 1 never called save" in said[0]
     assert "step-000002 is not committed as rank 0 ends: OSError: [Errno 28] No space" in said[1]
     assert peek(tmp_path).step == 3
+
+
+@distributed(2)
+def test_a_wait_for_a_rank_that_does_not_finish_writing_names_it() -> None:
+    """It called, so it may have died since, and nothing else would tell for ten minutes."""
+    model = build("1d")
+    store = dist.distributed_c10d._get_default_store()
+    said: list[str] = []
+    with shared_folder() as root, patience(0.05), pytest.MonkeyPatch.context() as patch:
+        write = SaveJob.write
+
+        def late(self: SaveJob, read: Any = None) -> None:
+            store.wait([f"warned/{root}"])
+            write(self, read)
+
+        def warn(text: str, **options: Any) -> None:
+            said.append(text)
+            store.set(f"warned/{root}", "")
+
+        if dist.get_rank() == 1:
+            patch.setattr(SaveJob, "write", late)
+        else:
+            patch.setattr(roll_call.warnings, "warn", warn)
+        with Checkpointer(root) as checkpoints:
+            checkpoints.save(1, model=model, blocking=False)
+        assert peek(root).step == 1
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("rank 1 called save and did not finish writing" in text for text in said)

@@ -19,7 +19,8 @@ from torch import nn
 
 from fsdp2 import HangReport, HangWarning, fully_shard, watch_hangs
 from fsdp2.checkpoint.agreement import told_by_all
-from fsdp2.describe.hangs import EXIT_CODE
+from fsdp2.describe.hangs import EXIT_CODE, judge_loss
+from fsdp2.describe.whereabouts import LOST, Whereabouts
 from harness import cached_mesh, distributed, fork_context, ours_only
 
 pytestmark = ours_only("names its own units")
@@ -200,6 +201,27 @@ def test_a_warning_names_the_rank_once() -> None:
         assert "Rank 0 has waited" in hangs[0]
         assert "for torch.distributed, in barrier()" in hangs[0]
         assert "Rank 1: outside of the model, step 1, at test_watch_hangs.py:" in hangs[0]
+
+
+def test_who_is_to_blame_for_a_connection_that_broke() -> None:
+    """Who has vanished or failed by itself; those that live, if there is none of these."""
+    here = Whereabouts(3, "backward", 1, "0", "", "a.py:1 in f", ended=LOST)
+    lives = Whereabouts(3, "outside", 0, "", "", "a.py:2 in g")
+    failed = Whereabouts(3, "forward", 1, "1", "", "a.py:3 in h", ended="ValueError: no")
+    places = {0: here, 1: here, 2: lives}
+    alive = dict.fromkeys(places, False) | {2: True}
+    report = judge_loss(0, "E: lost", places, alive)
+    assert (dict(report.elsewhere), report.silent, report.together) == ({2: lives}, {}, (0, 1))
+    alone = judge_loss(0, "E: lost", {0: here, 1: here}, {0: True, 1: False})
+    assert "All ranks have lost others: the connection broke" in str(alone)
+    report = judge_loss(0, "E: lost", {**places, 3: lives, 4: None}, {**alive, 3: False, 4: False})
+    assert (dict(report.elsewhere), dict(report.silent)) == ({}, {3: lives, 4: None})
+    report = judge_loss(0, "E: lost", {**places, 3: failed}, {**alive, 3: False})
+    assert (dict(report.elsewhere), report.silent) == ({3: failed}, {})
+    assert str(report) == (
+        "Rank 0 has lost others, at a.py:1 in f: E: lost.\n"
+        "Rank 3: in forward of unit '1', step 4, at a.py:3 in h, ended by ValueError: no."
+    )
 
 
 @distributed(1)

@@ -292,10 +292,12 @@ class SaveHandle:
             CheckpointError: if it will never be committed.
 
         Warns:
-            UserWarning: after half a minute, if there are ranks that have not called save.
+            UserWarning: after half a minute in which only other ranks were waited for, naming
+                those that have not called save, or that have not finished writing.
         """
         began = time.monotonic()
         self.wait(timeout)
+        alone = time.monotonic()
         pause = 0.001
         while not self._commit():
             waited_s = time.monotonic() - began
@@ -306,7 +308,7 @@ class SaveHandle:
                 settled(self._job.attempt)
                 raise TimeoutError(f"{self.path} is not committed after {timeout} s: {why}")
             if self._call is not None:
-                self._call.warn_once(waited_s, self._job.attempt)
+                self._call.warn_once(time.monotonic() - alone, self._job.attempt)
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         return self

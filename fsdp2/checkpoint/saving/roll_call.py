@@ -113,8 +113,9 @@ class RollCall:
         )
 
     def warn_once(self, waited_s: float, attempt: Attempt) -> None:
-        """Warn, once, which ranks are missing, after `PATIENCE_S`."""
-        if not self.warned and waited_s > PATIENCE_S and self.absent():
+        """Warn, once, for which ranks this one waits, after `PATIENCE_S`."""
+        # Also for those that have called: nothing tells one that died from one that writes much.
+        if not self.warned and waited_s > PATIENCE_S and (self.absent() or attempt.unfinished()):
             self.warned = True
             warnings.warn(
                 f"{self.target} is not committed after {waited_s:.0f} s: {self.why(attempt)}",
