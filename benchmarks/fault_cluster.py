@@ -44,7 +44,8 @@ class Cluster:
         hosts: those that train, and the one of the store.
         out: the folder of the run.
         logs: one for what the processes print: a full disk is no fault of theirs.
-        options: of train_lm.py.
+        options: of train_lm.py, which an undisturbed run has, too.
+        watching: more of them.
         memory: for each host that trains its folder for snapshots, emptied when it dies.
     """
 
@@ -53,6 +54,7 @@ class Cluster:
     logs: Path
     options: tuple[str, ...]
     memory: dict[str, Path]
+    watching: tuple[str, ...] = ()
     port: int = 29500
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -66,13 +68,17 @@ class Cluster:
         self._start(host, host.python(script, "--port", str(self.port)))
 
     def start(self, host: Host) -> None:
-        """A host as it comes up: the script that every host runs."""
+        """A host as it comes up: the script that every host runs; not if it is up."""
+        running = self.started.get(host.name)
+        if running is not None and running.poll() is None:
+            return
         script = str(EXAMPLES / "clusters" / "elastic.sh")
         folder = str(self.memory[host.name])
+        options = (*self.options, *self.watching, "--out", str(self.out))
         snapshots = ("--snapshot-dir", folder, "--snapshot-host", host.name)
         self._start(
             host,
-            host.command("bash", script, str(EXAMPLES / "train_lm.py"), *self.options, *snapshots),
+            host.command("bash", script, str(EXAMPLES / "train_lm.py"), *options, *snapshots),
             STORE=self.hosts[-1].address,
             PORT=str(self.port),
             ADDRESS=host.address,

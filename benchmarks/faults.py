@@ -109,21 +109,28 @@ def together(
     )
 
 
+def cluster_of(stack: ExitStack, num_training: int, seed: int, *watching: str) -> Cluster:
+    """Hosts, not started, with their folders; they end with ``stack``."""
+    found = stack.enter_context(hosts(num_training + 1))
+    folder = stack.enter_context(file_system(DISK_MB))
+    memory = {h.name: stack.enter_context(file_system(MEMORY_MB)) for h in found[:-1]}
+    logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-logs-")))
+    out = folder / "run"
+    out.mkdir()
+    text = folder / "text.py"
+    shutil.copy(argparse.__file__, text)
+    shared = (*OPTIONS, "--data", str(text), "--steps", MANY_STEPS, "--seed", str(seed))
+    cluster = Cluster(found, out, logs, shared, memory, watching)
+    stack.callback(cluster.end)
+    return cluster
+
+
 def run(seed: int, count: int, kinds: Sequence[str], keep: str | None = None) -> dict[str, Any]:
     """One run with ``count`` faults; its record."""
     chance = random.Random(seed)
     with ExitStack() as stack:
-        found = stack.enter_context(hosts(3))
-        folder = stack.enter_context(file_system(DISK_MB))
-        memory = {h.name: stack.enter_context(file_system(MEMORY_MB)) for h in found[:-1]}
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-logs-")))
-        out = folder / "run"
-        out.mkdir()
-        text = folder / "text.py"
-        shutil.copy(argparse.__file__, text)
-        shared = (*OPTIONS, "--data", str(text), "--steps", MANY_STEPS, "--seed", str(seed))
-        watching = ("--hang-after", str(HANG_AFTER_S))
-        cluster = Cluster(found, out, logs, (*shared, *watching, "--out", str(out)), memory)
+        cluster = cluster_of(stack, 2, seed, "--hang-after", str(HANG_AFTER_S))
+        out, logs = cluster.out, cluster.logs
         deck = Deck(kinds, chance)
         record: dict[str, Any] = {"seed": seed, "faults": [], "person": "", "wrong": []}
         try:
@@ -145,8 +152,9 @@ def run(seed: int, count: int, kinds: Sequence[str], keep: str | None = None) ->
             parts = segments(cluster.sessions(), cluster.last_step())
             record["steps"] = parts[-1].last
             record["segments"] = [[p.last - p.first + 1, p.world_size] for p in parts]
-            train(folder / "reference", shared, parts, cluster.training)
-            record["wrong"] = differences(out, folder / "reference", parts[-1].last)
+            reference = out.parent / "reference"
+            train(reference, cluster.options, parts, cluster.training)
+            record["wrong"] = differences(out, reference, parts[-1].last)
         if keep and (record["person"] or record["wrong"]):
             for each in (out, logs):
                 shutil.copytree(each, Path(keep) / f"seed-{seed}", dirs_exist_ok=True)

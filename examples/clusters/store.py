@@ -12,6 +12,7 @@ import argparse
 import base64
 import pickle
 import time
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -35,6 +36,38 @@ def reopen(store: dist.Store, key: str) -> bool:
     return True
 
 
+class Spares:
+    """Hosts for which there is no room: they wait without stopping those that train.
+
+    torchrun starts the training again for every host that waits. Where two come at once and there
+    is room for one, the other goes on waiting, and torch starts the training again and again,
+    without a step in between. A host that still waits when the next round is under way has found no
+    room: it goes on torch's list of spares, from which it is taken when a host is lost.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Any, int] = {}  # for each host that waits, the round before its first
+
+    def look(self, store: dist.Store, key: str) -> int:
+        """How many hosts became spares."""
+        if not store.check([key]):
+            return 0
+        written = store.get(key)
+        if written == EMPTY.encode():
+            return 0
+        state = pickle.loads(base64.b64decode(written))
+        self._since = {host: self._since.get(host, state.round) for host in state.wait_list}
+        found = [host for host, since in self._since.items() if since < state.round]
+        if not (state.complete and found):
+            return 0
+        state.wait_list.difference_update(found)
+        state.redundancy_list.update(found)
+        # Not if a host has written in the meantime: what it wrote would be lost.
+        changed = base64.b64encode(pickle.dumps(state))
+        now = store.compare_set(key, written.decode(), changed.decode())
+        return len(found) if now == changed else 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--port", type=int, default=29500)
@@ -42,9 +75,12 @@ def main() -> None:
     options = parser.parse_args()
     store = dist.TCPStore("0.0.0.0", options.port, is_master=True, wait_for_workers=False)
     print(f"hosts meet at port {store.port}", flush=True)
+    key, spares = f"torch.rendezvous.{options.run}", Spares()
     while True:
-        if reopen(store, f"torch.rendezvous.{options.run}"):
+        if reopen(store, key):
             print("the rendezvous was closed, and is open again", flush=True)
+        if number := spares.look(store, key):
+            print(f"{number} more hosts than there is room for: spares", flush=True)
         time.sleep(1)
 
 

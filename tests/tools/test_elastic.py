@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,13 +115,21 @@ def test_a_fault_needs_no_person_and_changes_no_number(kind: str) -> None:
     assert len(record["faults"]) == 1
 
 
-def test_a_rendezvous_that_was_closed_opens_again() -> None:
-    """As a host closes it on which torchrun fails; with the state that torch itself writes."""
+@pytest.fixture
+def store_module() -> Iterator[Any]:
+    """`examples/clusters/store.py`."""
     sys.path.insert(0, str(EXAMPLES / "clusters"))
     try:
-        from store import reopen
+        import store
+
+        yield store
     finally:
         sys.path.remove(str(EXAMPLES / "clusters"))
+
+
+def test_a_rendezvous_that_was_closed_opens_again(store_module: Any) -> None:
+    """As a host closes it on which torchrun fails; with the state that torch itself writes."""
+    reopen = store_module.reopen
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parameters = RendezvousParameters("c10d", f"127.0.0.1:{server.port}", "run", 1, 2, is_host="0")
     first, second = (get_rendezvous_handler(parameters) for _ in range(2))
@@ -128,3 +141,62 @@ def test_a_rendezvous_that_was_closed_opens_again() -> None:
     assert reopen(server, "torch.rendezvous.run")
     assert not reopen(server, "torch.rendezvous.run")
     assert not get_rendezvous_handler(parameters).is_closed()  # as torchrun when it starts again
+
+
+def test_hosts_for_which_there_is_no_room_become_spares(
+    store_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host trains, two come at once, and there is room for two: with torch's own rendezvous."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as in elastic.sh
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parameters = RendezvousParameters(
+        *("c10d", f"127.0.0.1:{server.port}", "run", 1, 2), is_host="0", last_call_timeout="1"
+    )
+    first, *others = (get_rendezvous_handler(parameters) for _ in range(3))
+    key, spares = "torch.rendezvous.run", store_module.Spares()
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        stack.callback(first.set_closed)  # which ends the wait of the spare
+        first.next_rendezvous()
+        coming = [pool.submit(each.next_rendezvous) for each in others]
+        wait_for(lambda: first.num_nodes_waiting() == 2)
+        assert spares.look(server, key) == 0  # one of them will be taken in
+        assert first.next_rendezvous().world_size == 2
+        wait_for(lambda: first.num_nodes_waiting() == 1)  # for which torchrun starts all again
+        assert spares.look(server, key) == 1
+        wait_for(lambda: first.num_nodes_waiting() == 0)
+        assert spares.look(server, key) == 0
+        wait_for(lambda: any(each.done() for each in coming))
+        assert not all(each.done() for each in coming)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_two_hosts_that_come_at_once_do_not_stop_training() -> None:
+    """There is room for one of them; the other replaces the next host that is lost."""
+    with ExitStack() as stack:
+        cluster = faults.cluster_of(stack, 3, seed=1)
+        first, *others = cluster.training
+        cluster.start_store()
+        cluster.start(first)
+        wait_for(lambda: cluster.last_step() > 5)
+        for host in others:
+            cluster.start(host)
+        wait_for(lambda: cluster.sessions()[-1]["world_size"] == 4)
+        reached = cluster.last_step()
+        wait_for(lambda: cluster.last_step() > reached + 5)
+        assert len(cluster.sessions()) == 2
+        training = [host for host in cluster.training if len(cluster.workers(host)) == 2]
+        assert len(training) == 2
+        cluster.kill(training[0])
+        wait_for(lambda: len(cluster.sessions()) == 3)
+        assert cluster.sessions()[-1]["world_size"] == 4
+        reached = cluster.last_step()
+        wait_for(lambda: cluster.last_step() > reached + 5)
+        assert len(cluster.sessions()) == 3
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
