@@ -55,6 +55,7 @@ class HangReport:
         together: ranks that wait at the same place.
         store_silent_s: for how long the store has not answered, in seconds, if that is why nothing
             is known of the others.
+        store: its address, if it did not answer.
         flight_record: the file with torch's record of its collectives, if one was written.
         error: by which its wait has ended; "" while it lasts.
     """
@@ -68,6 +69,7 @@ class HangReport:
     store_silent_s: float | None = None
     flight_record: Path | None = None
     error: str = ""
+    store: str = ""
 
     def __str__(self) -> str:
         what = self.here.waits_for or "the device"
@@ -79,9 +81,11 @@ class HangReport:
             at = self.here.at or "a line that is unknown"
             lines = [f"Rank {self.rank} has lost {what}, at {at}: {self.error}."]
         if self.store_silent_s is not None:
+            at = f" ({self.store})" if self.store else ""
             lines.append(
-                f"The store of the process group has not answered for {self.store_silent_s:.0f} s: "
-                "its host is gone, or this one is cut off. So nothing is known of other ranks."
+                f"The store of the process group has not answered for {self.store_silent_s:.0f} s"
+                f"{at}: its host is gone, or this one is cut off. "
+                "So nothing is known of other ranks."
             )
         silent: dict[str, list[int]] = {}
         for rank, last in self.silent.items():
@@ -382,6 +386,8 @@ class watch_hangs:  # noqa: N801 (used like a function)
                 return judge_loss(self._rank, self._ended, places, alive)
 
     def _act(self, report: HangReport) -> None:
+        if report.store_silent_s is not None:
+            report = replace(report, store=_address(self._store))
         if self._flight_records is not None:
             with suppress(OSError):  # a full disk must not hide the report
                 file = flight_records.dump(self._flight_records, self._rank)
@@ -413,6 +419,13 @@ class watch_hangs:  # noqa: N801 (used like a function)
             beat, place = json.loads(said)
             found[rank] = beat, Whereabouts(**place)
         return found
+
+
+def _address(store: Any) -> str:
+    """Of the host that has the store, and its port; "" if it is a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _has_ended(place: Whereabouts | None) -> bool:
