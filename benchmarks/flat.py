@@ -1,11 +1,13 @@
 """AdamW steps on flat tensors, beside those of FSDP1 and of plain tensors, taking turns.
 
     python -m benchmarks.flat [stack|lm ...]
+    python -m benchmarks.flat stack --parts
 
 `stack` has 576 small parameters in 64 units, `lm` is the 34M language model; rank 0 of a `fake`
 group of two, so nothing is communicated. "plain" steps as many plain tensors, each of a shard's
 size. Before every timed step its model runs forward and backward, as in training: caches are cold,
-and what a step has to look at counts.
+and what a step has to look at counts. `--parts` times what `flat_step` does around the step of the
+flat tensors, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.optim.flat import FlatView
+from fsdp2.optim.flat_plan import Plan
 
 from . import machine
 from .hooks import make_stack, seconds_of
@@ -43,6 +51,16 @@ PLAIN, FSDP1, LOCAL, FLAT = "plain", "FSDP1", "local_step", "flat_step"
 STEPS = (PLAIN, FSDP1, LOCAL, FLAT)
 TARGETS = {"stack": (FSDP1, 1.10), "lm": (PLAIN, 1.0)}
 WARM_UP_STEPS = 3
+# What `flat_step` does around the step of the flat tensors; a part may contain others.
+PARTS: dict[str, tuple[type, str]] = {
+    "all before the step": (FlatView, "enter"),
+    "- is the state what it was": (Plan, "_state_is_current"),
+    "- are the gradients where they were": (Plan, "look"),
+    "- give the flat tensors their gradients": (Plan, "show"),
+    "all after the step": (FlatView, "leave"),
+    "- count the writes to the shards": (Plan, "hide"),
+    "- take over new state": (Plan, "take_over"),
+}
 
 
 def make_model(name: str) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]:
@@ -93,6 +111,58 @@ def measure(model: str, implementation: str, rounds: int, iters: int) -> dict[st
         for name in (*STEPS[i % len(STEPS) :], *STEPS[: i % len(STEPS)]):
             found[name].append([step(name) for _ in range(iters)])
     return found
+
+
+@contextmanager
+def timed_parts() -> Iterator[dict[str, list[float]]]:
+    """Seconds of every call of the `PARTS`; with one group of options each is called once."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    originals = {name: getattr(kind, method) for name, (kind, method) in PARTS.items()}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return originals[name](*args)
+            finally:
+                found[name].append(time.perf_counter() - start)
+
+        return call
+
+    for name, (kind, method) in PARTS.items():
+        setattr(kind, method, timed(name))
+    try:
+        yield found
+    finally:
+        for name, (kind, method) in PARTS.items():
+            setattr(kind, method, originals[name])
+
+
+def measure_parts(model: str, implementation: str, rounds: int, iters: int) -> dict[str, Any]:
+    """Median seconds of the parts and of the steps, in one process."""
+    with timed_parts() as found:
+        steps = measure(model, implementation, rounds, iters)
+    parts = {name: statistics.median(found[name]) for name in PARTS}
+    whole = {
+        f"{name}, whole": statistics.median(chain.from_iterable(steps[name]))
+        for name in (FSDP1, FLAT)
+    }
+    return {**whole, **parts}
+
+
+def print_parts(models: list[str], rounds: int, iters: int) -> None:
+    """A Markdown table of the parts."""
+    for model in models:
+        columns = []
+        for implementation in IMPLEMENTATIONS:
+            settings = {"model": model, "implementation": implementation}
+            times = {"rounds": rounds, "iters": iters if model == "stack" else max(1, iters // 4)}
+            columns.append(run_ranks(measure_parts, 2, {**settings, **times}, fake=True))
+        print(f"| {model}, ms | " + " | ".join(IMPLEMENTATIONS) + " |")
+        print("|---" * (len(columns) + 1) + "|")
+        for name in columns[0]:
+            cells = " | ".join(f"{1e3 * column[name]:.3g}" for column in columns)
+            print(f"| {name} | {cells} |")
 
 
 def run(models: list[str], rounds: int, iters: int) -> dict[str, Any]:
@@ -146,7 +216,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iters", type=int, default=12, help="steps per round and variant")
     parser.add_argument("--output", type=Path, default=machine.REPOSITORY / "benchmarks/results")
+    parser.add_argument("--parts", action="store_true", help="time the parts of flat_step instead")
     options = parser.parse_args(arguments)
+    if options.parts:
+        print_parts(options.models or list(TARGETS), options.rounds, options.iters)
+        return 0
     record = run(options.models or list(TARGETS), options.rounds, options.iters)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "flat.json"

@@ -2,7 +2,9 @@
 
 Forward and backward of a chain of small linear layers on two ranks. The variants take turns in
 every round; ratios are taken within rounds. By hand: `fully_shard` of lists of so many layers, and
-of the whole model alone; the best of them is what the merged units are compared with.
+of the whole model alone; the best of them is what the merged units are compared with. "in
+containers" has as many units as are left by `merge_units`, each an `nn.Sequential`: its hooks run
+once for all layers in it, so beside the merged units it shows what hooks of every layer take.
 
     python -m benchmarks.merge [--rounds 5] [--modules 1000]
 """
@@ -29,6 +31,7 @@ WIDTH = 32
 ROWS = 16
 HAND_MADE = (10, 30, 100, 300)
 MERGED, ONE_BY_ONE = "merge_units", "one by one"
+CONTAINERS = "in containers"
 TORCH = "torch FSDP2, one by one"
 TARGET = 1.3
 
@@ -47,6 +50,15 @@ def measure(modules: int, rounds: int, min_bytes: int) -> dict[str, Any]:
             fsdp2.fully_shard(list(model[start : start + size]))
         return fsdp2.fully_shard(model)
 
+    def in_containers(num_units: int) -> nn.Module:
+        layers = list(chain())
+        size = -(-modules // num_units)
+        starts = range(0, modules, size)
+        model = nn.Sequential(*(nn.Sequential(*layers[i : i + size]) for i in starts))
+        for container in model:
+            fsdp2.fully_shard(container)
+        return fsdp2.fully_shard(model)
+
     def one_by_one(shard: Callable[[nn.Module], Any]) -> nn.Module:
         model = chain()
         for layer in model:
@@ -60,6 +72,7 @@ def measure(modules: int, rounds: int, min_bytes: int) -> dict[str, Any]:
     models[ONE_BY_ONE] = one_by_one(fsdp2.fully_shard)
     models[MERGED] = one_by_one(fsdp2.fully_shard)
     merged = fsdp2.merge_units(models[MERGED], min_bytes=min_bytes)
+    models[CONTAINERS] = in_containers(max(1, len(merged.merged)))
     models[TORCH] = one_by_one(torch_fully_shard)
     x = torch.randn(ROWS, WIDTH)
 
