@@ -8,11 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = (
-    14  # of Linux's <asm-generic/mman-common.h>; `mmap.madvise` takes mmap objects only
-)
-
 
 def current_device(kind: str) -> torch.device:
     """The device of type ``kind`` that this rank computes on."""

@@ -141,10 +141,13 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
     Raises:
         CheckpointError: naming tensors on the meta device that the checkpoint does not fill.
     """
-    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
-    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
     # During forward and backward, a sharded model registers other parameters under these names.
     any_meta = any(t.is_meta for t in found.tensors.values())
+    # Names cost more than all else that is done for a tensor, and most models need none here.
+    if not _has_meta(model):
+        return any_meta
+    tensors = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
+    left = [n for n in tensors if found.aliases.get(n, n) not in to_be_filled]
     if left:
         raise CheckpointError(
             f"Not in the checkpoint, and on the meta device without values: {some(left)}. Buffers "
@@ -152,6 +155,21 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
             "does it by model.init_weights(); give parameters values, or leave them out"
         )
     return any_meta
+
+
+def _has_meta(model: nn.Module) -> bool:
+    """Whether any parameter or buffer is on the meta device."""
+    left, seen = [model], {model}
+    while left:
+        module = left.pop()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_meta:
+                return True
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+    return False
 
 
 def _make_real(
