@@ -165,8 +165,8 @@ def _has_meta(model: nn.Module) -> bool:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_meta:
                 return True
-        for child in module._modules.values():
-            if child is not None and child not in seen:
+        for child in module.children():
+            if child not in seen:
                 seen.add(child)
                 left.append(child)
     return False
