@@ -253,6 +253,7 @@ def train(run: Run) -> int:
             "extra": run_state(run) | {"unwritten": start.unwritten(log)},
         }
         if stop or step == last_step or (options.save_every and step % options.save_every == 0):
+            start.check_newest()
             commits.save(step, **state)
         snapshots.after_step(step, **state)
     commits.close()

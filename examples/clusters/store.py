@@ -27,13 +27,25 @@ def reopen(store: dist.Store, key: str) -> bool:
     When torchrun ends on any host by an error (its link was cut, say), it closes the rendezvous for
     all hosts and for good: none of them could ever start again under this name.
     """
-    if not store.check([key]):
+    written, state = read(store, key)
+    if state is None or not state.closed:
         return False
-    state = store.get(key)
-    if state == EMPTY.encode() or not pickle.loads(base64.b64decode(state)).closed:
-        return False
-    store.set(key, EMPTY)
-    return True
+    # Who takes part stays. (With an empty state a host that comes would start alone, beside those
+    # that train: nobody would tell them.)
+    state.closed = False
+    return write(store, key, state, written)
+
+
+def read(store: dist.Store, key: str) -> tuple[bytes, Any]:
+    """What torchrun has written, and as an object; None if there is nothing."""
+    written = store.get(key) if store.check([key]) else EMPTY.encode()
+    return written, None if written == EMPTY.encode() else pickle.loads(base64.b64decode(written))
+
+
+def write(store: dist.Store, key: str, state: Any, instead_of: bytes) -> bool:
+    """Write a state, but not if a host has written in the meantime: that would be lost."""
+    changed = base64.b64encode(pickle.dumps(state))
+    return store.compare_set(key, instead_of.decode(), changed.decode()) == changed
 
 
 class Spares:
@@ -50,22 +62,16 @@ class Spares:
 
     def look(self, store: dist.Store, key: str) -> int:
         """How many hosts became spares."""
-        if not store.check([key]):
+        written, state = read(store, key)
+        if state is None:
             return 0
-        written = store.get(key)
-        if written == EMPTY.encode():
-            return 0
-        state = pickle.loads(base64.b64decode(written))
         self._since = {host: self._since.get(host, state.round) for host in state.wait_list}
         found = [host for host, since in self._since.items() if since < state.round]
         if not (state.complete and found):
             return 0
         state.wait_list.difference_update(found)
         state.redundancy_list.update(found)
-        # Not if a host has written in the meantime: what it wrote would be lost.
-        changed = base64.b64encode(pickle.dumps(state))
-        now = store.compare_set(key, written.decode(), changed.decode())
-        return len(found) if now == changed else 0
+        return len(found) if write(store, key, state, written) else 0
 
 
 def main() -> None:

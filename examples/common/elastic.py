@@ -195,12 +195,28 @@ class Start:
         position: in the data.
         sessions: the log of starts, on rank 0.
         losses: rows of losses.jsonl for which the disk has had no room.
+        number: of this start among those of the run, on rank 0; 0 if it is not written.
     """
 
     step: int = 0
     position: int = 0
     sessions: Rows | None = None
     losses: Sequence[str] = ()
+    number: int = 0
+
+    def check_newest(self) -> None:
+        """End if there has been another start since: two would write the same checkpoints.
+
+        Hosts that are cut off from each other cannot both reach the store, so this should never
+        be; if it is, the steps of the newest start count.
+        """
+        if self.sessions is not None and self.number:
+            starts = len(read_losses(self.sessions.path))
+            if starts > self.number:
+                fail(
+                    f"{self.sessions.path}: another start of this run has begun, {starts} in all, "
+                    f"and this is number {self.number}: it ends, and saves nothing"
+                )
 
     def unwritten(self, log: LossLog) -> dict[str, list[str]]:
         """What the disk has had no room for so far, to be saved with the state."""
@@ -232,6 +248,7 @@ def resume(
         rows = Rows(Path(options.out) / "sessions.jsonl", unwritten=unwritten.get("sessions", []))
         start.sessions = rows
         note_session(Path(options.out), rows, loaded)
+        start.number = 0 if rows.unwritten else len(read_losses(rows.path))
     snapshots.begin()
     return start
 

@@ -115,6 +115,26 @@ def test_a_fault_needs_no_person_and_changes_no_number(kind: str) -> None:
     assert len(record["faults"]) == 1
 
 
+def test_a_start_ends_when_there_is_a_newer_one(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from common.elastic import Start
+        from common.lm_report import Rows
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    path = tmp_path / "sessions.jsonl"
+    older, newer = (Start(sessions=Rows(path), number=number) for number in (1, 2))
+    assert older.sessions is not None
+    older.sessions.add(world_size=2)
+    older.check_newest()
+    assert newer.sessions is not None
+    newer.sessions.add(world_size=4)
+    newer.check_newest()
+    with pytest.raises(SystemExit):
+        older.check_newest()
+    Start(sessions=older.sessions).check_newest()  # whose own row is not written: it cannot tell
+
+
 @pytest.fixture
 def store_module() -> Iterator[Any]:
     """`examples/clusters/store.py`."""
@@ -160,13 +180,34 @@ def test_hosts_for_which_there_is_no_room_become_spares(
         coming = [pool.submit(each.next_rendezvous) for each in others]
         wait_for(lambda: first.num_nodes_waiting() == 2)
         assert spares.look(server, key) == 0  # one of them will be taken in
-        assert first.next_rendezvous().world_size == 2
+        coming.append(pool.submit(first.next_rendezvous))
+        wait_for(lambda: sum(each.done() for each in coming) == 2)
         wait_for(lambda: first.num_nodes_waiting() == 1)  # for which torchrun starts all again
-        assert spares.look(server, key) == 1
+        wait_for(lambda: spares.look(server, key) == 1)
         wait_for(lambda: first.num_nodes_waiting() == 0)
         assert spares.look(server, key) == 0
-        wait_for(lambda: any(each.done() for each in coming))
-        assert not all(each.done() for each in coming)
+        assert sum(each.done() for each in coming) == 2
+
+
+def test_who_trains_learns_of_a_host_that_comes_after_the_rendezvous_was_closed(
+    store_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a link was cut. The host would start alone otherwise: two trainings in one folder."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parameters = RendezvousParameters(
+        *("c10d", f"127.0.0.1:{server.port}", "run", 1, 2), is_host="0", last_call_timeout="1"
+    )
+    trains, cut_off, comes = (get_rendezvous_handler(parameters) for _ in range(3))
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        stack.callback(trains.set_closed)
+        trains.next_rendezvous()
+        cut_off.set_closed()
+        assert store_module.reopen(server, "torch.rendezvous.run")
+        coming = pool.submit(comes.next_rendezvous)
+        wait_for(lambda: trains.num_nodes_waiting() == 1)  # for which torchrun starts all again
+        again = pool.submit(trains.next_rendezvous)
+        assert coming.result(60).world_size == again.result(60).world_size == 2
 
 
 @pytest.mark.long
