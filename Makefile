@@ -37,7 +37,8 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
-	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links optimizers subclasses docs clean
+	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links \
+	bench-uneven optimizers subclasses docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -134,6 +135,9 @@ bench-faults: $(FOR_TRAIN)  ## faults at random moments of elastic training on t
 
 bench-links: $(FOR_TRAIN)  ## strategies on two hosts with a link of limited speed (needs root)
 	$(PY) -m benchmarks.links $(ARGS)
+
+bench-uneven: $(FOR_TRAIN)  ## batches by speed on two hosts, one of them slow (needs root)
+	$(PY) -m benchmarks.uneven $(ARGS)
 
 bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the examples
 	$(PY) -m benchmarks.choosing $(ARGS)

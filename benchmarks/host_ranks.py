@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,36 @@ def can_run(module: str) -> bool:
 def run(
     module: str, options: argparse.Namespace, *more: str, num_hosts: int, ranks_per_host: int
 ) -> dict[str, Any]:
-    """Starts the ranks of ``module`` on their hosts, told ``more`` too; returns the answer."""
-    with hosts(num_hosts) as made, tempfile.TemporaryDirectory(prefix="bench_") as folder:
+    """Starts the ranks of ``module`` on hosts of their own; returns the answer."""
+    with hosts(num_hosts) as made:
+        return run_on(made, module, options, *more, ranks_per_host=ranks_per_host)
+
+
+def run_on(
+    made: Sequence[Host],
+    module: str,
+    options: argparse.Namespace,
+    *more: str,
+    ranks_per_host: int,
+    prefixes: Sequence[Sequence[str]] = (),
+) -> dict[str, Any]:
+    """Starts the ranks of ``module`` on these hosts, told ``more`` too; returns the answer.
+
+    Args:
+        prefixes: of each host, a command that is to run the ranks' command (``taskset``, say).
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         answer = Path(folder) / "answer.json"
         common = ["--answer", str(answer), "--rounds", str(options.rounds)]
         common += ["--master", made[0].address, "--speeds", *options.speeds, *more]
         processes = []
-        for rank in range(num_hosts * ranks_per_host):
-            host = made[rank // ranks_per_host]
+        for rank in range(len(made) * ranks_per_host):
+            on = rank // ranks_per_host
+            host, prefix = made[on], prefixes[on] if prefixes else ()
             mine = ["--rank", str(rank), "--host", host.name, host.address]
             # As torchrun says it: what "hybrid" takes for a node.
             environment = host.environment(LOCAL_WORLD_SIZE=str(ranks_per_host))
-            command = host.python("-m", module, *mine, *common)
+            command = host.command(*prefix, sys.executable, "-m", module, *mine, *common)
             processes.append(subprocess.Popen(command, cwd=machine.REPOSITORY, env=environment))
         try:
             codes = [process.wait() for process in processes]

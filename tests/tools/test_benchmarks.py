@@ -27,6 +27,7 @@ from benchmarks import (
     policies,
     report,
     suite,
+    uneven,
 )
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
@@ -361,3 +362,30 @@ def test_a_strategy_on_links_has_its_peak() -> None:
     assert full is not None
     assert grad is not None
     assert 10**7 < full < grad
+
+
+def test_hosts_of_different_speeds_are_planned_as_measured(tmp_path: Path) -> None:
+    examined = {
+        "flops": {"0": 4e10, "1": 2.01e10},
+        "links": [{"bytes_per_s": 3e9}, {"bytes_per_s": 2e9}],
+    }
+    made = uneven.hardware_of(examined)
+    assert made["speeds"] == [1.0, 0.5]
+    assert made["network_bandwidth"] == 2e9
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(made))
+    planned = uneven._plan(file)
+    assert planned["split"]["sizes"] == [16, 8]
+    assert planned["step_s"] / planned["split"]["even_s"] == pytest.approx(2 / 3, rel=0.05)
+
+
+def test_batches_by_speed_are_compared_within_rounds() -> None:
+    runs = {
+        uneven.EVEN: {"sizes": [12, 12], "gradient_error": 0.0, "seconds": [2.0, 4.0, 8.0]},
+        uneven.BY_SPEED: {"sizes": [16, 8], "gradient_error": 2e-7, "seconds": [1.5, 2.4, 4.0]},
+    }
+    told = uneven.table({"results": runs, "hardware": {"speeds": [1.0, 0.5]}, "predicted": 0.66})
+    first, second, _, last = told.splitlines()[2:]
+    assert first == "| equal batches | 12 + 12 | 4000 | 0e+00 |"
+    assert second == "| batches by speed | 16 + 8 | 2400, 0.60 (0.50 to 0.75) | 2e-07 |"
+    assert last.endswith("take 0.60 of the time of equal ones; the plan said 0.66.")
