@@ -11,8 +11,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: its own names of places", allow_module_level=True)
 
-from fsdp2.describe.hangs import HangReport, judge
-from fsdp2.describe.whereabouts import Whereabouts
+from fsdp2.describe.hangs import HangReport, judge, judge_loss
+from fsdp2.describe.whereabouts import LOST, Whereabouts
 
 GATHER = "the all-gather of unit 'b'"
 HERE = Whereabouts(3, "forward", 2, "b", GATHER, "train.py:8 in step")
@@ -66,3 +66,23 @@ def test_thousands_of_ranks_make_a_short_text() -> None:
     assert "ranks 4200, 4201, 4202, 4203, 4204, 4205, 4206, 4207 and 692 more" in text
     assert "And 92 more places." in text
     assert len(text) < 3000
+
+
+def test_who_lost_others_or_lives_is_not_blamed_for_a_loss() -> None:
+    here = Whereabouts(3, "forward", 2, "b", "an all-gather", "train.py:1")
+    lost = replace(here, phase="backward", ended=LOST)
+    behind = replace(here, units=1, unit="a", waits_for="")
+    gone = replace(here, units=1, unit="a", waits_for="")
+    alive = {0: True, 1: True, 2: True, 3: False}
+    # One is silent: not those that lost it, and not one that is at work elsewhere.
+    found = judge_loss(0, "broken", {0: here, 1: lost, 2: behind, 3: gone}, alive)
+    assert (found.silent, found.elsewhere) == ({3: gone}, {})
+    assert found.together == (0, 1)
+    # One has ended by an error of its own, whether it writes any more or not.
+    failed = replace(gone, ended="ValueError: no such file")
+    found = judge_loss(0, "broken", {0: here, 1: lost, 2: behind, 3: failed}, alive)
+    assert (found.silent, found.elsewhere) == ({}, {3: failed})
+    # All have only lost others, and one lives elsewhere: it is the one that is missing.
+    found = judge_loss(0, "broken", {0: here, 1: lost, 2: behind, 3: lost}, alive)
+    assert (found.silent, found.elsewhere) == ({}, {2: behind})
+    assert found.together == (0, 1, 3)
