@@ -176,7 +176,8 @@ class watch_hangs:  # noqa: N801 (used like a function)
         model: sharded, or with sharded modules inside.
         after_s: how long a wait is before it is reported, in seconds. Longer than the slowest thing
             that one rank does alone (writing a file, loading data). Choose it below the timeout of
-            the process group, which raises an error without these names.
+            the process group, which raises an error without these names. The same on all ranks: it
+            also says how often each writes, and who writes less often counts as silent.
         on_hang: "warn": a `HangWarning`, and training goes on if the rank comes after all. "exit":
             the same text and the stacks of all threads on stderr, and the process ends with exit
             code 76, so that a launcher can start the job again. Or a function, called with a
