@@ -403,10 +403,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
             if report.store_silent_s is None:
                 with suppress(RuntimeError):  # its end is not the cause of what others lose then
                     self._write(replace(report.here, ended=LOST))
-            print(f"{report}\nThis process ends (exit code {EXIT_CODE}).", file=sys.stderr)
-            faulthandler.dump_traceback(all_threads=True)
-            sys.stderr.flush()
-            os._exit(EXIT_CODE)
+            try:
+                print(f"{report}\nThis process ends (exit code {EXIT_CODE}).", file=sys.stderr)
+                faulthandler.dump_traceback(all_threads=True)
+                sys.stderr.flush()
+            finally:  # also where there is no memory for a text
+                os._exit(EXIT_CODE)
 
     def _read(self) -> dict[int, tuple[int, Whereabouts | None]]:
         """What each rank wrote last: how often it has, and where it was."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LOST = "the loss of other ranks"  # by which a rank ended
 # What a rank waits for that saves or loads. Others may be at work on their parts for minutes.
 CHECKPOINT = "all ranks to do their part of a checkpoint"
+# Python waits without a limit for a thread to say that it runs. One that gets no memory never does.
+START = "a thread of its own to start, for which there may be no memory"
 _OF_CHECKPOINTS = ("said_by_first", "told_by_all", "_agree", "SaveHandle.wait_committed")
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -146,6 +149,8 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
                 return f"all ranks to {values['self']._about}"
             if function in _OF_CHECKPOINTS and _file(frame).startswith(_OURS + "checkpoint"):
                 return CHECKPOINT
+        if function == "Thread.start" and _file(frame) == threading.__file__:
+            return START
         if _file(frame).startswith(_TORCH + "distributed" + os.sep):
             outer = _outermost_of_torch(stack)
             return f"torch.distributed, in {outer.f_code.co_name}()"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: its own names of places", allow_module_level=True)
 
 from fsdp2.describe.hangs import HangReport, judge, judge_loss
-from fsdp2.describe.whereabouts import LOST, Whereabouts
+from fsdp2.describe.whereabouts import LOST, START, Whereabouts, look
 
 GATHER = "the all-gather of unit 'b'"
 HERE = Whereabouts(3, "forward", 2, "b", GATHER, "train.py:8 in step")
@@ -86,3 +89,27 @@ def test_who_lost_others_or_lives_is_not_blamed_for_a_loss() -> None:
     found = judge_loss(0, "broken", {0: here, 1: lost, 2: behind, 3: lost}, alive)
     assert (found.silent, found.elsewhere) == ({}, {2: behind})
     assert found.together == (0, 1, 3)
+
+
+def test_a_thread_that_never_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it gets no memory: `Thread.start` then waits without a limit."""
+    never = threading.Thread(target=lambda: None)
+    starter = threading.Thread(target=never.start, daemon=True)
+    begun, begin = threading.Event(), threading._start_new_thread  # type: ignore[attr-defined]
+
+    def refuse(function: Any, arguments: Any, *more: Any) -> Any:
+        if threading.current_thread() is starter:
+            begun.set()
+            return None  # as if it had been started
+        return begin(function, arguments, *more)
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    assert look([], {}, threading.get_ident()).waits_for == ""
+    starter.start()
+    begun.wait()
+    assert starter.ident is not None
+    end = time.monotonic() + 60
+    while look([], {}, starter.ident).waits_for != START:
+        assert time.monotonic() < end
+    never._started.set()  # type: ignore[attr-defined]
+    starter.join()
