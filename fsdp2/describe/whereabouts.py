@@ -44,7 +44,7 @@ class Whereabouts:
         waits_for: what of other ranks it waits for; "" if it does not.
         at: the line of the user's program, as in "train.py:88 in next_batch"; the innermost
             function behind it.
-        ended: the error by which it left `watch_hangs`; "" if it did not. `LOST`: one of the
+        ended: the error by which it left `watch_hangs`; "" if it did not. ``LOST``: one of the
             communication, so the cause is elsewhere.
     """
 

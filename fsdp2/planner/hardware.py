@@ -44,7 +44,7 @@ class Hardware:
         channels: messages of a call that go round their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
         speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
-            above it reaches. Empty: all reach it. `fsdp2 doctor` measures them.
+            above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
 
     Raises:
         ValueError: for numbers that are not positive, and speeds that are not finite.

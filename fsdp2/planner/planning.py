@@ -73,7 +73,7 @@ def plan(
             of one rank if all have as many samples. To divide it, all tensors in it with as many
             rows as the first one count as samples.
         hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
-            ``.json`` (see `find_hardware`) or a `Hardware`.
+            ``.json`` (see ``fsdp2.planner.find_hardware``) or a `Hardware`.
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
         memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
             allocators and libraries need some too.
