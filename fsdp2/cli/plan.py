@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ..render.text import fail, print_json, status
+from ..render.text import fail, one_line, print_json, status
 from .ckpt import parse_bytes
 from .model import (
     DTYPES,
@@ -196,7 +196,7 @@ def run_plan(args: argparse.Namespace) -> int:
         options = _step_options(args)
         model = load_model(args.model)
         with status(args) as show:
-            made = plan(
+            return plan(
                 model,
                 options.pop("sample_input"),
                 hardware,
@@ -208,18 +208,31 @@ def run_plan(args: argparse.Namespace) -> int:
                 progress=show,
                 **options,
             )
-        if args.picture:
-            made.picture(args.picture)
-        return made
 
-    code = _answer(args, make)
-    if code == 0 and args.picture and not args.json:
+    return _answer(args, make, _draw if args.picture else None)
+
+
+def _draw(args: argparse.Namespace, made: Any) -> int:
+    """Write the picture of a plan that has been printed: nothing of it is lost by an error here."""
+    try:
+        made.picture(args.picture)
+    except (ImportError, OSError, ValueError) as error:  # ValueError: a name that is no picture's
+        return fail(f"The plan is whole, but its picture was not written: {one_line(error)}")
+    if not args.json:
         print(f"\nWritten: {args.picture}")
-    return code
+    return 0
 
 
-def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
-    """Print what ``make`` returns, or why it fails; returns the exit status."""
+def _answer(
+    args: argparse.Namespace,
+    make: Callable[[], Any],
+    then: Callable[[argparse.Namespace, Any], int] | None = None,
+) -> int:
+    """Print what ``make`` returns, or why it fails; then call ``then`` with it.
+
+    Returns:
+        The exit status.
+    """
     from ..runtime.gather_budget import GatherBudgetError
 
     try:
@@ -235,4 +248,4 @@ def _answer(args: argparse.Namespace, make: Callable[[], Any]) -> int:
         print_json(made.to_dict())
     else:
         print(made)
-    return 0
+    return then(args, made) if then is not None else 0

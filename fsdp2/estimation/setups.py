@@ -10,6 +10,22 @@ from ..api.shard_model import find_strategy, reshard_of
 from ..wrap import UnitDescription
 from .replay import Setup
 
+# Of the fields of `Setup` that are numbers.
+_LEAST = {"micro_batches": 1, "max_gathered_bytes": 1, "ranks_per_node": 1, "prefetch": 0}
+
+
+def check_number(name: str, value: object, least: int = 1) -> None:
+    """Check an argument that counts something.
+
+    Raises:
+        TypeError: if it is not an int.
+        ValueError: if it is less than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
 
 def make_setup(
     units: Sequence[UnitDescription],
@@ -27,9 +43,12 @@ def make_setup(
 
     Raises:
         ValueError: if the mesh is not one or two positive numbers or does not fit the strategy,
-            or for an unknown strategy.
-        TypeError: for a mesh of another type.
+            for an unknown strategy, and for numbers that are too small.
+        TypeError: for a mesh, or a number, of another type.
     """
+    for name, least in _LEAST.items():
+        if options.get(name) is not None:
+            check_number(name, options[name], least)
     chosen = find_strategy(strategy)
     replicas, shards = _checked_mesh(mesh_shape)
     if chosen.hybrid and isinstance(mesh_shape, int):

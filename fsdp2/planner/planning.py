@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..estimation.checkpointing import MODES
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.replay import Setup
-from ..estimation.setups import make_setup
+from ..estimation.setups import check_number, make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
@@ -104,12 +105,15 @@ def plan(
     for mode in activation_checkpointing:
         if mode not in MODES:
             raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
-    budget = memory_budget or USABLE_MEMORY * chosen_hardware.memory_bytes
+    check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
+    if max_gathered_bytes is not None:
+        check_number("max_gathered_bytes", max_gathered_bytes)
+    budget = _checked_budget(memory_budget, chosen_hardware)
     search = _Search(
         model,
         Simulator(chosen_hardware, optimizer),
         num_ranks,
-        int(budget),
+        budget,
         {
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
@@ -165,6 +169,19 @@ def _divided(
         f"({show_seconds(even.chosen.seconds)} a step)."
     )
     return made
+
+
+def _checked_budget(budget: object, hardware: Hardware) -> int:
+    if budget is None:
+        return int(USABLE_MEMORY * hardware.memory_bytes)
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise TypeError(f"memory_budget must be a number of bytes or None, got {budget!r}")
+    if not (budget >= 1 and math.isfinite(budget)):
+        raise ValueError(
+            f"memory_budget must be a positive number of bytes, got {budget}; None is nine tenths "
+            "of the GPU's memory"
+        )
+    return int(budget)
 
 
 def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:

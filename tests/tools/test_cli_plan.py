@@ -93,6 +93,29 @@ def test_a_plan_with_a_picture(
     assert data["activation_checkpointing"] == "none"
 
 
+@pytest.mark.parametrize("why", ["no matplotlib", "no folder", "no such format"])
+def test_a_picture_that_cannot_be_written_does_not_discard_the_plan(
+    why: str,
+    models: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    name = {"no folder": "file/plan.png", "no such format": "plan.xyz"}.get(why, "plan.png")
+    if why == "no matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    args = ("plan", f"{models}:Model", "--input", f"{models}:batch", "--world-size", "8",
+            "--hardware", "h100", "--checkpointing", "none")  # fmt: skip
+    code, out, err = run(capsys, *args, "--picture", str(tmp_path / name))
+    assert code == 2
+    assert "Why" in out
+    assert "Written" not in out
+    assert "The plan is whole, but its picture was not written: " in err
+    code, out, err = run(capsys, *args, "--json", "--picture", str(tmp_path / name))
+    assert (code, json.loads(out)["activation_checkpointing"]) == (2, "none")
+
+
 def test_a_limit_on_gathered_bytes(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     step = ("--input", f"{models}:batch", "--world-size", "8", "--json")
     args = ("estimate", f"{models}:Model", *step, "--wrap", "blocks.*")

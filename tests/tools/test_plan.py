@@ -248,6 +248,13 @@ def test_more_ranks_than_anybody_has() -> None:
         ({"num_ranks": 0}, ValueError, "must be positive"),
         ({"num_ranks": 2.0}, TypeError, "must be an int"),
         ({"activation_checkpointing": ("all",)}, ValueError, "got 'all'"),
+        ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1, got 0"),
+        ({"micro_batches": 1.5}, TypeError, "micro_batches must be an int, got 1.5"),
+        ({"max_gathered_bytes": 0}, ValueError, "max_gathered_bytes must be at least 1, got 0"),
+        ({"memory_budget": 0}, ValueError, "memory_budget must be a positive number of bytes"),
+        ({"memory_budget": -1e9}, ValueError, "memory_budget must be a positive number of bytes"),
+        ({"memory_budget": float("nan")}, ValueError, "memory_budget must be a positive number"),
+        ({"memory_budget": "8GB"}, TypeError, "memory_budget must be a number of bytes or None"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None:
