@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .describe.explanation import Explanation
     from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
-    from .estimation import Estimate, estimate
+    from .estimation import Estimate, estimate, register_cost
     from .optim import clip_grad_norm_, get_total_norm
     from .planner import Hardware, Plan, plan
     from .policy import (
@@ -81,6 +81,7 @@ __all__ = [
     "optim",
     "plan",
     "profile",
+    "register_cost",
     "register_fsdp_forward_method",
     "replicate",
     "shard_model",
@@ -127,6 +128,7 @@ _HOME = {
     "merge_units": "api.merging",
     "plan": "planner",
     "profile": "profiling",
+    "register_cost": "estimation",
     "register_fsdp_forward_method": "api.functions",
     "replicate": "api.fully_shard",
     "shard_model": "api.shard_model",

@@ -132,6 +132,13 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="limit on gathered parameters, as set_max_gathered_bytes sets it: 2GiB, ... "
         "(default: none)",
     )
+    parser.add_argument(
+        "--unknown-costs",
+        choices=("error", "list"),
+        default="error",
+        help="operators whose FLOPs nobody has said and that matter: an error (the default), or go "
+        "on without their FLOPs",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +153,7 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "micro_batches": args.micro_batches,
         "optimizer": None if args.optimizer == "none" else args.optimizer,
         "max_gathered_bytes": args.max_gathered,
+        "unknown_costs": args.unknown_costs,
     }
 
 

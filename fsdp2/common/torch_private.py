@@ -269,7 +269,6 @@ TRACING = (
         "torch.utils._pytree.tree_iter",
         "torch._ops.OpOverload",
         "torch.ops.aten.add.Tensor._schema",
-        "torch.ops.aten.add.Tensor._overloadpacket",
     ),
     *_names(
         "`.item()` of a DTensor while weights are initialized",

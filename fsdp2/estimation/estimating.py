@@ -22,6 +22,7 @@ from .replay import Replay, Setup, replay, with_rank
 from .report import Estimate, RankEstimate, TrafficRow
 from .setups import make_setup
 from .tracing import LossFn, trace_step
+from .uncosted import check_choice, without_cost
 
 
 def estimate(
@@ -47,6 +48,7 @@ def estimate(
     device_type: str = "cuda",
     ranks_per_node: int = 8,
     fake: bool = True,
+    unknown_costs: str = "error",
 ) -> Estimate:
     """Estimate memory and traffic of one training step, without running or sharding ``model``.
 
@@ -79,6 +81,9 @@ def estimate(
         ranks_per_node: determines which traffic leaves a node; ranks are numbered node by node.
         fake: False runs one real step on the CPU, with all the memory that it needs; required for
             models whose shapes depend on their data.
+        unknown_costs: what to do about operators whose FLOPs nobody has said (`register_cost`), if
+            they are more than 1 % of the bytes of a step: "error", or "list" to go on without their
+            FLOPs. They are listed in any case.
 
     Returns:
         The estimate. It does not include allocator overhead (fragmentation; a tenth is common),
@@ -86,7 +91,8 @@ def estimate(
 
     Raises:
         ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
-            shapes that depend on data (with ``fake``), or a step without a loss.
+            shapes that depend on data (with ``fake``), a step without a loss, or operators without
+            a cost.
         RuntimeError: if a unit does not fit into ``max_gathered_bytes``, with the least that works.
         TypeError: for arguments of the wrong type.
 
@@ -97,6 +103,7 @@ def estimate(
         >>> print(estimate(model, 1024, batch, loss_fn=lambda out: out.float().mean()))
     """
     check_comm_policy(comm_policy)
+    check_choice(unknown_costs)
     units = tuple(units_of(model, wrap))
     setup = make_setup(
         units,
@@ -128,7 +135,10 @@ def estimate(
         fake=fake,
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
-    return estimate_trace(trace, setup, shape, strategy, optimizer)
+    lines = without_cost(trace, unknown_costs)
+    made = estimate_trace(trace, setup, shape, strategy, optimizer)
+    made.notes.extend([*trace.notes, *lines])
+    return made
 
 
 def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:

@@ -69,6 +69,19 @@ class Operation:
     attention: bool = False
 
 
+@dataclass(frozen=True)
+class Uncosted:
+    """The calls of an operator whose cost is not known.
+
+    Attributes:
+        calls: in a forward and backward.
+        nbytes: bytes of the tensors that they read and wrote.
+    """
+
+    calls: int
+    nbytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class Compute:
     """The operations between two other events.
@@ -129,6 +142,9 @@ class StepTrace:
         embeddings: names of the modules whose class is exactly ``nn.Embedding``.
         input_bytes: bytes of the sample input, which lives during the whole step.
         buffer_bytes: bytes of the model's buffers.
+        nbytes: bytes that all operations read and write.
+        uncosted: the operators without a cost, by name.
+        notes: what the trace assumes, as sentences.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -138,11 +154,21 @@ class StepTrace:
     params: list[ParamInfo] = field(default_factory=list)
     input_bytes: int = 0
     buffer_bytes: int = 0
+    nbytes: int = 0
+    uncosted: dict[str, Uncosted] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
         """FLOPs of forward and backward, including recomputation."""
         return sum(event.flops for event in self.events if isinstance(event, Compute))
+
+    @property
+    def matmul_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which it multiplies."""
+        made = (event.operations for event in self.events if isinstance(event, Compute))
+        found = {o.dtype: None for operations in made for o in operations if o.flops}
+        return list(found)
 
     @property
     def activation_peak(self) -> int:

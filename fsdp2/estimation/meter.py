@@ -15,16 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .events import Compute, Operation
+from .events import Compute, Operation, Uncosted
+from .op_costs import FREE, cost_of, operator_name
 from .workspaces import with_float32_gradients, with_workspace
-
-# Operations that read only selected rows.
-_LOOKUPS = ("embedding", "index_select", "gather", "index")
-_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-# Operations without a kernel.
-_FREE = ("detach", "_unsafe_view", "device", "lift_fresh", "alias", "empty", "empty_like")
 
 
 class StorageMeter(TorchDispatchMode):
@@ -33,6 +27,11 @@ class StorageMeter(TorchDispatchMode):
     Args:
         device_type: the device whose kernels fake tensors stand for.
 
+    Attributes:
+        live: bytes of the storages that live now.
+        nbytes: bytes that all operations so far read and wrote.
+        uncosted: the operators without a cost, by name.
+
     Example:
         >>> with StorageMeter() as meter:
         ...     y = torch.ones(256) * 2
@@ -40,15 +39,19 @@ class StorageMeter(TorchDispatchMode):
         1024
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
         self._device_type = device_type
         self.live = 0
+        self.nbytes = 0
+        self.uncosted: dict[str, Uncosted] = {}
         self._start = 0
         self._peak = 0
         self._operations: list[Operation] = []
         self._tracked: dict[int, tuple[Any, int]] = {}
-        self._is_view: dict[Any, bool] = {}
+        self._free: dict[Any, bool] = {}
         self._paused = False
 
     def __torch_dispatch__(
@@ -64,20 +67,32 @@ class StorageMeter(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)
-        name = func._schema.name.partition("::")[2]
-        if name not in _FREE and not self._views(func):
-            cost = _cost(func, name, args, kwargs, result)
+        if not self._is_free(func):
+            cost = cost_of(func, args, kwargs, result)
             if cost is not None:
-                self._operations.append(cost)
+                self.count(cost.operation, None if cost.known else operator_name(func))
         return result
 
-    def _views(self, func: Any) -> bool:
-        known = self._is_view.get(func)
+    def count(self, operation: Operation, without_cost: str | None = None) -> None:
+        """Add an operation; ``without_cost`` is the name of an operator of unknown cost."""
+        self._operations.append(operation)
+        self.nbytes += operation.nbytes
+        if without_cost is not None:
+            before = self.uncosted.get(without_cost, Uncosted(0, 0))
+            self.uncosted[without_cost] = Uncosted(
+                before.calls + 1, before.nbytes + operation.nbytes
+            )
+
+    def _is_free(self, func: Any) -> bool:
+        """Whether there is no kernel: views, and allocations."""
+        known = self._free.get(func)
         if known is None:
-            returns = func._schema.returns
-            known = self._is_view[func] = bool(returns) and all(
+            schema = getattr(func, "_schema", None)  # operators of higher order have none
+            returns = () if schema is None else schema.returns
+            views = bool(returns) and all(
                 r.alias_info is not None and not r.alias_info.is_write for r in returns
             )
+            known = self._free[func] = views or operator_name(func).partition("::")[2] in FREE
         return known
 
     @contextmanager
@@ -134,64 +149,3 @@ class StorageMeter(TorchDispatchMode):
         """Start counting from here."""
         self._start = self._peak = self.live
         self._operations.clear()
-
-
-def _cost(func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> Operation | None:
-    read = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-    written = [t for t in tree_iter(result) if isinstance(t, torch.Tensor)]
-    if not read and not written:
-        return None
-    num_written = sum(map(_nbytes, written))
-    num_read = num_written if name in _LOOKUPS else sum(map(_nbytes, read))
-    dtype = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
-    flops = _flops(func, name, args, kwargs, result)
-    return Operation(flops, num_read + num_written, dtype, name.startswith(_ATTENTION))
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the memory behind ``tensor``: an expanded tensor is read once."""
-    if not tensor.numel():
-        return 0
-    reach = 1 + sum(
-        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
-    )
-    return min(tensor.numel(), reach) * tensor.itemsize
-
-
-def _flops(func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> int:
-    """FLOPs by torch's formulas. Causal attention counts half, as kernels skip the rest."""
-    if name.startswith("_scaled_dot_product"):
-        backward = name.endswith("_backward")
-        causal = _causal(func, args, kwargs)
-        if backward:
-            grad, q, k, v = (t.shape for t in args[:4])
-            flops = sdpa_backward_flop_count(grad, q, k, v)
-        else:
-            q, k, v = (t.shape for t in args[:3])
-            flops = sdpa_flop_count(q, _heads(q, k), _heads(q, v))
-        return flops // 2 if causal else flops
-    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
-        return _rnn_flops(name, args)
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-
-
-def _heads(q: torch.Size, k: torch.Size) -> torch.Size:
-    """The shape of keys or values repeated for all heads of the queries (grouped attention)."""
-    return torch.Size((*q[:-2], *k[-2:]))
-
-
-def _causal(func: Any, args: tuple, kwargs: dict) -> bool:
-    if "is_causal" in kwargs:
-        return bool(kwargs["is_causal"])
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "is_causal":
-            return bool(value)
-    return False
-
-
-def _rnn_flops(name: str, args: tuple) -> int:
-    """Input and hidden projections of every step; twice that in backward."""
-    tokens = args[0].numel() // args[0].shape[-1]
-    weights = args[1].numel() + args[2].numel()
-    return (4 if name.endswith("backward") else 2) * tokens * weights

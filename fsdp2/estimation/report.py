@@ -73,6 +73,7 @@ class Estimate:
         traffic: what the first rank sends.
         flops: of one rank's forward and backward, including recomputation.
         num_params: elements of the whole model.
+        notes: operators without a cost, and what else the estimate assumes.
     """
 
     mesh_shape: tuple[int, ...]
@@ -119,7 +120,7 @@ def _as_text(made: Estimate) -> str:
     if made.traffic:
         lines += ["", "Sent per rank and step", _traffic(made)]
     lines += ["", f"Compute per rank and step: {made.flops / 1e12:,.2f} TFLOP"]
-    return "\n".join(lines + made.notes)
+    return "\n".join([*lines, *made.notes])
 
 
 def _memory(rank: RankEstimate) -> str:

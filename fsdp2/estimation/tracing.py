@@ -104,6 +104,7 @@ def trace_step(
                 f"The shapes in this model depend on the values of its data ({error}), so they are "
                 "not known without running it. Pass fake=False to run one step of it on the CPU"
             ) from error
+    trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
     return trace
 
 

@@ -23,7 +23,7 @@ _known: dict[Any, int] = {}
 
 def with_workspace(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
     """``result`` of an operation, with a workspace of the right size where it lacks one."""
-    if func._schema.name != "aten::mkldnn_rnn_layer" or not isinstance(args[0], FakeTensor):
+    if func.name() != "aten::mkldnn_rnn_layer" or not isinstance(args[0], FakeTensor):
         return result
     output, hy, cy, workspace = result
     if workspace.numel() or not args[-1]:  # not for training
@@ -35,7 +35,7 @@ def with_workspace(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
 def with_float32_gradients(func: Any, args: tuple, result: Any) -> Any:
     """``result`` of an operation on the CPU, with gradients of the dtype that oneDNN makes."""
     name = "aten::mkldnn_rnn_layer_backward"
-    if func._schema.name != name or not isinstance(args[0], FakeTensor):
+    if func.name() != name or not isinstance(args[0], FakeTensor):
         return result
     return tuple(None if g is None else g.new_empty(g.shape, dtype=torch.float32) for g in result)
 

@@ -30,6 +30,7 @@ class Hardware:
         name: display name.
         memory_bytes: memory of one GPU.
         matmul_flops: FLOP/s of large dense matrix multiplications by dtype, from the data sheet.
+            For a dtype that is missing another one's are taken, and the plan says so.
         matmul_efficiency: the fraction of it that large multiplications reach.
         attention_flops: FLOP/s that fused attention kernels reach, forward and backward.
         memory_bandwidth: bytes per second of the GPU's memory, on the data sheet.
@@ -89,8 +90,17 @@ class Hardware:
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s that large multiplications in ``dtype`` reach."""
-        slowest = min(self.matmul_flops.values())
-        return self.matmul_flops.get(dtype, slowest) * self.matmul_efficiency
+        return self.matmul_flops[self.rate_of(dtype)] * self.matmul_efficiency
+
+    def rate_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype whose FLOP/s multiplications in ``dtype`` take: ``dtype``, if they are known;
+        bfloat16 in place of narrower ones; otherwise the slowest."""
+        known = self.matmul_flops
+        if dtype in known:
+            return dtype
+        if dtype.itemsize == 1 and torch.bfloat16 in known:
+            return torch.bfloat16
+        return min(known, key=lambda each: known[each])
 
 
 # Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
@@ -121,8 +131,14 @@ _A100 = Hardware(
 _H100 = Hardware(
     name="h100",
     memory_bytes=80 * GIB,
-    # NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 494 TF32, 3.35 TB/s.
-    matmul_flops={torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 494e12},
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOPS dense FP8, 989 bf16, 494 TF32, 3.35 TB/s.
+    matmul_flops={
+        torch.float8_e4m3fn: 1979e12,
+        torch.float8_e5m2: 1979e12,
+        torch.bfloat16: 989e12,
+        torch.float16: 989e12,
+        torch.float32: 494e12,
+    },
     matmul_efficiency=0.67,
     attention_flops=335e12,
     memory_bandwidth=3350 * GB,

@@ -14,6 +14,7 @@ from ..estimation.events import StepTrace
 from ..estimation.replay import Setup
 from ..estimation.setups import check_number, make_setup
 from ..estimation.tracing import LossFn, trace_step
+from ..estimation.uncosted import check_choice, without_cost
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
 from ..runtime.gather_budget import GatherBudgetError
@@ -55,6 +56,7 @@ def plan(
     micro_batches: int = 1,
     max_gathered_bytes: int | None = None,
     fake: bool = True,
+    unknown_costs: str = "error",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
@@ -70,9 +72,9 @@ def plan(
 
     Args:
         model: not sharded; may be on the meta device. Unchanged afterwards.
-        sample_input, loss_fn, optimizer, micro_batches, fake: as in `estimate`; the batch is that
-            of one rank if all have as many samples. To divide it, all tensors in it with as many
-            rows as the first one count as samples.
+        sample_input, loss_fn, optimizer, micro_batches, fake, unknown_costs: as in `estimate`; the
+            batch is that of one rank if all have as many samples. To divide it, all tensors in it
+            with as many rows as the first one count as samples.
         hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
             ``.json`` (see ``fsdp2.planner.find_hardware``) or a `Hardware`.
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
@@ -105,6 +107,7 @@ def plan(
     for mode in activation_checkpointing:
         if mode not in MODES:
             raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
+    check_choice(unknown_costs)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
@@ -132,6 +135,7 @@ def plan(
             fake=fake,
         ),
         progress or (lambda what, done, total: None),
+        unknown_costs,
     )
     modes = tuple(activation_checkpointing)
     even = search.run(modes, even_load(speeds))
@@ -216,6 +220,7 @@ class _Search:
         options: dict[str, Any],
         trace: Callable[[str, list[str], list[str], int | None], StepTrace],
         progress: Callable[[str, int, int], None],
+        unknown_costs: str,
     ) -> None:
         self.model = model
         self.simulator = simulator
@@ -230,6 +235,7 @@ class _Search:
             label: tuple(units_of(model, wrap)) for label, wrap in self.wraps.items()
         }
         self._make_trace = trace
+        self._unknown_costs = unknown_costs
         self._traces: dict[tuple[str, int | None], StepTrace] = {}
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
@@ -258,12 +264,25 @@ class _Search:
                     if (mode, samples) not in self._traces:
                         made = self._make_trace(mode, self.blocks, names, samples)
                         self._traces[mode, samples] = made
+                        without_cost(made, self._unknown_costs)  # an error before more traces
                 working.append(mode)
             except RuntimeError as error:  # the model behaves differently when recomputed
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
+        first = self._traces[working[0], self.loads[0].samples]
+        self.notes += [*first.notes, *without_cost(first, "list"), *self._other_rates(first)]
         return tuple(working)
+
+    def _other_rates(self, trace: StepTrace) -> list[str]:
+        """What is said of dtypes whose FLOP/s the hardware does not have."""
+        hardware = self.simulator.hardware
+        return [
+            f"Hardware '{hardware.name}' has no FLOP/s of {str(dtype)[6:]}: multiplications in it "
+            f"take the time of {str(hardware.rate_of(dtype))[6:]}"
+            for dtype in trace.matmul_dtypes
+            if hardware.rate_of(dtype) != dtype
+        ]
 
     def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
         """Of each load, the slowest first."""

@@ -93,6 +93,29 @@ def test_a_step_takes_at_least_every_stream_and_less_than_all_together(step: Any
     assert made.exposed_s >= 0
 
 
+class Float8(nn.Module):
+    """A linear that multiplies in float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.ones((), device=x.device)
+        a, b = (t.detach().to(torch.float8_e4m3fn) for t in (x, self.linear.weight))
+        y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+        return y + self.linear(x)
+
+
+def test_float8_has_its_own_rate_or_the_plan_says_which() -> None:
+    assert H100.flops_of(torch.float8_e4m3fn) > 1.9 * H100.flops_of(torch.bfloat16)
+    for name, said in (("h100", False), ("a100-80", True)):
+        made = plan(Float8(), torch.zeros(64, 2048), name, 8, mp_policy=BF16)
+        note = "has no FLOP/s of float8_e4m3fn: multiplications in it take the time of bfloat16"
+        assert (note in str(made)) == said
+        assert "of bfloat16: mult" not in str(made)
+
+
 def test_faster_hardware_is_never_slower(step: Any) -> None:
     for field in ("network_bandwidth", "node_bandwidth", "memory_bandwidth", "matmul_efficiency"):
         before = None
