@@ -15,14 +15,14 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.api.shard_model import shard_model
 from fsdp2.estimation import estimate
 from fsdp2.estimation.checkpointing import apply_checkpointing
@@ -47,6 +47,7 @@ class Case:
         mesh: shape of the mesh.
         reshard: ``reshard_after_forward`` of all units but the root.
         checkpointing: "none", "full" or "selective".
+        accumulation: of micro-batches, as in `estimate`.
         ranks_per_node: ranks on each of several hosts, which are pretended; None: all on one.
     """
 
@@ -57,6 +58,7 @@ class Case:
     reshard: bool | int | None = None
     checkpointing: str = "none"
     micro_batches: int = 1
+    accumulation: str = "unsharded"
     optimizer: str = "adamw"
     strategy: str = "full"
     replicate_below: int = 0
@@ -82,6 +84,8 @@ class Case:
             parts.append(f"{self.checkpointing} checkpointing")
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches")
+        if self.accumulation != "unsharded":
+            parts.append(_ACCUMULATION[self.accumulation])
         if self.strategy != "full":
             parts.append(f"strategy {self.strategy}")
         if self.replicate_below:
@@ -95,6 +99,7 @@ class Case:
         return ", ".join(parts)
 
 
+_ACCUMULATION = {"sharded": "accumulated sharded", "every": "reduced in every one"}
 MAIN = [Case(family, mesh) for family in FAMILIES for mesh in ((2,), (4,))]
 MORE = [
     # (Batch norm on the CPU takes no bf16 parameters beside statistics in fp32.)
@@ -111,6 +116,17 @@ MORE = [
     Case("transformer", checkpointing="selective", bf16=True),
     Case("transformer", micro_batches=2),
     Case("transformer", micro_batches=3, bf16=True),
+    Case("transformer", micro_batches=2, accumulation="sharded"),
+    Case("transformer", micro_batches=3, bf16=True, accumulation="sharded"),
+    Case("transformer", micro_batches=3, bf16=True, accumulation="every"),
+    Case("recommender", micro_batches=2, accumulation="every"),
+    Case("experts", micro_batches=2, wrap="root", accumulation="sharded"),
+    Case("transformer", micro_batches=2, strategy="none", accumulation="every"),
+    Case("convolutional", micro_batches=2, strategy="optimizer", accumulation="sharded"),
+    *(
+        Case("transformer", (2, 2), strategy="hybrid", micro_batches=3, accumulation=kind)
+        for kind in ("unsharded", "sharded", "every")
+    ),
     Case("recommender", optimizer="momentum"),
     Case("experts", checkpointing="full"),
     Case("transformer", (4,), ranks_per_node=2),
@@ -158,6 +174,7 @@ def predict(case: Case) -> dict[str, int]:
         max_gathered_bytes=case.max_gathered_bytes,
         activation_checkpointing=case.checkpointing,
         micro_batches=case.micro_batches,
+        accumulation=case.accumulation,
         optimizer=case.optimizer,
         device_type="cpu",
         ranks_per_node=case.ranks_per_node or case.num_ranks,
@@ -252,6 +269,8 @@ def _shard(model: nn.Module, case: Case, mesh: Any) -> None:
         prefetch=case.prefetch,
         max_gathered_bytes=case.max_gathered_bytes,
     )
+    if case.accumulation == "sharded":
+        cast(FSDPModule, model).set_accumulate_sharded(True)
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
@@ -273,7 +292,8 @@ def _train(
         return len(ledger.live_bytes) - 1
 
     for i in range(case.micro_batches):
-        model.set_requires_gradient_sync(i == case.micro_batches - 1)
+        if case.accumulation != "every":
+            model.set_requires_gradient_sync(i == case.micro_batches - 1)
         start = now()
         loss = family.loss(model(*batch))
         middle = now()

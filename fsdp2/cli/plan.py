@@ -23,6 +23,7 @@ from .model import (
 )
 
 CHECKPOINTING = ("none", "selective", "full")
+ACCUMULATION = ("unsharded", "sharded", "every")
 
 
 def add_estimate(groups: Any) -> None:
@@ -35,6 +36,13 @@ def add_estimate(groups: Any) -> None:
         choices=CHECKPOINTING,
         default="none",
         help="activation checkpointing (default: none)",
+    )
+    parser.add_argument(
+        "--accumulation",
+        choices=ACCUMULATION,
+        default="unsharded",
+        help="how gradients of micro-batches are summed: whole, and reduced in the last; on "
+        "shards (set_accumulate_sharded); or reduced in every one (default: unsharded)",
     )
     parser.add_argument(
         "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default: 8"
@@ -77,6 +85,13 @@ def add_plan(groups: Any) -> None:
         choices=CHECKPOINTING,
         action="append",
         help="activation checkpointing to consider (repeat for several; default: all)",
+    )
+    parser.add_argument(
+        "--accumulation",
+        choices=ACCUMULATION,
+        action="append",
+        help="how to sum gradients of micro-batches: as of fsdp2 estimate (repeat for several; "
+        "default: unsharded and sharded)",
     )
     _add_step(parser)
     parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
@@ -184,6 +199,7 @@ def run_estimate(args: argparse.Namespace) -> int:
                 options.pop("mesh_shape"),
                 options.pop("sample_input"),
                 activation_checkpointing=args.checkpointing,
+                accumulation=args.accumulation,
                 ranks_per_node=args.ranks_per_node,
                 **options,
             )
@@ -213,6 +229,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 mp_policy=precision_of(args),
                 comm_policy=comm_policy_of(args),
                 activation_checkpointing=tuple(args.checkpointing or CHECKPOINTING),
+                accumulation=tuple(args.accumulation or ACCUMULATION[:2]),
                 progress=show,
                 **options,
             )

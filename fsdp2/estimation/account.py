@@ -80,5 +80,12 @@ class Held:
         self.nbytes = nbytes
         account.add(category, nbytes)
 
+    def recount(self, category: str) -> None:
+        """Count it in another category from now on."""
+        now = self._account.now
+        now[self._category] -= self.nbytes
+        now[category] = now.get(category, 0) + self.nbytes
+        self._category = category
+
     def __del__(self) -> None:
         self._account.add(self._category, -self.nbytes)

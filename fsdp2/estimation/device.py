@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..comm.topology import Topology
 from .account import Account
-from .events import Compute
+from .events import Compute, Operation
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,17 @@ class ReplayState:
         if self.device is not None:
             self.device.launch(transfer, transfer.unit)
             self.account.clock = len(self.device.launches)
+
+    def kernel(self, nbytes: int, dtype: torch.dtype, unit: str = "") -> None:
+        """Record a kernel on the current stream that reads and writes ``nbytes`` in all."""
+        if self.device is not None and nbytes:
+            operation = Operation(0, nbytes, dtype)
+            self.device.launch(Compute((operation,), 0, 0), unit)
+
+    def wait_on_host(self) -> None:
+        """Let the host wait for the current stream."""
+        if self.device is not None:
+            self.device.current_stream().synchronize()
 
     def copy(self, kind: str, nbytes: int, unit: str) -> None:
         """Record a copy between host and device."""

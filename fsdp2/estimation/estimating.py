@@ -44,6 +44,7 @@ def estimate(
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
     micro_batches: int = 1,
+    accumulation: str = "unsharded",
     optimizer: Any = "adamw",
     device_type: str = "cuda",
     ranks_per_node: int = 8,
@@ -72,7 +73,15 @@ def estimate(
             taken into account in any case.
         checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
             except the root that have parameters and inputs that need gradients.
-        micro_batches: forwards and backwards per optimizer step; gradients are reduced in the last.
+        micro_batches: forwards and backwards per optimizer step.
+        accumulation: how gradients of micro-batches are summed:
+
+            - ``"unsharded"``: whole gradients, reduced in the last micro-batch
+              (``model.set_requires_gradient_sync(False)``, or ``no_sync()``, in all others);
+            - ``"sharded"``: the same calls, after ``model.set_accumulate_sharded(True)``: every
+              micro-batch reduce-scatters into shards, and the last all-reduces over replicas;
+            - ``"every"``: every micro-batch reduces completely; what a loop does that calls none
+              of these.
         optimizer: "adamw", "sgd", "momentum", an optimizer class, a function of the parameters, or
             None.
         device_type: the device of the run. "cpu" models gloo: up to 32 ranks read what they need
@@ -118,6 +127,7 @@ def estimate(
         direct_min_bytes=direct_min_bytes,
         comm_policy=comm_policy,
         micro_batches=micro_batches,
+        accumulation=accumulation,
         max_gathered_bytes=max_gathered_bytes,
         ranks_per_node=ranks_per_node,
     )

@@ -28,6 +28,10 @@ from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
 from .stand_ins import CountedBucket, CountedUnit
 
 Reshard = bool | int | None
+# How gradients of micro-batches are summed: whole, and reduced in the last; reduce-scattered in
+# each, and all-reduced over replicas in the last (`FSDPModule.set_accumulate_sharded`); or fully
+# reduced in each, as where nobody calls `FSDPModule.set_requires_gradient_sync`.
+ACCUMULATIONS = ("unsharded", "sharded", "every")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Setup:
         replicate_below: parameters of fewer bytes are replicated on every rank.
         gathered_once: parameters stay gathered between micro-batches.
         max_gathered_bytes: limit on gathered parameters; None: no limit.
-        micro_batches: forwards and backwards per step; gradients are reduced in the last.
+        micro_batches: forwards and backwards per step.
+        accumulation: how their gradients are summed, one of `ACCUMULATIONS`.
         comm_policy: of all units.
         ranks_per_node: which determines what leaves a node.
     """
@@ -61,6 +66,7 @@ class Setup:
     replicate_below: int = 0
     gathered_once: bool = False
     micro_batches: int = 1
+    accumulation: str = "unsharded"
     comm_policy: CommPolicy | None = None
     max_gathered_bytes: int | None = None
     ranks_per_node: int = 8
@@ -257,6 +263,7 @@ class _Player:
         for description in setup.units:
             unit = by_name[description.name]
             unit.runtime = self.runtime
+            unit.config.set_accumulate_sharded(setup.accumulation == "sharded")
             for name in description.modules:
                 self._of_module[trace.modules.index(name)] = unit
             for i, param in zip(trace.indices(description.params), unit.params, strict=True):
@@ -266,8 +273,9 @@ class _Player:
         """Run all micro-batches of one step."""
         for i in range(self.setup.micro_batches):
             last = i == self.setup.micro_batches - 1
-            for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
-                unit.config.set_sync(last)
+            if self.setup.accumulation != "every":
+                for unit in self.units:  # as `FSDPModule.set_requires_gradient_sync` does
+                    unit.config.set_sync(last)
             self._micro_batch()
 
     def drop_gradients(self) -> None:

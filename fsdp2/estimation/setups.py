@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..api.shard_model import find_strategy, reshard_of
+from ..common.suggestions import did_you_mean
 from ..wrap import UnitDescription
-from .replay import Setup
+from .replay import ACCUMULATIONS, Setup
 
 # Of the fields of `Setup` that are numbers.
 _LEAST = {"micro_batches": 1, "max_gathered_bytes": 1, "ranks_per_node": 1, "prefetch": 0}
@@ -27,6 +28,17 @@ def check_number(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_accumulation(value: object) -> None:
+    """Check how gradients of micro-batches are to be summed.
+
+    Raises:
+        ValueError: if it is none of `ACCUMULATIONS`.
+    """
+    if value not in ACCUMULATIONS:
+        hint = did_you_mean(str(value), ACCUMULATIONS)
+        raise ValueError(f"accumulation must be one of {ACCUMULATIONS}, got {value!r}{hint}")
+
+
 def make_setup(
     units: Sequence[UnitDescription],
     mesh_shape: int | Sequence[int],
@@ -43,12 +55,13 @@ def make_setup(
 
     Raises:
         ValueError: if the mesh is not one or two positive numbers or does not fit the strategy,
-            for an unknown strategy, and for numbers that are too small.
+            for an unknown strategy or kind of accumulation, and for numbers that are too small.
         TypeError: for a mesh, or a number, of another type.
     """
     for name, least in _LEAST.items():
         if options.get(name) is not None:
             check_number(name, options[name], least)
+    check_accumulation(options.get("accumulation", "unsharded"))
     chosen = find_strategy(strategy)
     replicas, shards = _checked_mesh(mesh_shape)
     if chosen.hybrid and isinstance(mesh_shape, int):

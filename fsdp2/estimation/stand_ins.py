@@ -28,7 +28,7 @@ from ..runtime.unit_grads import UnitGrads
 from ..sharding.bucket import FREE_MIN_BYTES, Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
-from .account import Account, Held
+from .account import Held
 from .counted_policy import CountingPolicy
 from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
 from .device import ReplayState
@@ -43,8 +43,9 @@ class CountedGradient(Held):
 
     requires_grad = False  # as without create_graph
 
-    def __init__(self, account: Account, nbytes: int, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(account, "unreduced gradients", nbytes)
+    def __init__(self, replay: ReplayState, nbytes: int, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(replay.account, "unreduced gradients", nbytes)
+        self._world = replay
         self.numel = numel
         self.dtype = dtype
 
@@ -54,9 +55,17 @@ class CountedGradient(Held):
     def to(self, dtype: torch.dtype) -> CountedGradient:
         if dtype == self.dtype:
             return self
-        return CountedGradient(self._account, self.numel * dtype.itemsize, self.numel, dtype)
+        nbytes = self.numel * dtype.itemsize
+        self._world.kernel(self.nbytes + nbytes, dtype)
+        return CountedGradient(self._world, nbytes, self.numel, dtype)
 
     def add_(self, other: Any) -> CountedGradient:
+        self._world.kernel(2 * self.nbytes + other.nbytes, self.dtype)
+        return self
+
+    def attach(self) -> CountedGradient:
+        """Count it as the gradient of a parameter that is not sharded."""
+        self.recount("gradients")
         return self
 
 
@@ -281,7 +290,16 @@ class CountedReduction(Reduction):
     def _adopt(self) -> None:
         dtype = self.bucket.grad_dtype
         present = self.plan.present
-        self.dtensors = {i: cast(Any, self.grads[i]).to(dtype) for i in present}
+        dtensors: Any = {}
+        for i in present:
+            earlier: Any = self.bucket.params[i].sharded.grad
+            grad = cast(CountedGradient, self.grads[i]).to(dtype)
+            if earlier is None:
+                dtensors[i] = grad.attach()
+            else:
+                earlier.add_(grad)
+        self.dtensors = dtensors
+        self._fresh = dtensors.keys()
 
     def _add_to_partial(self) -> None:
         bucket = self.bucket
@@ -289,12 +307,15 @@ class CountedReduction(Reduction):
             nbytes = bucket.layout.shard_numel * self.dtype.itemsize
             account = bucket.replay.account
             bucket.partial = Held(account, "gradients", nbytes)  # type: ignore[assignment]
+            bucket.replay.kernel(nbytes, self.dtype)  # of zeros
+        self._add_to_shards(self.dtype)
         bucket.partial_present.update(self.plan.present)
 
     def _take_partial(self) -> None:
         bucket = self.bucket
         if bucket.partial is None:
             return
+        self._add_to_shards(self.dtype)
         bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
             self._held, bucket.partial = bucket.partial, None
@@ -302,9 +323,24 @@ class CountedReduction(Reduction):
     def _call_tensor_hooks(self) -> None:
         pass
 
+    def _add_to_shards(self, dtype: torch.dtype) -> None:
+        """The kernels that add what was reduced to other shards, of ``dtype``."""
+        numel = sum(part.nbytes for part in self._ranges()) // self.dtype.itemsize
+        self.bucket.replay.kernel(numel * (self.dtype.itemsize + 2 * dtype.itemsize), dtype)
+
     def _write_back(self) -> None:
-        if not self.in_place and self.bucket.shard_device != self.bucket.device:
-            self.bucket.replay.copy("to host", self.bucket.shard_bytes, self.bucket.unit_name)
+        bucket = self.bucket
+        if self.in_place:
+            self._fresh = self.covered
+            return
+        present = self.plan.present
+        self._fresh = {i for i in present if bucket.params[i].sharded.grad is None}
+        if bucket.shard_device != bucket.device:
+            bucket.replay.copy("to host", bucket.shard_bytes, bucket.unit_name)
+            if len(self._fresh) < len(present):  # the host adds, so it waits for the copy
+                bucket.replay.wait_on_host()
+        else:
+            self._add_to_shards(bucket.grad_dtype)
 
 
 # -- units ---------------------------------------------------------------------------------------
@@ -475,5 +511,6 @@ class CountedUnit(Unit):
         own = param.unsharded
         if own.grad is not None:
             account.touch("unreduced gradients", nbytes)
+            self.replay.kernel(nbytes + 2 * own.grad.nbytes, own.grad.dtype, self.name)
             return
-        own.grad = CountedGradient(account, nbytes, prod(param.full_shape), dtype)
+        own.grad = CountedGradient(self.replay, nbytes, prod(param.full_shape), dtype)

@@ -22,6 +22,8 @@ class Candidate:
         reshard: ``reshard_after_forward`` of all units but the root; None: the default.
         prefetch: number of units gathered ahead.
         checkpointing: activation checkpointing mode.
+        accumulation: how gradients of micro-batches are summed, as in `estimate`; None: there is
+            one micro-batch.
     """
 
     strategy: str
@@ -30,6 +32,7 @@ class Candidate:
     wrap: str = "blocks"
     reshard: bool | int | None = None
     prefetch: int = 1
+    accumulation: str | None = None
 
     @property
     def complexity(self) -> int:
@@ -40,6 +43,7 @@ class Candidate:
             self.reshard is not None,
             self.prefetch > 1,
             self.checkpointing != "none",
+            self.accumulation not in (None, "unsharded"),
         )
         return sum(changed)
 
@@ -49,6 +53,8 @@ class Candidate:
             parts.append(f"reshard {self.reshard}")
         parts.append(f"prefetch {self.prefetch}")
         parts.append(f"checkpointing {self.checkpointing}")
+        if self.accumulation is not None:
+            parts.append(f"accumulation {self.accumulation}")
         return ", ".join(parts)
 
 
@@ -64,13 +70,26 @@ def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[
         shards *= 2
 
 
-def first_round(modes: Sequence[str], num_ranks: int, ranks_per_node: int) -> list[Candidate]:
-    """All meshes with all checkpointing modes."""
+def first_round(
+    modes: Sequence[str],
+    num_ranks: int,
+    ranks_per_node: int,
+    accumulations: Sequence[str | None] = (None,),
+) -> list[Candidate]:
+    """All meshes with all checkpointing modes and ways to sum gradients."""
     return [
-        Candidate(strategy, mesh, mode)
+        Candidate(strategy, mesh, mode, accumulation=accumulation)
         for strategy, mesh in meshes_of(num_ranks, ranks_per_node)
         for mode in modes
+        for accumulation in _useful(accumulations, strategy)
     ]
+
+
+def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str | None]:
+    """Without shards, sums are whole in any case: to reduce more than once saves nothing."""
+    if strategy == "none" and "unsharded" in accumulations:
+        return ("unsharded",)
+    return accumulations
 
 
 def second_round(start: Candidate, wraps: Sequence[str], ranks_per_node: int) -> list[Candidate]:

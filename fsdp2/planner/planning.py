@@ -12,7 +12,7 @@ from ..estimation.checkpointing import MODES
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.replay import Setup
-from ..estimation.setups import check_number, make_setup
+from ..estimation.setups import check_accumulation, check_number, make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..estimation.uncosted import check_choice, without_cost
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -54,6 +54,7 @@ def plan(
     optimizer: Any = "adamw",
     activation_checkpointing: Sequence[str] = MODES,
     micro_batches: int = 1,
+    accumulation: Sequence[str] = ("unsharded", "sharded"),
     max_gathered_bytes: int | None = None,
     fake: bool = True,
     unknown_costs: str = "error",
@@ -82,6 +83,8 @@ def plan(
             allocators and libraries need some too.
         mp_policy, offload_policy, comm_policy: as in `fully_shard`; fixed, not searched.
         activation_checkpointing: the modes to choose from; see `estimate`.
+        accumulation: the ways to sum gradients of micro-batches to choose from; see `estimate`.
+            Sums of whole gradients communicate once a step, and need memory for the whole model.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         progress: called with (current task, number done, total).
@@ -109,6 +112,7 @@ def plan(
             raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
     check_choice(unknown_costs)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
+    ways = _checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
     budget = _checked_budget(memory_budget, chosen_hardware)
@@ -136,6 +140,7 @@ def plan(
         ),
         progress or (lambda what, done, total: None),
         unknown_costs,
+        ways,
     )
     modes = tuple(activation_checkpointing)
     even = search.run(modes, even_load(speeds))
@@ -173,6 +178,14 @@ def _divided(
         f"({show_seconds(even.chosen.seconds)} a step)."
     )
     return made
+
+
+def _checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str | None, ...]:
+    if isinstance(accumulation, str) or not accumulation:
+        raise TypeError(f"accumulation must be a sequence of names, got {accumulation!r}")
+    for way in accumulation:
+        check_accumulation(way)
+    return tuple(accumulation) if micro_batches > 1 else (None,)
 
 
 def _checked_budget(budget: object, hardware: Hardware) -> int:
@@ -221,6 +234,7 @@ class _Search:
         trace: Callable[[str, list[str], list[str], int | None], StepTrace],
         progress: Callable[[str, int, int], None],
         unknown_costs: str,
+        accumulations: Sequence[str | None] = (None,),
     ) -> None:
         self.model = model
         self.simulator = simulator
@@ -228,6 +242,7 @@ class _Search:
         self.budget = budget
         self.options = options
         self.progress = progress
+        self.accumulations = accumulations
         auto = units_of(model, "auto")
         self.blocks = default_checkpoint_modules(model, auto)
         self.wraps = wraps_of(auto, self.blocks)
@@ -248,7 +263,7 @@ class _Search:
         if not self.blocks:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
         modes = self._trace(modes)
-        self._simulate(first_round(modes, self.num_ranks, node))
+        self._simulate(first_round(modes, self.num_ranks, node, self.accumulations))
         best = [o.candidate for o in self._ranked()[:3]]
         self._simulate([c for start in best for c in second_round(start, tuple(self.wraps), node)])
         return self._conclude()
@@ -321,6 +336,7 @@ class _Search:
             strategy=candidate.strategy,
             reshard_after_forward=candidate.reshard,
             prefetch=candidate.prefetch,
+            accumulation=candidate.accumulation or "unsharded",
             **self.options,
         )
 
@@ -364,6 +380,7 @@ class _Search:
             },
             mesh_shape=candidate.mesh,
             activation_checkpointing=candidate.checkpointing,
+            accumulation=candidate.accumulation,
             checkpoint_modules=self.blocks if candidate.checkpointing != "none" else [],
             hardware=self.simulator.hardware,
             memory_budget=self.budget,

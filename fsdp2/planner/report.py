@@ -56,6 +56,9 @@ class Plan:
         mesh_shape: shape of the mesh: (ranks,) or (replicas, shards).
         activation_checkpointing: "none", "selective" or "full".
         checkpoint_modules: names of the modules to recompute.
+        accumulation: how gradients of micro-batches are summed, as in `estimate`; `apply` makes
+            the model do so if the training loop turns gradient sync off for all micro-batches but
+            the last (``"every"``: for none). None: there is one.
         step: the simulated step; of the slowest ranks, if they differ.
         outcomes: all simulated candidates, the best first; those that do not fit come last.
         reasons: explanations as sentences.
@@ -73,6 +76,7 @@ class Plan:
     outcomes: list[Outcome]
     reasons: list[str] = field(default_factory=list)
     split: Split | None = None
+    accumulation: str | None = None
 
     @property
     def runner_up(self) -> Outcome | None:
@@ -97,7 +101,10 @@ class Plan:
             for name in self.checkpoint_modules:
                 module = model.get_submodule(name)
                 module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
-        return shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
+        made = shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
+        if self.accumulation == "sharded":
+            made.set_accumulate_sharded(True)
+        return made
 
     def picture(self, path: str | Path) -> None:
         """Write the simulated step as a picture: streams over time, memory below."""
@@ -124,6 +131,7 @@ def reasons(made: Plan) -> list[str]:
         ("wrap", "Units", lambda c: c.wrap),
         ("reshard", "Resharding", lambda c: c.reshard),
         ("prefetch", "Prefetch", lambda c: c.prefetch),
+        ("accumulation", "Accumulation", lambda c: c.accumulation),
     )
     for _, title, key in questions:
         others: dict[Any, Outcome] = {}
@@ -163,6 +171,7 @@ def _value(title: str, outcome: Outcome) -> str:
         "Units": c.wrap,
         "Resharding": "default" if c.reshard is None else f"reshard_after_forward={c.reshard}",
         "Prefetch": str(c.prefetch),
+        "Accumulation": str(c.accumulation),
     }[title]
 
 
@@ -180,7 +189,7 @@ def _against(outcome: Outcome, made: Plan) -> str:
     return f"{speed} with {memory}"
 
 
-_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch")
+_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation")
 
 
 def _besides(title: str, outcome: Outcome, made: Plan) -> str:
@@ -208,6 +217,8 @@ def _as_text(made: Plan) -> str:
             f"{show_bytes(made.chosen.peak_bytes)} of a budget of {show_bytes(made.memory_budget)}",
         ),
     ]
+    if made.accumulation is not None:
+        facts.insert(6, ("Accumulation", made.accumulation))
     if limit := made.kwargs.get("max_gathered_bytes"):
         facts.insert(5, ("Gathered", f"at most {show_bytes(limit)} at any moment"))
     if made.split is not None:
@@ -261,6 +272,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "offload": type(made.kwargs["offload_policy"]).__name__ == "CPUOffloadPolicy",
         "activation_checkpointing": made.activation_checkpointing,
         "checkpoint_modules": made.checkpoint_modules,
+        "accumulation": made.accumulation,
         "split": None if made.split is None else asdict(made.split),
         "step_s": made.chosen.seconds,
         "compute_s": step.compute_s,

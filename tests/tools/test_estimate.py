@@ -28,6 +28,7 @@ from harness import run_on
 TOLERANCE = 0.02
 SHORT = [
     Case("convolutional", strategy="optimizer", micro_batches=2, replicate_below=2**16),
+    Case("recommender", micro_batches=3, accumulation="every"),
 ]
 FOUR = [
     Case("transformer", (2, 2), strategy="hybrid", bf16=True),
@@ -65,6 +66,43 @@ def test_micro_batches_without_sync_are_added_up_in_the_dtype_of_the_reduction()
     more = two.ranks[0].peak.total - one.ranks[0].peak.total
     numel = sum(p.numel() for p in model.parameters())
     assert more >= 2 * numel  # at least what float32 takes more than the bfloat16 of one backward
+
+
+def test_sums_on_shards_need_less_and_send_more() -> None:
+    model, batch = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))), torch.zeros(2, 256)
+    mesh, strategy = (4, 8), "hybrid"
+    sent, peaks = {}, {}
+    for kind in ("unsharded", "sharded", "every"):
+        made = estimate(model, mesh, batch, strategy=strategy, micro_batches=4, accumulation=kind)
+        peaks[kind] = made.worst.peak.total
+        sent[kind] = {row.kind: row.sent for row in made.traffic}
+    whole = sum(p.nbytes for p in model.parameters())
+    assert peaks["unsharded"] - peaks["sharded"] > whole / 2
+    assert peaks["every"] <= peaks["sharded"]
+    once = sent["unsharded"]
+    for kind, times in (("sharded", (4, 1)), ("every", (4, 4))):
+        assert sent[kind]["all_gather"] == once["all_gather"]
+        assert sent[kind]["reduce_scatter"] == times[0] * once["reduce_scatter"]
+        assert sent[kind]["all_reduce"] == times[1] * once["all_reduce"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_sums_on_shards_stay_between_micro_batches(num_ranks: int) -> None:
+    """Also where they are reduced in another dtype than they have, and so not in place."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).bfloat16()
+    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    made = estimate(
+        model,
+        num_ranks,
+        torch.zeros(2, 512, dtype=torch.bfloat16),
+        mp_policy=wide,
+        micro_batches=2,
+        accumulation="every",
+    ).worst
+    whole = sum(p.nbytes for p in model.parameters())
+    assert made.gradients == whole / num_ranks
+    for peak in (made.forward, made.step):
+        assert peak.parts["gradients"] == whole / num_ranks
 
 
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
@@ -255,6 +293,7 @@ def test_shapes_that_depend_on_data() -> None:
         ({"optimizer": "adamax"}, ValueError, "no optimizer 'adamax'"),
         ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1, got 0"),
         ({"micro_batches": True}, TypeError, "micro_batches must be an int, got True"),
+        ({"accumulation": "shardd"}, ValueError, "accumulation must be one of .* 'sharded'"),
         ({"prefetch": -1}, ValueError, "prefetch must be at least 0, got -1"),
         ({"max_gathered_bytes": 0}, ValueError, "max_gathered_bytes must be at least 1, got 0"),
         ({"ranks_per_node": 0}, ValueError, "ranks_per_node must be at least 1, got 0"),

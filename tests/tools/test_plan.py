@@ -18,6 +18,7 @@ from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.tracing import trace_step
 from fsdp2.planner import Hardware, SimulatedStep, Simulator, find_hardware
 from fsdp2.planner.candidates import meshes_of, wraps_of
+from fsdp2.runtime.unit import unit_of
 from harness import distributed
 
 H100 = find_hardware("h100")
@@ -249,6 +250,37 @@ def test_a_slow_network_makes_it_gather_less_over_it() -> None:
     assert min(o.seconds for o in usual) > 1.01 * slow.step.seconds
 
 
+def test_memory_decides_where_gradients_are_summed() -> None:
+    """Whole sums are faster, as they are reduced once; sums on shards need less."""
+    options: Any = {"activation_checkpointing": ("none",), "micro_batches": 4}
+    slow = replace(H100, network_bandwidth=20e9)
+    free = planned(slow, **options)
+    assert free.accumulation == "unsharded"
+    assert "Accumulation   unsharded" in str(free)
+    by_kind = {
+        kind: min(o.peak_bytes for o in free.outcomes if o.candidate.accumulation == kind)
+        for kind in ("unsharded", "sharded")
+    }
+    assert by_kind["sharded"] < by_kind["unsharded"]
+    tight = planned(slow, memory_budget=by_kind["unsharded"] - 1, **options)
+    assert tight.accumulation == "sharded"
+    assert tight.chosen.seconds > free.chosen.seconds
+    assert "Accumulation: sharded; unsharded needs" in str(tight)
+    assert tight.to_dict()["accumulation"] == "sharded"
+    assert planned(activation_checkpointing=("none",)).accumulation is None
+    alone = planned(slow, **options, accumulation=("every",))
+    assert {o.candidate.accumulation for o in alone.outcomes} == {"every"}
+
+
+def test_sums_of_whole_gradients_take_time(step: Any) -> None:
+    """Alone, each of two micro-batches would cast gradients of 2 bytes to 4; together, one does,
+    and the other adds 2 bytes to 4."""
+    one, two = (simulate(step, mesh=1, micro_batches=n).compute_s for n in (1, 2))
+    nbytes = (6 + 10 - 2 * 6) * sum(p.numel for p in step[0].params)
+    added = nbytes / (H100.memory_bandwidth * H100.memory_efficiency)
+    assert two - 2 * one == pytest.approx(added, rel=0.05)
+
+
 def test_messages_that_take_turns_make_it_send_fewer() -> None:
     """A block that is gathered sends a message per matrix; its gradients, not sharded, are one."""
     slow = replace(H100, node_latency_s=300e-6)
@@ -272,6 +304,8 @@ def test_more_ranks_than_anybody_has() -> None:
         ({"num_ranks": 2.0}, TypeError, "must be an int"),
         ({"activation_checkpointing": ("all",)}, ValueError, "got 'all'"),
         ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1, got 0"),
+        ({"accumulation": "sharded"}, TypeError, "accumulation must be a sequence"),
+        ({"accumulation": ("some",)}, ValueError, "accumulation must be one of"),
         ({"micro_batches": 1.5}, TypeError, "micro_batches must be an int, got 1.5"),
         ({"max_gathered_bytes": 0}, ValueError, "max_gathered_bytes must be at least 1, got 0"),
         ({"memory_budget": 0}, ValueError, "memory_budget must be a positive number of bytes"),
@@ -330,10 +364,16 @@ def test_a_plan_is_applied(wrap: str, reshard: int | None) -> None:
     made.activation_checkpointing = "full"
     made.checkpoint_modules = [f"blocks.{i}" for i in range(4)]
     made.kwargs["reshard_after_forward"] = reshard
+    made.accumulation = "sharded" if wrap == "pairs" else None
     if wrap == "pairs":
         made.kwargs["wrap"] = [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
     made.apply(model, made.make_mesh("cpu"))
     batch = torch.arange(12).view(2, 6) + dist.get_rank()
+    if made.accumulation is not None:
+        assert unit_of(model).config.accumulate_sharded
+        with model.no_sync():
+            model(batch).sum().backward()
+        plain(batch).sum().backward()
     model(batch).sum().backward()
     plain(batch).sum().backward()
     for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
