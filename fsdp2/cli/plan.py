@@ -75,7 +75,7 @@ def add_plan(groups: Any) -> None:
         "--memory",
         type=parse_bytes,
         metavar="SIZE",
-        help="memory budget of a GPU (default: 9/10 of its memory)",
+        help="memory budget of a GPU (default: all)",
     )
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")

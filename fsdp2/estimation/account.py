@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from .allocator import Allocator, Block
 
 
 @dataclass
@@ -26,9 +29,13 @@ class Account:
         phase: name of the current phase, whose peak is updated.
         samples: (number of operations launched so far, bytes by category) at every change, with
             ``keep_samples``.
+        memory: what allocates all that is counted; None: nobody asks.
+        stream: the name of the current stream.
     """
 
-    def __init__(self, *, keep_samples: bool = False) -> None:
+    def __init__(self, *, keep_samples: bool = False, memory: Allocator | None = None) -> None:
+        self.memory = memory
+        self.stream: Callable[[], str] = lambda: "compute"
         self.now: dict[str, int] = {}
         self.host: dict[str, int] = {}  # memory of the host, for offloaded shards
         self.total = 0
@@ -43,9 +50,29 @@ class Account:
         self.total += nbytes
         self._note(0, category)
 
-    def touch(self, category: str, nbytes: int) -> None:
-        """Count ``nbytes`` that are allocated only for a moment, for the peak."""
+    def touch(self, category: str, nbytes: int, *, allocates: bool = True) -> None:
+        """Count ``nbytes`` that are allocated only for a moment, for the peak.
+
+        Args:
+            allocates: whether `memory` is to know; what the trace allocates it knows already.
+        """
         self._note(nbytes, category)
+        if allocates:
+            self.free(self.allocate(nbytes))
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Memory for the current stream; None where nobody asks how much is reserved."""
+        return None if self.memory is None else self.memory.allocate(nbytes, self.stream())
+
+    def free(self, block: Block | None) -> None:
+        """Give back what `allocate` returned."""
+        if block is not None and self.memory is not None:
+            self.memory.free(block)
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that the allocator has reserved; None where nobody asks."""
+        return None if self.memory is None else self.memory.reserved
 
     def _note(self, extra: int, category: str) -> None:
         peak = self.peaks.get(self.phase)
@@ -72,12 +99,19 @@ class Account:
 
 
 class Held:
-    """Bytes that count as in memory while this object is referenced."""
+    """Bytes that count as in memory while this object is referenced.
 
-    def __init__(self, account: Account, category: str, nbytes: int) -> None:
+    Args:
+        block: their memory. None: it is allocated now.
+    """
+
+    def __init__(
+        self, account: Account, category: str, nbytes: int, block: Block | None = None
+    ) -> None:
         self._account = account
         self._category = category
         self.nbytes = nbytes
+        self._block = account.allocate(nbytes) if block is None else block
         account.add(category, nbytes)
 
     def recount(self, category: str) -> None:
@@ -89,3 +123,4 @@ class Held:
 
     def __del__(self) -> None:
         self._account.add(self._category, -self.nbytes)
+        self._account.free(self._block)

@@ -95,8 +95,9 @@ def estimate(
             FLOPs. They are listed in any case.
 
     Returns:
-        The estimate. It does not include allocator overhead (fragmentation; a tenth is common),
-        memory of libraries (cuBLAS, NCCL: 1 to 3 GB of a GPU) or scratch memory inside kernels.
+        The estimate. Peaks are of live tensors; ``reserved`` is what torch's allocator holds for
+        them. Neither includes memory of CUDA, cuBLAS and NCCL (1 to 3 GB of a GPU: `plan` counts
+        it) or scratch memory inside kernels.
 
     Raises:
         ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
@@ -202,7 +203,7 @@ def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
 
 def _replay_rank(trace: StepTrace, setup: Setup, optimizer: Any) -> Replay:
     cost = shard_optimizer_cost(trace, setup, optimizer)
-    return replay(trace, setup, optimizer_bytes=cost.state, optimizer_moment=cost.moment)
+    return replay(trace, setup, optimizer=cost)
 
 
 def shard_optimizer_cost(trace: StepTrace, setup: Setup, optimizer: Any) -> OptimizerCost:
@@ -237,6 +238,7 @@ def _rank_estimate(rank: int, made: Replay) -> RankEstimate:
         backward=account.peaks["backward"],
         step=account.peaks["optimizer"],
         host=dict(account.host),
+        reserved=account.reserved,
     )
 
 

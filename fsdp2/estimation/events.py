@@ -45,11 +45,13 @@ class Gradient:
         param: index into `StepTrace.params`.
         nbytes: bytes of its memory, which counted as an activation until now.
         dtype: in which autograd made it.
+        storage: the number of that memory in ``Compute.memory``.
     """
 
     param: int
     nbytes: int
     dtype: torch.dtype
+    storage: int = -1
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,14 @@ class Compute:
     Attributes:
         peak: peak bytes of activations during them, relative to the beginning.
         net: bytes of activations at the end, relative to the beginning.
+        memory: what is allocated and freed, in order: the number of a storage and its bytes, which
+            are 0 where it is freed.
     """
 
     operations: tuple[Operation, ...]
     peak: int
     net: int
+    memory: tuple[tuple[int, int], ...] = ()
 
     @property
     def flops(self) -> int:

@@ -50,7 +50,9 @@ class StorageMeter(TorchDispatchMode):
         self._start = 0
         self._peak = 0
         self._operations: list[Operation] = []
-        self._tracked: dict[int, tuple[Any, int]] = {}
+        self._tracked: dict[int, tuple[Any, int, int]] = {}  # weak reference, bytes, number
+        self._memory: list[tuple[int, int]] = []  # as `Compute.memory`
+        self._num_storages = 0
         self._free: dict[Any, bool] = {}
         self._paused = False
 
@@ -113,34 +115,47 @@ class StorageMeter(TorchDispatchMode):
         nbytes = storage.nbytes()
         if not nbytes:
             return
-        self._tracked[key] = (weakref.ref(storage, self._when_dead(key)), nbytes)
+        number = self._num_storages
+        self._num_storages += 1
+        self._tracked[key] = (weakref.ref(storage, self._when_dead(key)), nbytes, number)
+        self._memory.append((number, nbytes))
         self.live += nbytes
         self._peak = max(self._peak, self.live)
 
     def _when_dead(self, key: int) -> Callable[[Any], None]:
         def dead(_: Any) -> None:
-            self.live -= self._tracked.pop(key)[1]
+            _, nbytes, number = self._tracked.pop(key)
+            self.live -= nbytes
+            if nbytes:
+                self._memory.append((number, 0))
 
         return dead
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of its storage in `Compute.memory`; -1 if it is not there."""
+        return self._tracked.get(tensor.untyped_storage()._cdata, (None, 0, -1))[2]
 
     def ignore(self, tensor: torch.Tensor) -> int:
         """Stop counting the storage of ``tensor``; returns the bytes that it counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        reference, nbytes = self._tracked.get(key, (None, 0))
+        reference, nbytes, number = self._tracked.get(key, (None, 0, -1))
         if reference is None:
             reference = weakref.ref(storage, self._when_dead(key))
         # The reference stays, so that views of this storage do not count as new storages.
-        self._tracked[key] = (reference, 0)
+        self._tracked[key] = (reference, 0, number)
         self.live -= nbytes
         return nbytes
 
     def take(self) -> Compute | None:
         """What happened since the last call; None if nothing did."""
-        if not self._operations and self.live == self._start and self._peak <= self._start:
+        if not self._operations and not self._memory:
             return None
         done = Compute(
-            tuple(self._operations), max(0, self._peak - self._start), self.live - self._start
+            tuple(self._operations),
+            max(0, self._peak - self._start),
+            self.live - self._start,
+            tuple(self._memory),
         )
         self.begin()
         return done
@@ -149,3 +164,4 @@ class StorageMeter(TorchDispatchMode):
         """Start counting from here."""
         self._start = self._peak = self.live
         self._operations.clear()
+        self._memory.clear()

@@ -26,13 +26,18 @@ class OptimizerCost:
         state: bytes kept between steps.
         moment: peak bytes of a step beyond the state.
         traffic: bytes that a step reads and writes.
+        tensors: bytes of each tensor of the state.
+        moments: of ``moment``, the part for each parameter.
     """
 
     state: int
     moment: int
     traffic: int
+    tensors: tuple[int, ...] = ()
+    moments: tuple[int, ...] = ()
 
 
+NO_OPTIMIZER = OptimizerCost(0, 0, 0)
 NAMED: dict[str, OptimizerFactory] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),
@@ -57,7 +62,7 @@ def optimizer_cost(
         ValueError: for an unknown name, or an optimizer whose step depends on values.
     """
     if optimizer is None or not shards:
-        return OptimizerCost(0, 0, 0)
+        return NO_OPTIMIZER
     factory = _factory(optimizer, device_type)
     if device_type != "cpu":
         # The cost of all is the sum of the costs of each, so every shape is tried only once.
@@ -66,6 +71,8 @@ def optimizer_cost(
             sum(costs[shard].state for shard in shards),
             sum(costs[shard].moment for shard in shards),
             sum(costs[shard].traffic for shard in shards),
+            tuple(nbytes for shard in shards for nbytes in costs[shard].tensors),
+            tuple(costs[shard].moment for shard in shards),
         )
     return _run(shards, factory)
 
@@ -99,9 +106,10 @@ def _run(
             if isinstance(value, torch.Tensor)
         ]
         if second is None:
-            return OptimizerCost(0, 0, 0)
+            return NO_OPTIMIZER
         traffic = sum(operation.nbytes for operation in second.operations)
-        return OptimizerCost(sum(t.nbytes for t in tensors), second.peak, traffic)
+        sizes = tuple(t.nbytes for t in tensors)
+        return OptimizerCost(sum(sizes), second.peak, traffic, sizes, (second.peak,))
 
 
 def _factory(optimizer: Any, device_type: str) -> OptimizerFactory:

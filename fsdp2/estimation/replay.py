@@ -23,8 +23,10 @@ from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
 from .account import Account
+from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
+from .optimizers import NO_OPTIMIZER, OptimizerCost
 from .stand_ins import CountedBucket, CountedUnit
 
 Reshard = bool | int | None
@@ -104,32 +106,43 @@ def replay(
     trace: StepTrace,
     setup: Setup,
     *,
-    optimizer_bytes: int = 0,
-    optimizer_moment: int = 0,
+    optimizer: OptimizerCost = NO_OPTIMIZER,
     keep_samples: bool = False,
     warm_up: bool = True,
+    reserves: bool = True,
 ) -> Replay:
     """Run a step of ``trace``, sharded as in ``setup``.
 
     Args:
-        optimizer_bytes: optimizer state on this rank.
-        optimizer_moment: peak temporary bytes of the optimizer step.
+        optimizer: of this rank.
         keep_samples: record the bytes at every change.
         warm_up: run a step first, from which the runtime learns the order of units.
+        reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
     """
-    account = Account(keep_samples=keep_samples)
     device = LaunchDevice() if setup.device_type != "cpu" else None
+    reserves = reserves and device is not None
+    account = Account(keep_samples=keep_samples, memory=Allocator() if reserves else None)
+    if device is not None:
+        account.stream = lambda: device.current_stream().name
     replay = ReplayState(account, device, setup.topology)
     player = _Player(trace, setup, replay)
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and device is not None
     shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))
     state = account.host if offloaded else account.now
-    for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer_bytes)):
+    for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer.state)):
         state[name] = nbytes
     account.now["buffers"], account.now["inputs"] = trace.buffer_bytes, trace.input_bytes
     account.total = sum(account.now.values())
+    for nbytes in (trace.buffer_bytes, trace.input_bytes):
+        account.allocate(nbytes)
+    if not offloaded:
+        for unit in player.units:
+            for bucket in _buckets(unit):
+                account.allocate(bucket.shard_bytes)
+    on_device = NO_OPTIMIZER if offloaded else optimizer
     if warm_up:
         player.step()
+        _step(account, on_device.tensors)  # made now, into the holes that the first step leaves
         player.drop_gradients()
         replay.transfers.clear()
         if device is not None:
@@ -141,9 +154,17 @@ def replay(
     account.forget_peaks()
     player.step()
     account.phase = "optimizer"
-    account.touch("optimizer scratch", 0 if offloaded else optimizer_moment)
+    account.touch("optimizer scratch", on_device.moment, allocates=False)
+    for block in [account.allocate(nbytes) for nbytes in on_device.moments]:
+        account.free(block)
     launches = device.launches if device is not None else []
     return Replay(setup, account, replay.transfers, launches, player.units)
+
+
+def _step(account: Account, tensors: Sequence[int]) -> None:
+    """Allocate what the first step of an optimizer leaves."""
+    for nbytes in tensors:
+        account.allocate(nbytes)
 
 
 def _start_anew(device: LaunchDevice) -> None:
@@ -260,6 +281,7 @@ class _Player:
         self._of_module: dict[int, CountedUnit] = {}
         self._of_param: dict[int, tuple[CountedUnit, Any]] = {}
         self._inside = ""  # name of the unit that is computing
+        self._blocks: dict[int, Block | None] = {}  # of the trace's storages
         for description in setup.units:
             unit = by_name[description.name]
             unit.runtime = self.runtime
@@ -309,7 +331,14 @@ class _Player:
         if self.replay.device is not None and event.operations:
             self.replay.device.launch(event, self._inside)
             account.clock = len(self.replay.device.launches)
-        account.touch("activations", event.peak)
+        account.touch("activations", event.peak, allocates=False)
+        if account.memory is not None:
+            blocks = self._blocks
+            for number, nbytes in event.memory:
+                if number in blocks:  # freed; or what a micro-batch before left, made again
+                    account.free(blocks.pop(number))
+                if nbytes:
+                    blocks[number] = account.allocate(nbytes)
         account.add("activations", event.net)
 
     def _call(self, event: Call) -> None:
@@ -339,7 +368,8 @@ class _Player:
         # The same memory: it counted as an activation and is now a gradient.
         account.now["activations"] = account.now.get("activations", 0) - event.nbytes
         account.total -= event.nbytes
-        unit.gradient(param, event.nbytes, event.dtype)
+        block = self._blocks.pop(event.storage, None)
+        unit.gradient(param, event.nbytes, event.dtype, block)
         unit.num_accumulated += 1
         if unit.watching and unit.num_accumulated >= unit.num_trained:
             self.runtime.reduce(unit)

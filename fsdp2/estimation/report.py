@@ -22,6 +22,8 @@ class RankEstimate:
         forward, backward, step: the memory peaks of the phases of a training step. They include
             everything above that is in device memory at that time.
         host: bytes by category in host memory.
+        reserved: what torch's allocator holds after some steps: the peak, and what is lost to
+            fragmentation. None on the CPU, where there is no such allocator.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class RankEstimate:
     backward: Peak
     step: Peak
     host: dict[str, int]
+    reserved: int | None = None
 
     @property
     def peak(self) -> Peak:
@@ -140,14 +143,16 @@ def _cell(nbytes: int) -> str:
 
 
 def _ranks(made: Estimate) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("rank", "parameters", "gradients", "optimizer state", "peak", "")
-    ]
+    reserves = made.worst.reserved is not None
+    header = ("rank", "parameters", "gradients", "optimizer state", "peak")
+    rows: list[tuple[str, ...]] = [(*header, *["reserved"] * reserves, "")]
     for rank in made.ranks:
         note = "worst" if rank is made.worst else ""
         sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.peak.total)
+        if rank.reserved is not None:
+            sizes = (*sizes, rank.reserved)
         rows.append((str(rank.rank), *map(show_bytes, sizes), note))
-    return table(rows, right="01234")
+    return table(rows, right="012345" if reserves else "01234")
 
 
 def _traffic(made: Estimate) -> str:

@@ -29,6 +29,7 @@ from ..sharding.bucket import FREE_MIN_BYTES, Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
 from .account import Held
+from .allocator import Block
 from .counted_policy import CountingPolicy
 from .counted_transports import CountedGather, CountedGatherBatch, make_counting_transport
 from .device import ReplayState
@@ -43,8 +44,15 @@ class CountedGradient(Held):
 
     requires_grad = False  # as without create_graph
 
-    def __init__(self, replay: ReplayState, nbytes: int, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(replay.account, "unreduced gradients", nbytes)
+    def __init__(
+        self,
+        replay: ReplayState,
+        nbytes: int,
+        numel: int,
+        dtype: torch.dtype,
+        block: Block | None = None,
+    ) -> None:
+        super().__init__(replay.account, "unreduced gradients", nbytes, block)
         self._world = replay
         self.numel = numel
         self.dtype = dtype
@@ -505,12 +513,16 @@ class CountedUnit(Unit):
     def _register_proxy(self, param: Any) -> None:
         pass
 
-    def gradient(self, param: CountedParam, nbytes: int, dtype: torch.dtype) -> None:
-        """Count a gradient that autograd has completed."""
+    def gradient(
+        self, param: CountedParam, nbytes: int, dtype: torch.dtype, block: Block | None = None
+    ) -> None:
+        """Count a gradient that autograd has completed, in memory of its own, or in ``block``."""
         account = self.replay.account
         own = param.unsharded
         if own.grad is not None:
-            account.touch("unreduced gradients", nbytes)
+            account.touch("unreduced gradients", nbytes, allocates=False)
+            account.free(block)
             self.replay.kernel(nbytes + 2 * own.grad.nbytes, own.grad.dtype, self.name)
             return
-        own.grad = CountedGradient(self.replay, nbytes, prod(param.full_shape), dtype)
+        numel = prod(param.full_shape)
+        own.grad = CountedGradient(self.replay, nbytes, numel, dtype, block)

@@ -306,8 +306,9 @@ class _Recorder:
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
             self.flush()
-            dtype, nbytes = param.grad.dtype, self.meter.ignore(param.grad)
-            self.trace.events.append(Gradient(number, nbytes, dtype))
+            storage, dtype = self.meter.number_of(param.grad), param.grad.dtype
+            nbytes = self.meter.ignore(param.grad)
+            self.trace.events.append(Gradient(number, nbytes, dtype, storage))
             param.grad = None
             self.meter.begin()
 

@@ -19,7 +19,9 @@ import torch
 from ..common.suggestions import did_you_mean
 
 GB = 1e9
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+# Fields that need not be positive.
+_MAY_BE_0 = ("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Hardware:
         call_latency_s: fixed latency of a call, however many messages it has.
         channels: messages of a call that go round their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
+        context_bytes: what the driver and the context of CUDA hold of ``memory_bytes``.
+        workspace_bytes: scratch memory that cuBLAS keeps.
+        channel_bytes: buffers of NCCL for each channel of a communicator.
+        caches_memory: whether tensors are allocated by torch's caching allocator.
         speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
             above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
 
@@ -72,11 +78,21 @@ class Hardware:
     call_latency_s: float = 8.4e-6
     channels: int = 16
     host_bandwidth: float = 25 * GB
+    context_bytes: float = 1.5 * GB
+    workspace_bytes: float = 64 * MIB
+    channel_bytes: float = 18.4 * MIB
+    caches_memory: bool = True
     speeds: Sequence[float] = ()
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
+        for name in _MAY_BE_0:
+            value = numbers.pop(name)
+            if not (value >= 0 and isfinite(value)):
+                raise ValueError(
+                    f"Hardware '{self.name}': {name} must not be negative, got {value}"
+                )
         numbers |= {f"matmul_flops[{k}]": v for k, v in self.matmul_flops.items()}
         for name, value in numbers.items():
             if not value > 0:
@@ -87,6 +103,11 @@ class Hardware:
                 raise ValueError(
                     f"Hardware '{self.name}': speeds[{i}] must be positive and finite, got {speed}"
                 )
+
+    def library_bytes(self, communicators: int) -> int:
+        """Memory of a GPU that no allocator of torch's holds: of CUDA, cuBLAS and NCCL."""
+        nccl = communicators * self.channels * self.channel_bytes
+        return int(self.context_bytes + self.workspace_bytes + nccl)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s that large multiplications in ``dtype`` reach."""
@@ -114,6 +135,11 @@ class Hardware:
 # Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
 # 14 us over the network, 8.4 us per call.
 # Channels: NCCL's log (NCCL_DEBUG=INFO) says 16 to 24 per communicator on nodes of 8 A100 or H100.
+# Memory of libraries. Context: of the 80 GiB of an H100, CUDA tells a program of 79.1 (the total of
+# torch.cuda.mem_get_info); a process with one tensor holds about 0.5 GB. cuBLAS: torch's default on
+# Hopper is 32 MiB, and as much for cuBLASLt; less before. NCCL: a connection has buffers of 4 MiB
+# (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL), and a ring has one to receive and one to send
+# per channel. All this is of the right order and measured on no cluster.
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
 _A100 = Hardware(
@@ -183,6 +209,10 @@ PRESETS: dict[str, Hardware] = {
             node_latency_s=50e-6,
             network_latency_s=50e-6,
             channels=1,
+            context_bytes=0,
+            workspace_bytes=0,
+            channel_bytes=0,
+            caches_memory=False,
         ),
     )
 }
@@ -260,6 +290,7 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
             "an object with a number for each dtype",
             isinstance(value, dict) and all(map(is_number, value.values())),
         ),
+        "caches_memory": ("true or false", isinstance(value, bool)),
         "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
         "channels": ("a whole number", isinstance(value, int) and is_number(value)),
     }

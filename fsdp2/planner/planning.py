@@ -34,8 +34,6 @@ from .loads import (
 from .report import Outcome, Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
 
-# Fraction of a GPU's memory: fragmentation and memory of libraries are not simulated.
-USABLE_MEMORY = 0.9
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
 
@@ -79,8 +77,8 @@ def plan(
         hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
             ``.json`` (see ``fsdp2.planner.find_hardware``) or a `Hardware`.
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
-        memory_budget: bytes that a rank may use. None: nine tenths of the GPU's memory, as
-            allocators and libraries need some too.
+        memory_budget: bytes of a GPU that a rank may use: what the allocator reserves, which is
+            more than live tensors, and what CUDA, cuBLAS and NCCL hold. None: all of them.
         mp_policy, offload_policy, comm_policy: as in `fully_shard`; fixed, not searched.
         activation_checkpointing: the modes to choose from; see `estimate`.
         accumulation: the ways to sum gradients of micro-batches to choose from; see `estimate`.
@@ -190,13 +188,13 @@ def _checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str 
 
 def _checked_budget(budget: object, hardware: Hardware) -> int:
     if budget is None:
-        return int(USABLE_MEMORY * hardware.memory_bytes)
+        return int(hardware.memory_bytes)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise TypeError(f"memory_budget must be a number of bytes or None, got {budget!r}")
     if not (budget >= 1 and math.isfinite(budget)):
         raise ValueError(
-            f"memory_budget must be a positive number of bytes, got {budget}; None is nine tenths "
-            "of the GPU's memory"
+            f"memory_budget must be a positive number of bytes, got {budget}; None is the whole "
+            "memory of the GPU"
         )
     return int(budget)
 
@@ -323,9 +321,15 @@ class _Search:
             except GatherBudgetError as error:
                 self._too_large[candidate] = error
                 continue
-            peak = max(step.peak.total for step in steps)
+            fullest = max(steps, key=lambda step: step.needed_bytes)
             self.outcomes[candidate] = Outcome(
-                candidate, _together_s(steps), steps[0].exposed_s, peak, peak <= self.budget
+                candidate,
+                _together_s(steps),
+                steps[0].exposed_s,
+                max(step.peak.total for step in steps),
+                fullest.needed_bytes <= self.budget,
+                fullest.reserved,
+                fullest.needed_bytes,
             )
 
     def setup(self, candidate: Candidate) -> Setup:
@@ -344,7 +348,7 @@ class _Search:
         """Outcomes, best first; those that do not fit come last, by memory needed."""
         fitting = [o for o in self.outcomes.values() if o.fits]
         others = [o for o in self.outcomes.values() if not o.fits]
-        others.sort(key=lambda o: o.peak_bytes)
+        others.sort(key=lambda o: o.needed_bytes)
         if not fitting:
             return others
         fastest = min(o.seconds for o in fitting)
@@ -361,8 +365,8 @@ class _Search:
         if not best.fits:
             raise ValueError(
                 f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
-                f"{show_bytes(best.peak_bytes)}, with {best.candidate}. Use more ranks, a smaller "
-                "batch, or offload_policy=CPUOffloadPolicy()"
+                f"{show_bytes(best.needed_bytes)}, with {best.candidate}. Use more ranks, a "
+                "smaller batch, or offload_policy=CPUOffloadPolicy()"
             )
         candidate = best.candidate
         step = self._steps(candidate, keep_samples=True)[0]

@@ -18,13 +18,22 @@ from .simulate import SimulatedStep
 
 @dataclass
 class Outcome:
-    """A candidate and the time and memory of its simulated step."""
+    """A candidate and the time and memory of its simulated step.
+
+    Attributes:
+        peak_bytes: of live tensors.
+        fits: whether ``needed_bytes`` are within the budget.
+        reserved_bytes: what the allocator holds for the tensors.
+        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
+    """
 
     candidate: Candidate
     seconds: float
     exposed_s: float
     peak_bytes: int
     fits: bool
+    reserved_bytes: int
+    needed_bytes: int
 
     def __str__(self) -> str:
         memory = show_bytes(self.peak_bytes)
@@ -177,7 +186,7 @@ def _value(title: str, outcome: Outcome) -> str:
 
 def _against(outcome: Outcome, made: Plan) -> str:
     if not outcome.fits:
-        return f"needs {show_bytes(outcome.peak_bytes)}, more than the budget"
+        return f"needs {show_bytes(outcome.needed_bytes)}, more than the budget"
     slower = 100 * (outcome.seconds / made.chosen.seconds - 1)
     speed = f"is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
     if abs(slower) < 0.05:
@@ -212,10 +221,7 @@ def _as_text(made: Plan) -> str:
         ("Prefetch", _value("Prefetch", made.chosen)),
         ("Checkpointing", made.activation_checkpointing),
         ("Step", f"{show_seconds(made.chosen.seconds)}, {_rate(made)}"),
-        (
-            "Memory",
-            f"{show_bytes(made.chosen.peak_bytes)} of a budget of {show_bytes(made.memory_budget)}",
-        ),
+        ("Memory", _memory(made)),
     ]
     if made.accumulation is not None:
         facts.insert(6, ("Accumulation", made.accumulation))
@@ -227,7 +233,7 @@ def _as_text(made: Plan) -> str:
     runner_up = made.runner_up
     if runner_up is not None:
         lines += ["", f"Runner-up: {runner_up}"]
-    rows = [("", "step", "exposed", "memory", "")]
+    rows = [("", "step", "exposed", "allocated", "reserved", "")]
     for outcome in made.outcomes[:8]:
         rows.append(
             (
@@ -235,12 +241,21 @@ def _as_text(made: Plan) -> str:
                 show_seconds(outcome.seconds),
                 show_seconds(outcome.exposed_s),
                 show_bytes(outcome.peak_bytes),
+                show_bytes(outcome.reserved_bytes),
                 "" if outcome.fits else "does not fit",
             )
         )
     title = f"The best of {plural(len(made.outcomes), 'simulated configuration')}"
-    lines += ["", title, table(rows, right="123")]
+    lines += ["", title, table(rows, right="1234")]
     return "\n".join(lines)
+
+
+def _memory(made: Plan) -> str:
+    chosen = made.chosen
+    allocated, reserved = show_bytes(chosen.peak_bytes), show_bytes(chosen.reserved_bytes)
+    libraries = show_bytes(chosen.needed_bytes - chosen.reserved_bytes)
+    budget = show_bytes(made.memory_budget)
+    return f"{allocated} allocated; {reserved} reserved + {libraries} of libraries of {budget}"
 
 
 def _ranks(made: Plan) -> str:
@@ -281,6 +296,8 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "stream_s": step.stream_s,
         "flops": step.flops,
         "peak_bytes": made.chosen.peak_bytes,
+        "reserved_bytes": made.chosen.reserved_bytes,
+        "needed_bytes": made.chosen.needed_bytes,
         "peak_parts": step.peak.parts,
         "memory_budget": made.memory_budget,
         "num_events": step.num_events,
@@ -291,6 +308,8 @@ def _as_dict(made: Plan) -> dict[str, Any]:
                 "step_s": o.seconds,
                 "exposed_s": o.exposed_s,
                 "peak_bytes": o.peak_bytes,
+                "reserved_bytes": o.reserved_bytes,
+                "needed_bytes": o.needed_bytes,
                 "fits": o.fits,
             }
             for o in made.outcomes

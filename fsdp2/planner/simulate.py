@@ -29,7 +29,9 @@ class SimulatedStep:
         optimizer_s: time of the optimizer.
         stream_s: how long each stream is busy.
         exposed_s: how long compute waits for communication.
-        peak: the memory peak.
+        peak: the memory peak of live tensors.
+        reserved: bytes that the allocator holds for them.
+        libraries: bytes that CUDA, cuBLAS and NCCL hold besides.
         flops: FLOPs of the kernels, including recomputation.
         launches, spans: what runs when, for pictures.
         samples: (number of launches so far, bytes by category) at every change.
@@ -41,10 +43,17 @@ class SimulatedStep:
     stream_s: dict[str, float]
     exposed_s: float
     peak: Peak
+    reserved: int
+    libraries: int
     flops: int
     launches: Sequence[Launch]
     spans: Sequence[Span]
     samples: list[tuple[int, dict[str, int]]]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that a GPU needs to run it."""
+        return self.reserved + self.libraries
 
     @property
     def num_events(self) -> int:
@@ -82,9 +91,9 @@ class Simulator:
         made = replay(
             trace,
             setup,
-            optimizer_bytes=cost.state,
-            optimizer_moment=cost.moment,
+            optimizer=cost,
             keep_samples=keep_samples,
+            reserves=self.hardware.caches_memory,
         )
         spans = schedule(self._tasks(made, speed))
         offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
@@ -144,6 +153,7 @@ class Simulator:
         optimizer_s = cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth) / speed
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
+        reserved = made.account.reserved
         return SimulatedStep(
             seconds=end + optimizer_s,
             compute_s=compute,
@@ -151,6 +161,8 @@ class Simulator:
             stream_s=stream_s,
             exposed_s=end - compute,
             peak=made.account.peak,
+            reserved=made.account.peak.total if reserved is None else reserved,
+            libraries=hardware.library_bytes(len({t.group for t in made.transfers})),
             flops=trace.flops * made.setup.micro_batches,
             launches=made.launches,
             spans=spans,

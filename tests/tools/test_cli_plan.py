@@ -86,10 +86,10 @@ def test_a_plan_with_a_picture(
     assert (code, err) == (0, "")
     assert "Why" in out
     assert picture.stat().st_size > 10_000
-    code, out, _ = run(capsys, *args, "--json", "--memory", "1GB")
+    code, out, _ = run(capsys, *args, "--json", "--memory", "8GB")
     data = json.loads(out)
     assert code == 0
-    assert data["memory_budget"] == 10**9
+    assert data["memory_budget"] == 8 * 10**9
     assert data["activation_checkpointing"] == "none"
 
 

@@ -78,7 +78,11 @@ def test_the_memory_of_the_rank_with_most_samples_counts() -> None:
     assert made.chosen.peak_bytes == alone.chosen.peak_bytes
     assert made.chosen.peak_bytes > planned([]).chosen.peak_bytes
     # Where that does not fit, the batch stays as it was, and the plan says why.
-    even = planned([1.0, 0.5], memory_budget=made.chosen.peak_bytes * 0.9)
+    only_tensors = replace(
+        H100, context_bytes=0, workspace_bytes=0, channel_bytes=0, caches_memory=False
+    )
+    budget = made.chosen.peak_bytes * 0.9
+    even = planned([1.0, 0.5], memory_budget=budget, hardware=only_tensors)
     assert even.split is None
     assert "Samples: 4096 on each rank; by speed (" in str(even)
     assert "does not work: Nothing fits into" in str(even)
