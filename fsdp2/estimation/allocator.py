@@ -60,7 +60,7 @@ class Allocator:
         size = -(-nbytes // ALIGN) * ALIGN
         small = size <= SMALL
         pool = self._pools.setdefault((stream, small), [])
-        i = bisect_left(pool, (size,))  # type: ignore[arg-type]
+        i = bisect_left(pool, (size,))
         block = pool.pop(i)[2] if i < len(pool) else self._segment(size, pool)
         block.free = False
         rest = block.size - size
@@ -115,4 +115,4 @@ class Allocator:
         self._put(block)
 
     def _take(self, block: Block) -> None:
-        del block.pool[bisect_left(block.pool, (block.size, block.address))]  # type: ignore[arg-type]
+        del block.pool[bisect_left(block.pool, (block.size, block.address))]

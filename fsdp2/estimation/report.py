@@ -148,9 +148,9 @@ def _ranks(made: Estimate) -> str:
     rows: list[tuple[str, ...]] = [(*header, *["reserved"] * reserves, "")]
     for rank in made.ranks:
         note = "worst" if rank is made.worst else ""
-        sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.peak.total)
+        sizes = [rank.parameters, rank.gradients, rank.optimizer, rank.peak.total]
         if rank.reserved is not None:
-            sizes = (*sizes, rank.reserved)
+            sizes.append(rank.reserved)
         rows.append((str(rank.rank), *map(show_bytes, sizes), note))
     return table(rows, right="012345" if reserves else "01234")
 
