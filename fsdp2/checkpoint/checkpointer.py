@@ -18,10 +18,9 @@ from .agreement import check_shared, run_nonce, said_by_first
 from .errors import CheckpointError, CheckpointNotFound
 from .format.disk import Disk
 from .format.manifest import FOLDER
-from .format.values import decode
 from .loading.restore import values_of_rank
 from .loading.source import open_source
-from .loading.training import Loaded, load_training
+from .loading.training import Loaded, extras, load_training
 from .saving.capture import RankLocal
 from .saving.job import Options, SaveHandle, SaveJob
 from .saving.repeated import Repeated
@@ -29,7 +28,7 @@ from .saving.roll_call import RollCall
 from .saving.staging import Staging
 from .saving.training import Optimizers, capture_training
 
-STEP = re.compile(r"step-(\d{6}|[1-9]\d{6,})")
+STEP = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 
 
 class Checkpointer:
@@ -372,9 +371,7 @@ def peek(root: str | os.PathLike[str], step: int | str = "latest") -> Loaded:
         raise _nothing_in(folder)
     number = steps[-1] if step == "latest" else _number(step, folder)
     with open_source(_find(folder, number)) as source:
-        extra = {
-            rank: decode(values_of_rank(source, rank).get("extra")) for rank in source.manifests
-        }
+        extra = extras(source, {rank: values_of_rank(source, rank) for rank in source.manifests})
     return Loaded(step=number, extra=extra[min(extra)], extra_of_ranks=extra)
 
 

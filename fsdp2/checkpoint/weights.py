@@ -15,7 +15,14 @@ from .agreement import check_shared
 from .errors import CheckpointError
 from .format.disk import Disk
 from .loading.fill import check_meta, fill
-from .loading.restore import LoadReport, NameMap, match_model, set_extra_state, values_of_rank
+from .loading.restore import (
+    LoadReport,
+    NameMap,
+    extra_state_in,
+    match_model,
+    set_extra_state,
+    values_of_rank,
+)
 from .loading.source import Source, open_source
 from .saving.capture import RankLocal, capture, check_model, tensors_of
 from .saving.job import Options, SaveHandle, SaveJob
@@ -174,8 +181,8 @@ def load_model(
 
 
 def _extra_state_in(source: Source, rank: int) -> dict[str, Any]:
-    """The encoded extra state of this rank, or of the first if this one did not take part."""
+    """The extra state of this rank, or of the first if this one did not take part."""
     if not source.manifests:
         return {}
     saved_by = rank if rank in source.manifests else min(source.manifests)
-    return values_of_rank(source, saved_by).get("extra_state", {})
+    return extra_state_in(source, values_of_rank(source, saved_by))

@@ -7,7 +7,7 @@ arithmetic on elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -67,6 +67,28 @@ class Box:
             start = (*self.start[:dim], self.start[dim] + first, *self.start[dim + 1 :])
             part = Box(start, (*self.shape[:dim], num, *self.shape[dim + 1 :]))
             yield from part.pieces(limit_numel, container)
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that have an element in common; None if no two have.
+
+    A sweep along the dim in which they begin at the most places: next to linear in their number
+    where a tensor is cut along one dim.
+    """
+    if len(boxes) < 2:
+        return None
+    dims = range(len(boxes[0].start))
+    dim = max(dims, key=lambda d: len({box.start[d] for box in boxes}), default=None)
+    if dim is None:  # each is the one element of a 0-dim tensor
+        return boxes[0], boxes[1]
+    reached: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.start[dim]):
+        reached = [old for old in reached if old.start[dim] + old.shape[dim] > box.start[dim]]
+        for old in reached:
+            if old.intersect(box) is not None:
+                return old, box
+        reached.append(box)
+    return None
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

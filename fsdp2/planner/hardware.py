@@ -22,6 +22,7 @@ GB = 1e9
 MIB, GIB = 2**20, 2**30
 # Fields that need not be positive.
 _MAY_BE_0 = ("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory")
+MAX_FILE_BYTES = 1_000_000  # of a file of hardware
 
 
 @dataclass(frozen=True)
@@ -247,9 +248,15 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
+    if not path.is_file() and path.exists():  # to open a pipe would block
+        raise ValueError(f"{path} is not a file")
+    with path.open("rb") as file:
+        text = file.read(MAX_FILE_BYTES + 1)
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
-        told: Any = json.loads(path.read_text())
-    except ValueError as error:
+        told: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError(f"{path} has to hold one object with fields of Hardware")
@@ -261,12 +268,15 @@ def _read(path: Path) -> Hardware:
             raise ValueError(f"{path}: there is no field '{key}'{did_you_mean(key, known)}")
         _check_kind(path, key, value)
     if "matmul_flops" in told:
-        dtypes = {name: getattr(torch, name, None) for name in told["matmul_flops"]}
+        # Not `getattr`: torch imports some of its modules when they are asked for.
+        dtypes = {name: vars(torch).get(name) for name in told["matmul_flops"]}
         for name, dtype in dtypes.items():
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{path}: matmul_flops: there is no dtype '{name}'")
         told["matmul_flops"] = {dtypes[name]: v for name, v in told["matmul_flops"].items()}
     if base is not None:
+        if not isinstance(base, str) or base.endswith(".json"):  # a file could name itself
+            raise ValueError(f"{path}: base has to be the name of a preset, got {base!r}")
         return replace(find_hardware(base), **told)
     if missing := _REQUIRED - told.keys():
         raise ValueError(
@@ -280,7 +290,7 @@ _REQUIRED = {each.name for each in fields(Hardware) if each.default is MISSING}
 
 def _check_kind(path: Path, key: str, value: Any) -> None:
     def is_number(each: Any) -> bool:
-        return isinstance(each, int | float) and not isinstance(each, bool)
+        return isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e300
 
     kinds = {
         "name": ("a text", isinstance(value, str)),
@@ -288,7 +298,7 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
         "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
         "matmul_flops": (
             "an object with a number for each dtype",
-            isinstance(value, dict) and all(map(is_number, value.values())),
+            isinstance(value, dict) and value != {} and all(map(is_number, value.values())),
         ),
         "caches_memory": ("true or false", isinstance(value, bool)),
         "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),

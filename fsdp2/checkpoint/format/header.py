@@ -27,6 +27,8 @@ PICKLED = (
     "model.load_state_dict(torch.load(path, weights_only=True)), or save it with "
     "safetensors.torch.save_file first"
 )
+MAX_DIMS = 64  # what torch can copy
+MAX_TENSOR_BYTES = 2**63 - 1
 ALIGN_BYTES = 4096  # so that the data of every file starts on a page
 
 
@@ -197,25 +199,51 @@ def parse_json(data: bytes, what: str) -> Any:
     try:
         return json.loads(data.decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{what} is not valid JSON: {error}") from error
+        raise CorruptCheckpoint(f"{what} is not valid JSON: {str(error)[:300]}") from error
+    except MemoryError:
+        raise CorruptCheckpoint(f"{what}: its JSON does not fit into memory") from None
+
+
+def check_text(text: str) -> bool:
+    """Whether ``text`` can be written: JSON can also spell halves of characters."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def fits(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether there can be a tensor of this shape, whose entries are at least 0.
+
+    Sizes of 0 do not make the others harmless: strides are computed from these.
+    """
+    if len(shape) > MAX_DIMS:
+        return False
+    nbytes = itemsize
+    for size in shape:
+        nbytes *= size or 1
+        if nbytes > MAX_TENSOR_BYTES:  # at once: a product of all could take minutes
+            return False
+    return True
 
 
 def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, int]:
     def bad(why: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{file}: tensor {name!r}: {why}")
+        return CorruptCheckpoint(f"{file}: tensor {name[:200]!r}: {why}")
 
+    if not check_text(name):
+        raise bad("the name is no text")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad("expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise bad(f"unknown dtype {dtype!r}")
+        raise bad(f"unknown dtype {_short(dtype)}")
     for value in (shape, offsets):
         # `True` is an int in Python.
         if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-            raise bad(f"{value!r} is not a list of sizes")
+            raise bad(f"{_short(value)} is not a list of sizes")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"data_offsets {offsets!r} are not a range")
+        raise bad(f"data_offsets {_short(offsets)} are not a range")
     info = TensorInfo(name, dtype, tuple(shape))
+    if not fits(info.shape, info.itemsize) or offsets[1] > MAX_TENSOR_BYTES:
+        raise bad(f"shape {_short(shape)} or data_offsets {_short(offsets)} are too large")
     if offsets[1] - offsets[0] != info.nbytes:
         raise bad(
             f"data_offsets {offsets!r} hold {offsets[1] - offsets[0]} bytes, but shape {shape} in "
@@ -224,12 +252,18 @@ def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, 
     return info, *offsets
 
 
+def _short(value: object) -> str:
+    """For messages: an attacker's list may be as long as the header."""
+    text = repr(value[:20] if isinstance(value, list) else value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {key!r} occurs twice")
+                raise ValueError(f"key {key[:200]!r} occurs twice")
             seen.add(key)
     return result

@@ -22,14 +22,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...common.memory import memory_of
 from ...dtensor.boxes import Box
 from ...dtensor.parts import local_part
 from ...dtensor.subclasses import fewer_rows, follows_rows, inner_of, kind_of
 from ..errors import CheckpointError
+from .header import fits, parse_json
+from .strict import Check
 from .values import encode
 
 DESCRIPTION = "subclass"
-_PIECE = re.compile(r"(?P<name>.*)\.rows-(?P<start>\d+)-(?P<stop>\d+)\.(?P<part>.*)", re.DOTALL)
+_PIECE = re.compile(
+    r"(?P<name>.*)\.rows-(?P<start>[0-9]{1,18})-(?P<stop>[0-9]{1,18})\.(?P<part>.*)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,31 @@ def parse_name(name: str) -> tuple[str, int, int, str] | None:
     return match["name"], int(match["start"]), int(match["stop"]), match["part"]
 
 
-def parse_description(data: Tensor) -> Description:
-    """The inverse of what `entries_of` writes."""
-    found = json.loads(bytes(data.tolist()))
-    found["shape"], found["local_shape"] = tuple(found["shape"]), tuple(found["local_shape"])
-    return Description(**found)
+def parse_description(data: Tensor, what: str) -> Description:
+    """The inverse of what `entries_of` writes.
+
+    Args:
+        what: the file and the name, for messages.
+
+    Raises:
+        CorruptCheckpoint: if it is not what was written.
+    """
+    check = Check(what)
+    found = check.table(parse_json(bytes(memory_of(data)), what), "it")
+    follows = check.table(found.get("follows"), "follows")
+    if any(each not in (None, True, False) for each in follows.values()):
+        raise check.bad("follows", "other than true, false or null")
+    context = found.get("context")
+    if context is not None and "value" not in check.table(context, "context"):
+        raise check.bad("context", "without a value")
+    shape = check.numbers(found.get("shape"), "shape")
+    if not fits(shape, 1):
+        raise check.bad("shape", str(shape))
+    return Description(
+        check.text(found.get("kind"), "kind"), shape,
+        check.numbers(found.get("local_shape"), "local_shape"),
+        check.text(found.get("dtype"), "dtype"), follows, context,
+    )  # fmt: skip
 
 
 def _context(local: Tensor) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
-from .header import TensorInfo
+from .header import ITEM_BITS, TensorInfo, fits, parse_json
+from .strict import Check, converted
 
 VERSION = 1
 FOLDER = ".fsdp2"
@@ -179,43 +180,78 @@ def load(data: bytes, file: str) -> Manifest:
         CorruptCheckpoint: if ``data`` is not what `dump` returned.
     """
     line, _, rest = data.partition(b"\n")
-    try:
-        if json.loads(rest)["sha256"] != hashlib.sha256(line).hexdigest():
-            raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
-        content = json.loads(line)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{file}: not a manifest: {error!r}") from error
-    if content.get("format") != "fsdp2-checkpoint" or content["version"] > VERSION:
+    check = Check(f"{file}: not a manifest")
+    signature = check.table(parse_json(rest, f"{check.what}: it"), "the checksum")
+    if signature.get("sha256") != hashlib.sha256(line).hexdigest():
+        raise CorruptCheckpoint(f"{file}: the checksum of the manifest is wrong")
+    content = check.table(parse_json(line, f"{check.what}: it"), "the content")
+    kind, version = content.get("format"), content.get("version")
+    if kind != "fsdp2-checkpoint" or type(version) is not int or version > VERSION:
         raise CorruptCheckpoint(
-            f"{file}: format {content.get('format')!r} version {content.get('version')}: this "
-            f"fsdp2 reads up to version {VERSION}"
+            f"{file}: format {str(kind)[:40]!r} version {str(version)[:40]}: this fsdp2 reads up "
+            f"to version {VERSION}"
         )
-    tensors = {
-        name: TensorInfo(name, dtype, tuple(shape))
-        for name, (dtype, shape) in content["tensors"].items()
-    }
+    # The checksum tells damage. An attacker's is right: so the kind of every value is checked.
+    return converted(check.what, lambda: _parsed(content, check))
+
+
+def _parsed(content: dict[str, Any], check: Check) -> Manifest:
+    tensors = {}
+    for name, described in check.table(content["tensors"], "tensors").items():
+        dtype, shape = check.items(described, name)
+        shape = check.numbers(shape, f"the shape of {name!r}")
+        if dtype not in ITEM_BITS or not fits(shape, ITEM_BITS[dtype] // 8):
+            raise check.bad(f"the dtype and shape of {name!r}", f"{dtype} {list(shape)}")
+        tensors[name] = TensorInfo(name, dtype, shape)
     return Manifest(
-        nonce=content["nonce"],
-        name=content["name"],
-        rank=content["rank"],
-        ranks=tuple(content["ranks"]),
-        sets=tuple(
-            SetOfFiles(tuple(s["ranks"]), s["sizes"], s["whole"], s["digest"], s["headers"])
-            for s in content["sets"]
-        ),
+        nonce=check.text(content["nonce"], "nonce"),
+        name=check.text(content["name"], "name"),
+        rank=check.number(content["rank"], "rank"),
+        ranks=check.numbers(content["ranks"], "ranks"),
+        sets=tuple(_parsed_set(each, check) for each in check.items(content["sets"], "sets")),
         chunks=tuple(
-            Chunk(
-                tensors[name],
-                chunk_file,
-                Box(tuple(start), tuple(shape)),
-                offset,
-                tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
-            )
-            for name, chunk_file, start, shape, offset, checksums in content["chunks"]
+            _parsed_chunk(each, tensors, check) for each in check.items(content["chunks"], "chunks")
         ),
-        aliases=content["aliases"],
-        small_files=content["small_files"],
-        writer=content["writer"],
+        aliases=check.texts(content["aliases"], "aliases"),
+        small_files={
+            check.file_name(name, "small_files"): digest
+            for name, digest in check.texts(content["small_files"], "small_files").items()
+        },
+        writer={
+            key: value if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+            for key, value in check.table(content["writer"], "writer").items()
+        },
+    )
+
+
+def _parsed_set(content: Any, check: Check) -> SetOfFiles:
+    content = check.table(content, "a set of files")
+    sizes = {
+        check.file_name(file, "sizes"): check.number(size, f"the size of {file!r}")
+        for file, size in check.table(content["sizes"], "sizes").items()
+    }
+    headers = check.texts(content["headers"], "headers")
+    if not headers.keys() <= sizes.keys():
+        raise check.bad("headers", "of other files than sizes")
+    if type(content["whole"]) is not bool:
+        raise check.bad("whole", content["whole"])
+    ranks = check.numbers(content["ranks"], "ranks of a set")
+    return SetOfFiles(
+        ranks, sizes, content["whole"], check.text(content["digest"], "digest"), headers
+    )
+
+
+def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) -> Chunk:
+    name, file, start, shape, offset, checksums = check.items(content, "a chunk")
+    box = Box(check.numbers(start, "start of a box"), check.numbers(shape, "shape of a box"))
+    if not box.within(tensors[name].shape):
+        raise check.bad(f"a box of {name!r}", f"{box} in {tensors[name].shape}")
+    return Chunk(
+        tensors[name],
+        check.file_name(file, f"the file of {name!r}"),
+        box,
+        None if offset is None else check.number(offset, f"the offset of {name!r}"),
+        tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
     )
 
 

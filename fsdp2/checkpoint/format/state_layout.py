@@ -71,6 +71,10 @@ def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, 
     """
     dtype, data = DTYPES[info.dtype], param.detach()
     if isinstance(noted, list):
+        if any(dim is not None and dim >= len(info.shape) for dim in noted):
+            raise CheckpointMismatch(
+                f"'{info.name}' has {len(info.shape)} dims, and was sharded on another: {noted}"
+            )
         if not isinstance(data, DTensor):
             return torch.empty(info.shape, dtype=dtype, device=data.device)
         return _empty_dtensor(info.shape, dtype, _placements(noted, data), data)

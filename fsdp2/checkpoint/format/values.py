@@ -24,6 +24,12 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, deque, tuple, int, float, bool, str)
 }
 
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
 Save = Callable[[torch.Tensor, str], Any]
 Read = Callable[[Any], Any]
 
@@ -150,11 +156,11 @@ def decode(value: Any, read: Read | None = None) -> Any:
     if kind == "bytes":
         return base64.b64decode(content)
     if kind == "dtype":
-        return getattr(torch, content)
+        return _DTYPES[content]
     if kind == "device":
         return torch.device(content)
     if kind == "tensor":
-        dtype = getattr(torch, value["dtype"])
+        dtype = _DTYPES[value["dtype"]]
         raw = bytearray(base64.b64decode(content))
         data = (
             torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")

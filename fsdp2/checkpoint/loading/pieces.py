@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import getattr_static
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...dtensor.boxes import Box
 from ...dtensor.parts import laid_out_like, local_part
 from ...dtensor.subclasses import inner_of, is_subclass, kind_of
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointMismatch, CorruptCheckpoint
 from ..format.inner import (
     DESCRIPTION,
     Description,
@@ -28,11 +29,14 @@ from ..format.inner import (
     parse_name,
     rows_of,
 )
+from ..format.strict import converted
 from ..format.tensors import DTYPES
-from ..format.values import decode
+from ..format.values import TAG, decode
 from .fill import Wanted
 from .reading import Target, read_into, read_verified
 from .source import Source, Stored
+
+MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @dataclass
@@ -46,7 +50,11 @@ class Piece:
 
     @cached_property
     def description(self) -> Description:
-        return parse_description(self.read(DESCRIPTION))
+        info = self.parts[DESCRIPTION].info
+        what = f"{self.source.path}: '{info.name}'"
+        if info.dtype != "U8" or info.nbytes > MAX_DESCRIPTION_BYTES:
+            raise CorruptCheckpoint(f"{what} is {info.dtype} {info.shape}: no description")
+        return parse_description(self.read(DESCRIPTION), what)
 
     def read(self, part: str) -> Tensor:
         """Read one of its tensors now; for small ones."""
@@ -79,6 +87,26 @@ def names_of(pieces: Sequence[Piece]) -> set[str]:
     return {stored.info.name for piece in pieces for stored in piece.parts.values()}
 
 
+def _described(name: str, pieces: Sequence[Piece]) -> Description:
+    """What all pieces are of, which have to make up its rows: others would keep their values.
+
+    Raises:
+        CorruptCheckpoint: if a row is in none of them, or in two.
+    """
+    described = pieces[0].description
+    shape = described.shape
+    # From each piece to the next; where there are no rows, nothing is saved, and no piece.
+    ends = [0, *(piece.stop for piece in pieces)]
+    starts = [*(piece.start for piece in pieces), shape[0] if shape else 1]
+    if ends != starts or any(piece.start >= piece.stop for piece in pieces):
+        rows = ", ".join(f"{piece.start} to {piece.stop}" for piece in pieces[:8])
+        raise CorruptCheckpoint(
+            f"{pieces[0].source.path}: the shards of '{name}', of rows {rows}, do not make up its "
+            f"{starts[-1]} rows"
+        )
+    return described
+
+
 def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> list[Wanted]:
     """What must be read to fill the inner tensors of ``tensor``.
 
@@ -88,7 +116,7 @@ def wanted_of(name: str, tensor: Tensor, pieces: Sequence[Piece], box: Box) -> l
     Raises:
         CheckpointMismatch: if class or shape differ, or the pieces cannot be cut at these rows.
     """
-    first = pieces[0].description
+    first = _described(name, pieces)
     local = local_part(tensor)
     if not is_subclass(tensor) or kind_of(local) != first.kind:
         raise CheckpointMismatch(
@@ -142,6 +170,8 @@ def _sources(
             raise _misfit(name, part, "it is not the same in all shards that were saved")
         stored = pieces[0].parts[part]
         return [(stored, None, Box.whole(stored.info.shape))]
+    if not shape or any(not piece.parts[part].info.shape for piece in near):
+        raise _misfit(name, part, "it has no rows")
     found: list[tuple[Stored, range | None, Box]] = []
     for piece in near:
         low, high = max(start, piece.start), min(stop, piece.stop)
@@ -193,7 +223,7 @@ def empty_like_saved(name: str, param: Tensor, pieces: Sequence[Piece], box: Box
     Raises:
         CheckpointMismatch: if its class cannot be rebuilt from what was saved.
     """
-    description = pieces[0].description
+    description = _described(name, pieces)
     start, stop = rows_of(box, description.shape, name)
     local_shape = (stop - start, *description.shape[1:])
     device = local_part(param).device
@@ -203,6 +233,10 @@ def empty_like_saved(name: str, param: Tensor, pieces: Sequence[Piece], box: Box
     near = [p for p in pieces if p.start < stop and p.stop > start]
     made: dict[str, Tensor] = {}
     for part in near[0].description.follows:
+        if any(part not in piece.parts for piece in near):
+            raise CorruptCheckpoint(
+                f"{near[0].source.path}: the inner tensor '{part}' of '{name}' is missing"
+            )
         made[part] = _empty_part(name, part, near, start, stop, device)
     local = _unflatten(name, near[0].description, made, local_shape)
     return _placed(local, param)
@@ -219,7 +253,7 @@ def _empty_part(
         if not said:
             raise _misfit(name, part, "the class does not show which of its rows it is for")
         if said == {True}:
-            if shape[0] * (stop - start) % num:
+            if not shape or shape[0] * (stop - start) % num:
                 raise _misfit(name, part, f"its blocks do not end after {stop - start} rows")
             shape = (shape[0] * (stop - start) // num, *shape[1:])
     return torch.empty(shape, dtype=DTYPES[info.dtype], device=device)
@@ -234,7 +268,8 @@ def _unflatten(
     for loaded in [m for m in sys.modules if module == m or module.startswith(m + ".")]:
         found = sys.modules[loaded]
         for attribute in description.kind[len(loaded) + 1 :].split("."):
-            found = getattr(found, attribute, None)
+            # Not `getattr`: modules may import when they are asked for a name.
+            found = getattr_static(found, attribute, None)
         if found is not None:
             break
     if not (isinstance(found, type) and issubclass(found, Tensor)) or description.context is None:
@@ -242,9 +277,14 @@ def _unflatten(
             f"'{name}' was saved as {description.kind}, which cannot be recreated from the "
             "checkpoint: import its module, or take a step first, so that the optimizer makes it"
         )
-    context = _with_shape(decode(description.context["value"]), description.local_shape, shape)
+    what = f"the context of '{name}'"
+    decoded = converted(what, lambda: decode(cast(Any, description.context)["value"]))
+    context = _with_shape(decoded, description.local_shape, shape)
     strides = torch.empty(shape, device="meta").stride()
-    return cast(Any, found).__tensor_unflatten__(inner, context, torch.Size(shape), strides)
+    make = cast(Any, found).__tensor_unflatten__
+    return converted(
+        f"'{name}' as {description.kind}", lambda: make(inner, context, torch.Size(shape), strides)
+    )
 
 
 def _with_shape(context: Any, before: tuple[int, ...], now: tuple[int, ...]) -> Any:
@@ -257,7 +297,10 @@ def _with_shape(context: Any, before: tuple[int, ...], now: tuple[int, ...]) -> 
 
 
 def _dtype(description: Description) -> torch.dtype:
-    return getattr(torch, description.dtype.removeprefix("torch."))
+    return converted(
+        description.kind,
+        lambda: decode({TAG: "dtype", "value": description.dtype.removeprefix("torch.")}),
+    )
 
 
 def _placed(local: Tensor, param: Tensor) -> Tensor:

@@ -5,18 +5,21 @@ Nothing in the model changes here: `fill` changes it, once all names, shapes and
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...dtensor.subclasses import is_subclass
-from ..errors import CheckpointMismatch, some
-from ..format.manifest import state_name
+from ..errors import CheckpointError, CheckpointMismatch, some
+from ..format.manifest import FOLDER, state_name
+from ..format.small_state import parse_state
 from ..format.state_layout import empty_state, is_laid_out
+from ..format.strict import UNFIT, converted
 from ..format.tensors import NAMES
 from ..format.values import decode
 from ..saving.capture import ModelTensors, OwnParts, optimizer_names
@@ -270,7 +273,16 @@ def _options_of(
         )
     if not names:
         return None
-    return {key: decode(value) for key, value in saved[names[0]]["options"].items()}
+    encoded = saved[names[0]]["options"]
+    what = f"{source.path}: options of {type(optimizer).__name__}"
+    options = converted(what, lambda: {key: decode(value) for key, value in encoded.items()})
+    for key, value in options.items():
+        old = group.get(key)
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and value.shape != old.shape:
+            raise CheckpointMismatch(
+                f"{what}: '{key}' has shape {tuple(value.shape)}, {tuple(old.shape)} here"
+            )
+    return options
 
 
 def _check_kind(
@@ -326,8 +338,8 @@ class _StateReader:
         old = self.place.optimizer.state.get(self.place.param, {})
         values = self.entry["values"]
         state: dict[Any, Any] = {}
-        for saved in self.entry["keys"]:
-            key = decode(saved)
+        what = f"{self.source.path}: a key of the state of '{self.place.name}'"
+        for key in converted(what, lambda: list(dict.fromkeys(map(decode, self.entry["keys"])))):
             if str(key) in values:
                 state[key] = self._decode(values[str(key)], key)
             else:
@@ -338,7 +350,9 @@ class _StateReader:
         try:
             # Tensors in containers are always new: the old ones stay until everything is read.
             return decode(value, lambda inside: self._tensor(inside, None))
-        except (ValueError, KeyError, TypeError) as error:
+        except CheckpointError:
+            raise
+        except UNFIT as error:
             raise CheckpointMismatch(
                 f"{self.source.path}: 'optim.{key}.{self.place.name}' cannot be read: {error}"
             ) from error
@@ -389,17 +403,46 @@ def _like_before(old: Any, stored: Stored) -> Tensor | None:
     return old if NAMES.get(old.dtype) == stored.info.dtype else None
 
 
-def set_extra_state(model: nn.Module, encoded: dict[str, Any]) -> None:
-    """Pass to modules what their ``get_extra_state`` returned when they were saved."""
-    if not encoded:
+def extra_state_in(source: Source, values: dict[str, Any]) -> dict[str, Any]:
+    """What the modules' ``get_extra_state`` returned when they were saved, by name."""
+    return {
+        name: converted(f"{source.path}: '{name}'", partial(decode, value))
+        for name, value in values.get("extra_state", {}).items()
+    }
+
+
+def set_extra_state(model: nn.Module, extra_state: dict[str, Any]) -> None:
+    """Pass to modules what `extra_state_in` found."""
+    if not extra_state:
         return
     modules = dict(model.named_modules())
-    for name, value in encoded.items():
+    for name, value in extra_state.items():
         module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
         if module is not None:
-            module.set_extra_state(decode(value))
+            with passing_on(f"'{name}'"):
+                module.set_extra_state(value)
+
+
+@contextmanager
+def passing_on(what: str) -> Iterator[None]:
+    """For code of others that is given what was saved: when all else is loaded already.
+
+    Raises:
+        CheckpointMismatch: if it does not accept it.
+    """
+    try:
+        yield
+    except Exception as error:
+        refused = CheckpointMismatch(
+            f"{what} does not accept what was saved: {type(error).__name__}: {error}"
+        )
+        refused.add_note(
+            "What was loaded into holds the checkpoint now, except for this and what comes after it"
+        )
+        raise refused from error
 
 
 def values_of_rank(source: Source, rank: int) -> dict[str, Any]:
     """The small state that a rank saved, still encoded."""
-    return json.loads(source.small_file(state_name(rank)))
+    name = state_name(rank)
+    return parse_state(source.small_file(name), f"{source.path}/{FOLDER}/{name}")

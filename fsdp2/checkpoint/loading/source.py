@@ -7,14 +7,14 @@ manifests only, and checks all that can be checked without reading data.
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...dtensor.boxes import Box
+from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
 from ..format.disk import read_exactly
 from ..format.header import (
@@ -36,6 +36,14 @@ from ..format.manifest import (
     load,
     marker_name,
     parse_marker_name,
+)
+from ..format.strict import (
+    MAX_INDEX_BYTES,
+    MAX_OWN_BYTES,
+    MAX_SMALL_BYTES,
+    Check,
+    is_file_name,
+    read_small,
 )
 from ..saving.attempt import check_agreement
 
@@ -115,27 +123,36 @@ class Source:
         """Open a data file by its name in the checkpoint's folder; remembers it."""
         if name in self._fds:
             return self._fds[name]
-        if name in ("", ".", "..") or os.path.basename(name) != name:
+        if not is_file_name(name):
             raise CorruptCheckpoint(
-                f"{self.path}: file name {name!r} leads out of the checkpoint's folder"
+                f"{self.path}: file name {name[:300]!r} leads out of the checkpoint's folder, or "
+                "is none"
             )
         # O_NONBLOCK: opening a pipe of that name must not block before it is refused below.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         if self.manifests:
             flags |= os.O_NOFOLLOW
         try:
+            # Before it is opened: to open a device may set it off.
+            status = os.stat(name, dir_fd=self._folder, follow_symlinks=not self.manifests)
+            if self.manifests and stat.S_ISLNK(status.st_mode):
+                raise CorruptCheckpoint(
+                    f"{self.path}: {name} is a symbolic link, which this checkpoint never had"
+                )
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptCheckpoint(f"{self.path}: {name} is not a file")
             fd = os.open(name, flags, dir_fd=self._folder)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{self.path}: file {name} is missing") from None
         except OSError as error:
-            if os.path.islink(self.path / name):
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
                 raise CorruptCheckpoint(
-                    f"{self.path}: {name} is a symbolic link, which this checkpoint never had"
+                    f"{self.path}: file {name[:300]} cannot be there: {error.strerror}"
                 ) from error
             raise
         self._fds[name] = fd
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):  # it has just taken the place of the other
             raise CorruptCheckpoint(f"{self.path}: {name} is not a file")
         self._sizes[name] = status.st_size
         return fd
@@ -151,8 +168,9 @@ class Source:
         import hashlib
 
         path = self.path / FOLDER / name
+        limit = MAX_OWN_BYTES if name.endswith(".safetensors") else MAX_SMALL_BYTES
         try:
-            data = _read_own(path)
+            data = read_small(path, limit)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing") from None
         expected = {n: d for m in self.manifests.values() for n, d in m.small_files.items()}
@@ -225,6 +243,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 def _open_own(source: Source) -> None:
     folder = source.path / FOLDER
+    if folder.is_symlink():
+        raise CorruptCheckpoint(f"{folder} is a symbolic link, which this checkpoint never had")
     markers = {rank: num for name in os.listdir(folder) if (rank_num := parse_marker_name(name))
                for rank, num in [rank_num]}  # fmt: skip
     if not markers:
@@ -233,13 +253,15 @@ def _open_own(source: Source) -> None:
     for rank in sorted(markers):
         name = marker_name(rank, num_ranks)
         try:
-            data = _read_own(folder / name)
+            data = read_small(folder / name, MAX_SMALL_BYTES)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{folder}: manifests of different saves are mixed") from None
-        try:
-            source.manifests[rank] = load(data, f"{folder}/{name}")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptCheckpoint(f"{folder}/{name}: not a manifest: {error!r}") from error
+        manifest = source.manifests[rank] = load(data, f"{folder}/{name}")
+        if manifest.rank != rank or rank not in manifest.ranks or len(manifest.ranks) != num_ranks:
+            raise CorruptCheckpoint(
+                f"{folder}/{name}: not a manifest: of rank {manifest.rank} of "
+                f"{len(manifest.ranks)} ranks"
+            )
     manifests = list(source.manifests.values())
     missing = sorted(set(manifests[0].ranks) - source.manifests.keys())
     for manifest in manifests[1:]:
@@ -259,15 +281,6 @@ def _open_own(source: Source) -> None:
     _check_index(source)
 
 
-def _read_own(path: Path) -> bytes:
-    """Read a file of this package, which never writes symbolic links."""
-    if path.is_symlink():
-        raise CorruptCheckpoint(
-            f"{path.parent}: {path.name} is a symbolic link, which this checkpoint never had"
-        )
-    return path.read_bytes()
-
-
 def _check_index(source: Source) -> None:
     """Compare Hugging Face's index with the manifests, though only other libraries read it."""
     expected = index_of(source.manifests.values())
@@ -275,7 +288,7 @@ def _check_index(source: Source) -> None:
         return
     path = source.path / INDEX
     try:
-        found = parse_json(_read_own(path), str(path))
+        found = parse_json(read_small(path, MAX_SMALL_BYTES), str(path))
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path} is missing") from None
     if found != expected:
@@ -290,23 +303,22 @@ def _collect(source: Source, missing: list[int]) -> None:
         source.aliases.update(manifest.aliases)
         for files in manifest.sets:
             for file, size in files.sizes.items():
-                if file in headers:
-                    continue
                 source.open_file(file)
                 actual = source.files[file]
                 if actual != size:
                     raise CorruptCheckpoint(
                         f"{source.path}/{file}: expected {size} bytes, the file has {actual}"
                     )
-                headers[file] = source.read_header(file)
+                if file not in headers:
+                    headers[file] = source.read_header(file)
                 if not missing and file in files.headers:
                     _check_header(source, file, headers[file], files.headers[file])
     for manifest in source.manifests.values():
         # The first set that has a file, as the files of several sets have other names.
         set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
         for chunk in manifest.chunks:
-            table = source.optimizer if chunk.file.startswith("optim") else source.tensors
             name = chunk.tensor.name
+            table = _table_of(source, chunk.file, name)
             whole = chunk.offset is None
             stored = table.setdefault(name, Stored(chunk.tensor))
             ranks = set_of.get(chunk.file)
@@ -317,7 +329,7 @@ def _collect(source: Source, missing: list[int]) -> None:
                 )
             if owner.setdefault(name, ranks) != ranks:
                 continue  # the same tensor again, written by ranks that share no files with these
-            _check_chunk(source, chunk, headers[chunk.file])
+            _check_chunk(source, chunk, headers[chunk.file], stored.info)
             offset = headers[chunk.file].offsets[name]
             extent = Extent(
                 chunk.file, Box.whole(chunk.tensor.shape) if whole else chunk.box, offset
@@ -325,9 +337,11 @@ def _collect(source: Source, missing: list[int]) -> None:
             if not whole or not stored.extents:
                 stored.extents.append(extent)
             stored.chunks.append(chunk)
+    for stored in (*source.tensors.values(), *source.optimizer.values()):
+        _check_apart(source, stored)
     for file, header in headers.items():
-        table = source.optimizer if file.startswith("optim") else source.tensors
         for name, info in header.tensors.items():
+            table = _table_of(source, file, name)
             if info.nbytes == 0:  # no rank writes a chunk of zero bytes
                 extent = Extent(file, Box.whole(info.shape), header.offsets[name])
                 table.setdefault(name, Stored(info, [extent]))
@@ -335,11 +349,31 @@ def _collect(source: Source, missing: list[int]) -> None:
                 table.setdefault(name, Stored(info))
 
 
+def _table_of(source: Source, file: str, name: str) -> dict[str, Stored]:
+    if not file.startswith("optim"):
+        return source.tensors
+    if not name.startswith("optim.") or name.count(".") < 2:
+        raise CorruptCheckpoint(f"{source.path}/{file}: {name[:300]!r} is no optimizer's state")
+    return source.optimizer
+
+
+def _check_apart(source: Source, stored: Stored) -> None:
+    """Check that no element is in two chunks: their sizes add up to the tensor's, so that another
+    element would be in none, and keep the value that it has in memory."""
+    both = overlapping([chunk.box for chunk in stored.chunks])
+    if both is not None:
+        raise CorruptCheckpoint(
+            f"{source.path}: of '{stored.info.name}' two ranks wrote the same part: "
+            f"{both[0].shape} at {both[0].start} and {both[1].shape} at {both[1].start}"
+        )
+
+
 def _check_header(source: Source, file: str, header: Header, expected: str) -> None:
     # The bytes, with metadata and padding. Only where they differ it is looked up how.
     if os.pread(source.open_file(file), header.data_start, 0) == frame(expected):
         return
-    table = json.loads(expected)
+    what = f"{source.path}/{file}: the header in the manifest"
+    table = Check(what).table(parse_json(expected.encode(), what), "it")
     table.pop("__metadata__", None)
     found = {
         name: {
@@ -360,14 +394,14 @@ def _check_header(source: Source, file: str, header: Header, expected: str) -> N
     raise CorruptCheckpoint(f"{source.path}/{file}: the header is not the one that was written")
 
 
-def _check_chunk(source: Source, chunk: Chunk, header: Header) -> None:
+def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: TensorInfo) -> None:
     info = header.tensors.get(chunk.tensor.name)
     shape = chunk.tensor.shape if chunk.offset is None else chunk.box.shape
     blocks = -(-chunk.nbytes // BLOCK_BYTES)
     if (
         info is None
         or (info.dtype, info.shape) != (chunk.tensor.dtype, shape)
-        or not chunk.box.within(chunk.tensor.shape)
+        or chunk.tensor != as_of_others
         or len(chunk.checksums) != blocks
     ):
         raise CorruptCheckpoint(
@@ -437,17 +471,18 @@ def _open_single(source: Source, name: str) -> None:
 
 def _open_index(source: Source, index: Path) -> None:
     try:
-        items = list(parse_json(index.read_bytes(), str(index))["weight_map"].items())
+        text = read_small(index, MAX_INDEX_BYTES, links=True)
+        items = list(parse_json(text, str(index))["weight_map"].items())
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{index}: not an index of safetensors files: {error!r}") from error
     headers: dict[str, Header] = {}
     for tensor, file in items:
         if not isinstance(file, str):
-            raise CorruptCheckpoint(f"{index}: the file of {tensor!r} is {file!r}")
+            raise CorruptCheckpoint(f"{index}: the file of {tensor[:300]!r} is {file!r:.99}")
         if file not in headers:
             headers[file] = source.read_header(file)
         info = headers[file].tensors.get(tensor)
         if info is None:
-            raise CorruptCheckpoint(f"{index}: tensor {tensor!r} is not in {file}")
+            raise CorruptCheckpoint(f"{index}: tensor {tensor[:300]!r} is not in {file}")
         extent = Extent(file, Box.whole(info.shape), headers[file].offsets[tensor])
         source.tensors[tensor] = Stored(info, [extent])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,18 +11,21 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, CheckpointMismatch
 from ..format.manifest import FOLDER, own_name
+from ..format.strict import converted
 from ..format.tensors import tensors_in
 from ..format.values import decode
-from ..saving.capture import tensors_of
-from ..saving.random_state import set_random_states
+from ..saving.capture import ModelTensors, tensors_of
+from ..saving.random_state import checked_random_states, set_random_states
 from ..saving.training import Optimizers, as_list
 from .fill import Wanted, check_meta, fill
 from .restore import (
     LoadReport,
     OptimizerLoad,
     check_fit,
+    extra_state_in,
     match_model,
     match_optimizers,
+    passing_on,
     set_extra_state,
     values_of_rank,
 )
@@ -76,9 +80,15 @@ def load_training(
     values = {rank: values_of_rank(source, rank) for rank in source.manifests}
     mine = rank if rank in values and loaded.same_ranks else min(values)
     own = _own_tensors(source, mine) if loaded.same_ranks else {}
-    loaded.extra_of_ranks = {rank: decode(v.get("extra")) for rank, v in values.items()}
+    loaded.extra_of_ranks = extras(source, values)
     loaded.extra = loaded.extra_of_ranks[mine]
-    states = values[mine].get("schedulers", [])
+    what = f"{source.path}: the state of the schedulers"
+    states = converted(what, lambda: [decode(s) for s in values[mine].get("schedulers", [])])
+    extra_state = extra_state_in(source, values[mine])
+    randoms = None
+    if random_state and loaded.same_ranks and "random" in values[mine]:
+        what = f"{source.path}: the state of random numbers"
+        randoms = converted(what, lambda: checked_random_states(values[mine]["random"]))
     if schedulers and len(states) != len(schedulers):
         raise CheckpointMismatch(
             f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
@@ -105,15 +115,17 @@ def load_training(
         )  # fmt: skip
         check_fit(source, load_optimizers.wanted, cast=cast)
         wanted = [*wanted, *load_optimizers.wanted]
+    _check_own(source, found, own, cast=cast)
     loaded.verified = fill(
         source, wanted, model, found, verify_checksums=verify_checksums,
         keep_on_error=keep_on_error, device=device,
     )  # fmt: skip
-    _put_in(model, load_optimizers, own, values[mine])
+    _put_in(model, load_optimizers, own, extra_state)
+    if randoms is not None:
+        set_random_states(randoms)
     for scheduler, state in zip(schedulers, states, strict=False):
-        scheduler.load_state_dict(decode(state))
-    if random_state and loaded.same_ranks and "random" in values[mine]:
-        set_random_states(values[mine]["random"])
+        with passing_on(f"{source.path}: the scheduler {type(scheduler).__name__}"):
+            scheduler.load_state_dict(state)
     loaded.bytes_read = source.bytes_read
     return loaded
 
@@ -122,7 +134,7 @@ def _put_in(
     model: nn.Module | None,
     load_optimizers: OptimizerLoad | None,
     own: dict[str, Tensor],
-    values: dict[str, Any],
+    extra_state: dict[str, Any],
 ) -> None:
     """Restore the state that is not in the safetensors files."""
     if load_optimizers is not None:
@@ -132,7 +144,40 @@ def _put_in(
         with torch.no_grad():
             for name in found.buffers & own.keys():
                 found.tensors[name].copy_(own[name])
-        set_extra_state(model, values.get("extra_state", {}))
+        set_extra_state(model, extra_state)
+
+
+def _check_own(
+    source: Source, found: ModelTensors | None, own: dict[str, Tensor], *, cast: bool
+) -> None:
+    """Check that the buffers that only this rank has fit, before anything is changed.
+
+    Raises:
+        CheckpointMismatch: if one does not.
+    """
+    if found is None:
+        return
+    for name in sorted(found.buffers & own.keys()):
+        saved, here = own[name], found.tensors[name]
+        if saved.shape != here.shape or not (cast or saved.dtype == here.dtype):
+            raise CheckpointMismatch(
+                f"{source.path}: '{name}' of this rank: {saved.dtype} {tuple(saved.shape)} in the "
+                f"checkpoint, {here.dtype} {tuple(here.shape)} here"
+            )
+
+
+def extras(source: Source, values: dict[int, dict[str, Any]]) -> dict[int, Any]:
+    """What each rank passed to `save` as ``extra``.
+
+    Args:
+        values: the small state of each rank.
+    """
+    return {
+        rank: converted(
+            f"{source.path}: the extra of rank {rank}", partial(decode, each.get("extra"))
+        )
+        for rank, each in values.items()
+    }
 
 
 def _own_tensors(source: Source, rank: int) -> dict[str, Tensor]:

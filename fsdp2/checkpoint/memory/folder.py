@@ -31,11 +31,12 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CheckpointError, CorruptCheckpoint
+from ..errors import CheckpointError, CorruptCheckpoint, some
 from ..format.checksum import crc32
 from ..format.disk import Disk, read_exactly
 from ..format.header import frame
 from ..format.manifest import BLOCK_BYTES, Manifest, load, marker_name
+from ..format.strict import MAX_OWN_BYTES, MAX_SMALL_BYTES, read_small
 from .choice import Generation, PartName
 
 PREFIX = "fsdp2-snapshots-"
@@ -203,11 +204,9 @@ class Folder:
         """
         path = self.path_of(part) / marker_name(part.rank, part.num_ranks)
         try:
-            manifest = load(path.read_bytes(), str(path))
+            manifest = load(read_small(path, MAX_SMALL_BYTES), str(path))
         except FileNotFoundError as error:
             raise CorruptCheckpoint(f"{path} is missing") from error
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptCheckpoint(f"{path}: not a manifest: {error!r}") from error
         return checked(manifest, part, str(path))
 
     def verify(self, part: PartName, path: Path | None = None) -> None:
@@ -222,9 +221,11 @@ class Folder:
         path = path or self.path_of(part)
         marker = path / marker_name(part.rank, part.num_ranks)
         try:
-            manifest = checked(load(marker.read_bytes(), str(marker)), part, str(marker))
+            manifest = load(read_small(marker, MAX_SMALL_BYTES), str(marker))
+            checked(manifest, part, str(marker))
             for name, digest in manifest.small_files.items():
-                if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                data = read_small(path / name, MAX_OWN_BYTES)
+                if hashlib.sha256(data).hexdigest() != digest:
                     raise CorruptCheckpoint(f"{path / name}: the checksum is wrong")
             for files in manifest.sets:
                 for name, size in files.sizes.items():
@@ -259,6 +260,10 @@ def checked(manifest: Manifest, part: PartName, shown: str) -> Manifest:
     told = manifest.nonce, manifest.rank, len(manifest.ranks)
     if told != (generation, part.rank, part.num_ranks):
         raise CorruptCheckpoint(f"{shown} is of {told}, not of {part}")
+    files = {file: s.headers for s in manifest.sets for file in s.sizes}
+    without = [file for file, headers in files.items() if file not in headers]
+    if without or any(chunk.offset is None for chunk in manifest.chunks):
+        raise CorruptCheckpoint(f"{shown} is not of a snapshot: {some(without) or 'whole tensors'}")
     return manifest
 
 

@@ -32,6 +32,7 @@ TIMEOUT_S = 60.0  # without a byte
 Address = tuple[str, int]  # and port
 _LENGTH = struct.Struct(">I")
 _LONGEST = 16 << 20  # of a message's JSON
+_LONGEST_HELLO = 4096  # from anyone who reaches the port
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -44,18 +45,21 @@ def _send(sock: socket.socket, message: dict[str, Any]) -> None:
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(sock: socket.socket) -> dict[str, Any] | None:
+def _receive(sock: socket.socket, longest: int = _LONGEST) -> dict[str, Any] | None:
     """The next message; None at the end of the connection."""
     head = bytearray(_LENGTH.size)
     if not _fill(sock, memoryview(head)):
         return None
     (length,) = _LENGTH.unpack(head)
-    if length > _LONGEST:
+    if length > longest:
         raise TransferError(f"a message of {length} bytes")
     data = bytearray(length)
     if not _fill(sock, memoryview(data)):
         return None
-    message = json.loads(data)
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TransferError(f"a message that is no JSON: {error}") from error
     if not isinstance(message, dict):
         raise TransferError("a message that is no object")
     return message
@@ -148,7 +152,7 @@ class Server:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(TIMEOUT_S)
-            hello = _receive(sock)
+            hello = _receive(sock, _LONGEST_HELLO)
             told = str(hello.get("secret")) if hello else ""
             if not hmac.compare_digest(told.encode(), self.secret.encode()):
                 return

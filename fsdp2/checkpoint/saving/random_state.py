@@ -28,15 +28,39 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned."""
-    random.setstate(decode(states["python"]))
-    torch.set_rng_state(decode(states["torch"]))
+def checked_random_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Decode what `random_states` returned, and try it on other generators.
+
+    Raises:
+        ValueError, TypeError, ...: whatever a generator raises for a state that is none.
+    """
+    found = {"python": decode(states["python"]), "torch": decode(states["torch"])}
+    random.Random().setstate(found["python"])
+    torch.Generator().set_state(found["torch"])
     if "numpy" in states:
         import numpy as np
 
-        kind, keys, *rest = decode(states["numpy"])
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        kind, keys, position, *rest = decode(states["numpy"])
+        # NumPy takes any position, and then reads numbers from memory behind its keys.
+        if kind != "MT19937" or type(position) is not int or not 0 <= position <= len(keys) == 624:
+            raise ValueError(f"a state of NumPy's generator {kind!r:.40} at {position!r:.40}")
+        found["numpy"] = (kind, np.array(keys, dtype=np.uint32), position, *rest)
+        np.random.RandomState().set_state(found["numpy"])
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if "device" in states and accelerator is not None:
-        torch.get_device_module(accelerator).set_rng_state(decode(states["device"]))
+        found["device"] = decode(states["device"])
+        torch.Generator(accelerator).set_state(found["device"])
+    return found
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore what `checked_random_states` returned."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+    if "device" in states:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        torch.get_device_module(accelerator).set_rng_state(states["device"])

@@ -1,0 +1,148 @@
+"""What a checkpoint's JSON may hold: checked before anything uses it.
+
+A checkpoint may be damaged, or made by an attacker: its checksums can be right all the same. So the
+kind of every value is checked where it is read, and what is not as it should be is a
+`CorruptCheckpoint` that names the file. The code behind works with values that fit.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import CorruptCheckpoint
+from .header import check_text
+
+T = TypeVar("T")
+# Of a file of JSON. Parsed, JSON takes up to about 25 times its bytes: an index that is larger than
+# the largest header is none of a real model; manifests and small state grow with ranks and blocks.
+MAX_INDEX_BYTES = 100_000_000
+MAX_SMALL_BYTES = 1 << 30
+MAX_OWN_BYTES = 64 << 30  # tensors of one rank, beside the manifests
+# What data that is not as it should be raises in code that converts it.
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def converted(what: str, convert: Callable[[], T]) -> T:
+    """What ``convert`` makes of data in a file.
+
+    Args:
+        what: the file and what of it, for the message.
+
+    Raises:
+        CorruptCheckpoint: if it cannot.
+    """
+    try:
+        return convert()
+    except CorruptCheckpoint:
+        raise
+    except UNFIT as error:
+        why = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptCheckpoint(f"{what}: {why}") from error
+
+
+class Check:
+    """Checks values of one file; every method returns the value, or raises `CorruptCheckpoint`.
+
+    Args:
+        what: the file, and what it should be: "step/.fsdp2/x.json: not a manifest".
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def bad(self, name: str, value: Any) -> CorruptCheckpoint:
+        """The error for a value that cannot be."""
+        shown = repr(value) if isinstance(value, str | int | float) else f"a {_kind(value)}"
+        return CorruptCheckpoint(f"{self.what}: {name} cannot be {shown[:100]}")
+
+    def text(self, value: Any, name: str) -> str:
+        if not isinstance(value, str) or not check_text(value):
+            raise self.bad(name, value)
+        return value
+
+    def number(self, value: Any, name: str) -> int:
+        """A whole number of at least 0 that fits into 63 bits. `True` is an int in Python."""
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise self.bad(name, value)
+        return value
+
+    def numbers(self, value: Any, name: str) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise self.bad(name, value)
+        for each in value:
+            if type(each) is not int or not 0 <= each < 2**63:
+                raise self.bad(f"a number of {name}", each)
+        return tuple(value)
+
+    def table(self, value: Any, name: str) -> dict[str, Any]:
+        """An object; its keys are text that can be encoded."""
+        if not isinstance(value, dict):
+            raise self.bad(name, value)
+        for key in value:
+            if not check_text(key):
+                raise self.bad(f"a key of {name}", key)
+        return value
+
+    def texts(self, value: Any, name: str) -> dict[str, str]:
+        """An object with text for each key."""
+        return {k: self.text(v, f"{name}[{k!r}]") for k, v in self.table(value, name).items()}
+
+    def items(self, value: Any, name: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.bad(name, value)
+        return value
+
+    def file_name(self, value: Any, name: str) -> str:
+        """The name of a file in the checkpoint's own folder."""
+        if not isinstance(value, str) or not is_file_name(value):
+            raise self.bad(name, value)
+        return value
+
+
+def is_file_name(name: str) -> bool:
+    """Whether ``name`` can only be that of a file in the folder at hand."""
+    return (
+        name not in ("", ".", "..")
+        and os.path.basename(name) == name
+        and "\0" not in name
+        and check_text(name)
+    )
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "object", list: "list", type(None): "null", bool: "boolean"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def read_small(path: str | os.PathLike[str], limit: int, *, links: bool = False) -> bytes:
+    """Read a small file whole.
+
+    Args:
+        limit: its largest size in bytes.
+        links: whether it may be a symbolic link.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CorruptCheckpoint: if it is a link, a pipe or a device, or too large.
+    """
+    folder, name = os.path.split(path)
+    status = os.stat(path) if links else os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise CorruptCheckpoint(
+            f"{folder}: {name} is a symbolic link, which this checkpoint never had"
+        )
+    # Before it is opened: to open a pipe blocks, and to open a device may set it off.
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpoint(f"{folder}: {name} is not a file")
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    with open(os.open(path, flags), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CorruptCheckpoint(f"{path} has {size} bytes: more than {limit}, the limit")
+        try:
+            return file.read(size)
+        except MemoryError:
+            raise CorruptCheckpoint(f"{path}: its {size} bytes do not fit into memory") from None
