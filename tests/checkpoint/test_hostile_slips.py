@@ -22,10 +22,14 @@ from torch import nn
 from checkpoint_cases import Tied, adamw, train
 from fsdp2.checkpoint import Checkpointer, CheckpointError, CorruptCheckpoint, load_model
 from fsdp2.checkpoint.checkpointer import peek
+from fsdp2.checkpoint.format import strict
 from fsdp2.checkpoint.format.header import parse_header
 from fsdp2.checkpoint.format.inner import parse_description, parse_name
 from fsdp2.checkpoint.format.strict import is_file_name
+from fsdp2.checkpoint.format.tensors import describe
 from fsdp2.checkpoint.format.values import decode
+from fsdp2.checkpoint.loading.pieces import pieces_in, wanted_of
+from fsdp2.checkpoint.loading.source import open_source
 from fsdp2.checkpoint.saving.random_state import checked_random_states, random_states
 from fsdp2.dtensor.boxes import Box, overlapping
 from fsdp2.planner import find_hardware
@@ -299,6 +303,19 @@ def test_states_of_generators_are_tried_before_they_are_set() -> None:
             checked_random_states(states)
 
 
+def test_no_more_is_saved_than_can_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict, "MAX_SMALL_BYTES", 60_000)
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, model=Tied())
+    with pytest.raises(CheckpointError, match=r"state-00000\.json would have .*: more than 60000"):
+        checkpoints.save(2, model=Tied(), extra="x" * 60_000)
+    assert checkpoints.steps() == [1]
+    with pytest.raises(CheckpointError, match="'weight' has 65 dims: at most 64 are saved"):
+        describe("weight", torch.ones([1] * 65))
+
+
 # -- files that are something else --------------------------------------------------------------
 
 
@@ -482,3 +499,31 @@ def test_a_file_of_hardware_that_is_a_pipe(tmp_path: Path) -> None:
 
 def test_peek_reads_what_is_right(root: Path) -> None:
     assert peek(root / "one").extra["position"] == (1, 2)
+
+
+def test_shards_of_a_subclass_have_to_make_up_its_rows(tmp_path: Path) -> None:
+    """Rows that are in no shard would keep what they are; rows in two would depend on the order."""
+    for rows, good in (
+        ([(0, 2), (2, 4)], True),
+        ([(0, 4)], True),
+        ([(0, 2)], False),
+        ([(2, 4)], False),
+        ([(0, 3), (2, 4)], False),
+        ([(0, 2), (3, 4)], False),
+        ([(0, 2), (2, 2), (2, 4)], False),
+        ([(0, 5)], False),
+        ([(3, 1)], False),
+    ):
+        tensors = {
+            f"w.rows-{a}-{b}.subclass": torch.frombuffer(
+                bytearray(json.dumps(GOOD).encode()), dtype=torch.uint8
+            ).clone()
+            for a, b in rows
+        }
+        save_file(tensors, tmp_path / "x.safetensors")
+        with open_source(tmp_path / "x.safetensors") as source:
+            [pieces] = pieces_in(source, source.tensors).values()
+            # A plain tensor here: the first check that fails tells whether the rows were right.
+            what = "convert the model in the same way" if good else "do not make up its 4 rows"
+            with pytest.raises(CheckpointError, match=what):
+                wanted_of("w", torch.zeros(4), pieces, Box((0,), (4,)))

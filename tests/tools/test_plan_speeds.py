@@ -138,8 +138,8 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         for name in ("memory_bytes", "matmul_efficiency", "attention_flops", "memory_bandwidth",
                      "node_bandwidth", "network_bandwidth", "host_bandwidth")
     }  # fmt: skip
-    fields |= {"name": "h100", "matmul_flops": {"bfloat16": 989e12, "float16": 989e12,
-                                                "float32": 494e12}}  # fmt: skip
+    flops = {str(dtype).removeprefix("torch."): f for dtype, f in H100.matmul_flops.items()}
+    fields |= {"name": "h100", "matmul_flops": flops}
     file.write_text(json.dumps(fields))
     assert find_hardware(str(file)) == H100
 

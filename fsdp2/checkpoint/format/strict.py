@@ -102,6 +102,11 @@ class Check:
         return value
 
 
+def small_limit(name: str) -> int:
+    """The largest size of a file beside the manifests, in bytes: for saving, too."""
+    return MAX_OWN_BYTES if name.endswith(".safetensors") else MAX_SMALL_BYTES
+
+
 def is_file_name(name: str) -> bool:
     """Whether ``name`` can only be that of a file in the folder at hand."""
     return (

@@ -11,7 +11,7 @@ from ...common.memory import memory_of
 from ...common.pinned import power_of_two
 from ...dtensor.parts import local_part
 from ..errors import CheckpointError
-from .header import TensorInfo, header_length, parse_header
+from .header import MAX_DIMS, TensorInfo, header_length, parse_header
 from .manifest import Part
 
 DTYPES: dict[str, torch.dtype] = {
@@ -35,6 +35,8 @@ def describe(name: str, tensor: Tensor) -> TensorInfo:
         raise CheckpointError(
             f"'{name}' has dtype {tensor.dtype}, which safetensors files cannot hold"
         )
+    if tensor.ndim > MAX_DIMS:
+        raise CheckpointError(f"'{name}' has {tensor.ndim} dims: at most {MAX_DIMS} are saved")
     if tensor.layout != torch.strided:
         raise CheckpointError(f"'{name}' has layout {tensor.layout}: only dense tensors are saved")
     return TensorInfo(name, NAMES[tensor.dtype], tuple(tensor.shape))

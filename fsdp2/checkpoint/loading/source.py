@@ -39,11 +39,11 @@ from ..format.manifest import (
 )
 from ..format.strict import (
     MAX_INDEX_BYTES,
-    MAX_OWN_BYTES,
     MAX_SMALL_BYTES,
     Check,
     is_file_name,
     read_small,
+    small_limit,
 )
 from ..saving.attempt import check_agreement
 
@@ -168,9 +168,8 @@ class Source:
         import hashlib
 
         path = self.path / FOLDER / name
-        limit = MAX_OWN_BYTES if name.endswith(".safetensors") else MAX_SMALL_BYTES
         try:
-            data = read_small(path, limit)
+            data = read_small(path, small_limit(name))
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing") from None
         expected = {n: d for m in self.manifests.values() for n, d in m.small_files.items()}

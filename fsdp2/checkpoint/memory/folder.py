@@ -36,7 +36,7 @@ from ..format.checksum import crc32
 from ..format.disk import Disk, read_exactly
 from ..format.header import frame
 from ..format.manifest import BLOCK_BYTES, Manifest, load, marker_name
-from ..format.strict import MAX_OWN_BYTES, MAX_SMALL_BYTES, read_small
+from ..format.strict import MAX_SMALL_BYTES, read_small, small_limit
 from .choice import Generation, PartName
 
 PREFIX = "fsdp2-snapshots-"
@@ -224,7 +224,7 @@ class Folder:
             manifest = load(read_small(marker, MAX_SMALL_BYTES), str(marker))
             checked(manifest, part, str(marker))
             for name, digest in manifest.small_files.items():
-                data = read_small(path / name, MAX_OWN_BYTES)
+                data = read_small(path / name, small_limit(name))
                 if hashlib.sha256(data).hexdigest() != digest:
                     raise CorruptCheckpoint(f"{path / name}: the checksum is wrong")
             for files in manifest.sets:

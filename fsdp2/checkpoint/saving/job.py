@@ -21,6 +21,7 @@ from ...common.versions import __version__
 from ..errors import CheckpointError
 from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
+from ..format.strict import small_limit
 from ..format.tensors import LocalBytes
 from .attempt import Attempt, sweep
 from .capture import Captured
@@ -144,12 +145,21 @@ def plan_of(captured: Captured, rank: int, ranks: tuple[int, ...], **options: An
 
 
 def write_small_files(disk: Disk, captured: Captured, rank: int, folder: int) -> dict[str, str]:
-    """Write what is not in data files; returns the SHA-256 of each file."""
+    """Write what is not in data files; returns the SHA-256 of each file.
+
+    Raises:
+        CheckpointError: if it is more than can be loaded.
+    """
     files = {state_name(rank): json.dumps(captured.values).encode()}
     if captured.own:
         own = {name: t.cpu().contiguous() for name, t in captured.own.items()}
         files[own_name(rank)] = safetensors_bytes(own)
     for name, data in files.items():
+        if len(data) > small_limit(name):
+            raise CheckpointError(
+                f"{name} would have {len(data)} bytes: more than {small_limit(name)}, the limit of "
+                "what is not sharded. Keep large tensors as parameters or buffers, and out of extra"
+            )
         disk.write_file(name, data, folder, unique="small")
     return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
