@@ -132,6 +132,10 @@ def differences(out: Path, reference: Path, step: int) -> list[str]:
         )
     for name in ("model.safetensors", "optim.safetensors"):
         files = [each / "checkpoints" / f"step-{step:06d}" / name for each in (out, reference)]
+        missing = [str(file) for file in files if not file.exists()]
+        if missing:
+            found.append(f"missing: {', '.join(missing)}")
+            continue
         a, b = (load_file(file) for file in files)
         wrong = [key for key in b if key not in a or not a[key].equal(b[key])]
         if wrong:
