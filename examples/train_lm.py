@@ -223,7 +223,16 @@ def train(run: Run) -> int:
     profiled_step = min(first_step + 4, last_step) if options.profile else None
     profiled = profile(model)
 
+    def state_now() -> dict[str, Any]:
+        extra = run_state(run) | {"unwritten": start.unwritten(log)}
+        return {"model": model, "optimizer": optimizer, "extra": extra}
+
+    def commit() -> None:
+        start.check_newest()
+        commits.save(step, **state_now())
+
     step, stop = first_step, bool(run.numbers.of_all_ranks(stop_requested()).any())
+    committed = start.committed
     while step < last_step and not stop:
         step += 1
         learning_rate = learning_rate_at(step, options)
@@ -247,15 +256,13 @@ def train(run: Run) -> int:
             grad_norm=grad_norm,
         )
         progress.update(step, loss=loss, memory_bytes=float(ranks[:, 1].max()))
-        state = {
-            "model": model,
-            "optimizer": optimizer,
-            "extra": run_state(run) | {"unwritten": start.unwritten(log)},
-        }
-        if stop or step == last_step or (options.save_every and step % options.save_every == 0):
-            start.check_newest()
-            commits.save(step, **state)
-        snapshots.after_step(step, **state)
+        committed = bool(options.save_every) and step % options.save_every == 0
+        if committed:
+            commit()
+        snapshots.after_step(step, **state_now())
+    # Also without a step: what it went on from may be in memory only, which ends with this run.
+    if step and not committed:
+        commit()
     commits.close()
     snapshots.close(keep=commits.failed)
     progress.close()

@@ -33,6 +33,7 @@ from fsdp2.checkpoint import (
     CheckpointNotFound,
     MemorySnapshots,
     Restored,
+    peek,
 )
 
 # What may differ between the starts of an elastic run, besides FREE_ON_RESUME: a rank's part of the
@@ -56,6 +57,13 @@ class Commits:
         """Returns once the shards are copied; a thread writes them."""
         with self._told(step):
             self.checkpoints.save(step, **state, blocking=False)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a commit of a step."""
+        try:
+            return peek(self.folder, step).step == step
+        except (OSError, CheckpointError):
+            return False
 
     def start_over(self) -> None:
         """After a failure on any rank, on all: forget the save that will never be whole."""
@@ -196,6 +204,7 @@ class Start:
         sessions: the log of starts, on rank 0.
         losses: rows of losses.jsonl for which the disk has had no room.
         number: of this start among those of the run, on rank 0; 0 if it is not written.
+        committed: whether there is a commit of ``step``: memory may be ahead of the disk.
     """
 
     step: int = 0
@@ -203,6 +212,7 @@ class Start:
     sessions: Rows | None = None
     losses: Sequence[str] = ()
     number: int = 0
+    committed: bool = False
 
     def check_newest(self) -> None:
         """End if there has been another start since: two would write the same checkpoints.
@@ -244,6 +254,8 @@ def resume(
         first = min(loaded.extra_of_ranks)
         unwritten = loaded.extra_of_ranks[first].get("unwritten", {})
         start = Start(loaded.step, loaded.extra["position"], losses=unwritten.get("losses", []))
+        on_disk = loaded.origin == "disk" or commits.has(loaded.step)
+        start.committed = bool(snapshots.numbers.of_all_ranks(on_disk)[0, 0])
     if dist.get_rank() == 0:
         rows = Rows(Path(options.out) / "sessions.jsonl", unwritten=unwritten.get("sessions", []))
         start.sessions = rows

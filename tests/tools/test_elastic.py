@@ -96,6 +96,42 @@ def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
     assert found == [(0, 0, 2), (4, 2, 3)]
 
 
+FULL_DISK = """
+import errno, runpy, sys
+sys.path.insert(0, {examples!r})
+from common.elastic import Commits
+def save(self, step, **state):
+    with self._told(step):
+        raise OSError(errno.ENOSPC, "No space left on device")
+Commits.save = save
+runpy.run_path({examples!r} + "/train_lm.py", run_name="__main__")
+"""
+
+
+def test_what_went_on_from_memory_is_committed_if_no_step_follows(tmp_path: Path) -> None:
+    """Memory ends with the run: a stop before the first step lost what was in no commit."""
+    text, out, full = tmp_path / "text.py", tmp_path / "out", tmp_path / "full.py"
+    text.write_bytes(Path(argparse.__file__).read_bytes())
+    full.write_text(FULL_DISK.format(examples=str(EXAMPLES)))
+    out.mkdir()
+    memory = ["--snapshot-dir", str(tmp_path)]
+    given = [*OPTIONS, *memory, "--data", str(text), "--steps", "6", "--stop-at", "4"]
+    printed = out / "printed.txt"
+    run_in_turn(2, str(full), [([*given, "--out", str(out)], printed)])
+    assert not list(out.glob("checkpoints/step-*"))
+    run_in_turn(2, "train_lm.py", [([*given, "--out", str(out)], printed)])
+    assert "goes on      after step 4, from memory" in printed.read_text()
+    assert [path.name for path in out.glob("checkpoints/step-*")] == ["step-000004"]
+    assert not list(tmp_path.glob("fsdp2-snapshots-*"))
+    # From there the numbers are those of a run that was not interrupted.
+    given[-2:] = []
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    runs = [([*given, "--out", str(each)], each / "printed.txt") for each in (out, whole)]
+    run_in_turn(2, "train_lm.py", runs)
+    assert loss_values(out) == loss_values(whole)
+
+
 def test_which_steps_count() -> None:
     rows = [(0, 4), (10, 2), (10, 4), (15, 2), (12, 4)]
     sessions = [{"resumed_after": step, "world_size": size} for step, size in rows]
