@@ -10,13 +10,14 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,7 @@ from .whereabouts import CHECKPOINT, LOST, Whereabouts, line_of_error, look
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
 _INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
 _LONGEST_S, _SHORTEST_S = 5.0, 0.05  # between two of them
+_AT_STORE = "fsdp2/hangs/at-store"  # the ranks on the store's host: "rank@host," of each
 
 
 class HangWarning(RuntimeWarning):
@@ -56,6 +58,8 @@ class HangReport:
         store_silent_s: for how long the store has not answered, in seconds, if that is why nothing
             is known of the others.
         store: its address, if it did not answer.
+        store_host: the name of its host; "" if no rank runs there.
+        at_store: ranks that run on its host, and are lost with that; where they were last.
         flight_record: the file with torch's record of its collectives, if one was written.
         error: by which its wait has ended; "" while it lasts.
     """
@@ -70,6 +74,8 @@ class HangReport:
     flight_record: Path | None = None
     error: str = ""
     store: str = ""
+    store_host: str = ""
+    at_store: Mapping[int, Whereabouts] = field(default_factory=dict)
 
     def __str__(self) -> str:
         what = self.here.waits_for or "the device"
@@ -81,12 +87,7 @@ class HangReport:
             at = self.here.at or "a line that is unknown"
             lines = [f"Rank {self.rank} has lost {what}, at {at}: {self.error}."]
         if self.store_silent_s is not None:
-            at = f" ({self.store})" if self.store else ""
-            lines.append(
-                f"The store of the process group has not answered for {self.store_silent_s:.0f} s"
-                f"{at}: its host is gone, or this one is cut off. "
-                "So nothing is known of other ranks."
-            )
+            lines += self._lines_of_store()
         silent: dict[str, list[int]] = {}
         for rank, last in self.silent.items():
             silent.setdefault("never heard of" if last is None else f"last {last}", []).append(rank)
@@ -113,6 +114,27 @@ class HangReport:
             folder = self.flight_record.parent
             lines.append(f"Collectives: {self.flight_record} (torchfrtrace {folder} -p {PREFIX})")
         return "\n".join(lines)
+
+    def _lines_of_store(self) -> list[str]:
+        at = self.store
+        if self.at_store:
+            at += f" on host {self.store_host}, with {name_ranks(self.at_store)}"
+        at = f" ({at})" if at else ""
+        gone = "its host is gone, or this one is cut off"
+        if self.rank in self.at_store:
+            gone = "its process is gone or stopped, on the host of this rank"
+        more = "more " if self.at_store else ""
+        lines = [
+            f"The store of the process group has not answered for {self.store_silent_s:.0f} s"
+            f"{at}: {gone}. So nothing {more}is known of other ranks."
+        ]
+        by_place: dict[str, list[int]] = {}
+        for rank, place in self.at_store.items():
+            if rank != self.rank:
+                by_place.setdefault(str(place), []).append(rank)
+        for text, ranks in by_place.items():
+            lines.append(f"Before that, {name_ranks(ranks)} on the store's host: {text}.")
+        return lines
 
 
 def judge(
@@ -193,7 +215,8 @@ class watch_hangs:  # noqa: N801 (used like a function)
     by this, and a function is called in the thread that leaves the context.)
 
     A store that does not answer for ``after_s``, while this rank waits in vain, is reported too:
-    its host is gone, or the link of this one is cut.
+    its host is gone, or the link of this one is cut. Often it runs on the host of rank 0. Each rank
+    therefore keeps what those on that host wrote last, and names them, as they are lost with it.
 
     Raises:
         ValueError: if ``after_s`` is not positive, or ``on_hang`` is none of these.
@@ -229,6 +252,8 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._beat = 0
         self._ended = ""  # how this rank leaves, if by an error
         self._loss: Whereabouts | None = None
+        self._store_host = ""
+        self._at_store: dict[int, Whereabouts] = {}
         self._found: HangReport | None = None
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -249,6 +274,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._store: Any = dist.distributed_c10d._get_default_store().clone()
         self._trains = threading.get_ident()
         self._answered = time.monotonic()
+        self._store_host, self._at_store = "", {}
         # Two, because a request to a store that is cut off may take as long as TCP tries again.
         self._threads = [
             threading.Thread(target=target, name="fsdp2-hangs", daemon=True)
@@ -307,8 +333,13 @@ class watch_hangs:  # noqa: N801 (used like a function)
     def _watch_steps(self) -> None:
         since, reported = time.monotonic(), False
         before: Whereabouts | None = None
+        told = not _is_here(self._store)
         while not self._done.wait(self._interval_s):
             place = self._write()
+            if not told:
+                self._tell_at_store()
+                told = True
+            self._remember()
             if before is None or not _stands(before, place):
                 since, reported = time.monotonic(), False
             before = place
@@ -346,6 +377,31 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._store.check([key])  # `set` does not wait for an answer
         self._answered = time.monotonic()
         return place
+
+    def _tell_at_store(self) -> None:
+        """That this rank runs on the store's host; after its first `_write`, which others read."""
+        mine = f"{self._rank}@"
+        if self._store.check([_AT_STORE]):
+            said = self._store.get(_AT_STORE).decode().split(",")
+            if any(each.startswith(mine) for each in said):
+                return  # in an earlier context
+        self._store.append(_AT_STORE, f"{mine}{socket.gethostname()},")
+
+    def _remember(self) -> None:
+        """Keep what the ranks on the store's host wrote: nobody can be asked when it is gone.
+
+        Only those: if every rank kept all, the store would send the square of their number.
+        """
+        if not _server(self._store) or not self._store.check([_AT_STORE]):
+            return
+        said = self._store.get(_AT_STORE).decode().rstrip(",").split(",")
+        ranks = sorted({int(each.partition("@")[0]) for each in said})
+        found = self._store.multi_get([self._key(rank) for rank in ranks])
+        self._store_host = said[0].partition("@")[2]
+        self._at_store = {
+            rank: Whereabouts(**json.loads(text)[1])
+            for rank, text in zip(ranks, found, strict=True)
+        }
 
     def _key(self, rank: int) -> str:
         return f"fsdp2/hangs/{rank}"
@@ -388,7 +444,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
 
     def _act(self, report: HangReport) -> None:
         if report.store_silent_s is not None:
-            report = replace(report, store=_address(self._store))
+            report = replace(
+                report,
+                store=_address(self._store),
+                store_host=self._store_host,
+                at_store=dict(self._at_store),
+            )
         if self._flight_records is not None:
             with suppress(OSError):  # a full disk must not hide the report
                 file = flight_records.dump(self._flight_records, self._rank)
@@ -424,11 +485,30 @@ class watch_hangs:  # noqa: N801 (used like a function)
         return found
 
 
-def _address(store: Any) -> str:
-    """Of the host that has the store, and its port; "" if it is a file."""
+def _server(store: Any) -> tuple[str, int] | None:
+    """The address and the port of the store; None if it is a file."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _address(store: Any) -> str:
+    """Of the host that has the store, and its port; "" if it is a file."""
+    server = _server(store)
+    return f"{server[0]}:{server[1]}" if server else ""
+
+
+def _is_here(store: Any) -> bool:
+    """Whether the store runs on this host: a socket binds to local addresses only."""
+    server = _server(store)
+    if server is None:
+        return False
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(server[0], 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as mine:
+                mine.bind(address)
+                return True
+    return False
 
 
 def _has_ended(place: Whereabouts | None) -> bool:

@@ -13,9 +13,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from benchmarks.hosts import Host, hosts, why_not
 from fsdp2 import HangReport, fully_shard, watch_hangs
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.checkpoint.saving.job import SaveJob
+from fsdp2.comm.store_exchange import name_ranks
 from harness import cpu_only, fork_context, ours_only
 
 pytestmark = [ours_only("names its own units"), cpu_only("processes and sockets")]
@@ -52,6 +55,7 @@ class Scene:
             "save".
         folder: in which ranks leave what they report.
         host: the name of the network namespace that is its host; "": that of the tests.
+        port: of the store; 0: rank 0 has it, and writes its port into the folder.
         on_hang: as of `watch_hangs`; "tell": a function that writes the report down.
     """
 
@@ -107,6 +111,9 @@ class Victim:
         key = f"fsdp2/hangs/{scene.rank}"
         while "fault_here" not in json.loads(store.get(key))[1]["at"]:
             time.sleep(0.01)
+        if not scene.port:  # until the others know this place: they can ask nobody afterwards
+            others = set(range(scene.world_size)) - set(scene.victims)
+            until_there(scene.folder, [f"{rank}-remembers" for rank in others], [])
         (scene.folder / f"{scene.rank}-there").touch()
         if scene.fault in ("killed", "host dies"):
             # All processes of a host at once: none before the others are there, too.
@@ -130,7 +137,7 @@ def take_part(scene: Scene) -> None:
         with open(f"/run/netns/{scene.host}") as namespace:
             assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    store = dist.TCPStore(scene.address, scene.port, is_master=False)
+    store = store_of(scene)
     dist.init_process_group("gloo", store=store, rank=scene.rank, world_size=scene.world_size)
     victim = Victim(scene)
     model: Any = nn.Sequential(*(Layer(victim) for _ in range(3)))
@@ -140,6 +147,8 @@ def take_part(scene: Scene) -> None:
     def tell(report: HangReport) -> None:
         if victim.step < FAULT_STEP:
             return  # a machine that is slow to start
+        if not scene.port and report.store_silent_s is None:
+            return  # one that is so slow that the others wait before the fault
         path = scene.folder / f"{scene.rank}-report"
         path.with_suffix(".part").write_text(str(report))
         path.with_suffix(".part").rename(path)
@@ -147,10 +156,39 @@ def take_part(scene: Scene) -> None:
 
     on_hang = tell if scene.on_hang == "tell" else scene.on_hang
     try:
-        with watch_hangs(model, after_s=AFTER_S, on_hang=on_hang):
+        with watch_hangs(model, after_s=AFTER_S, on_hang=on_hang), remembering(scene):
             train(scene, model, victim)
     finally:
         time.sleep(LIMIT_S * (scene.rank in scene.victims))  # others wait, no connection breaks
+
+
+@contextmanager
+def remembering(scene: Scene) -> Iterator[None]:
+    """Leaves a file as soon as this rank keeps where all victims are."""
+    remember = watch_hangs._remember
+
+    def and_tell(self: Any) -> None:
+        remember(self)
+        places = [self._at_store.get(rank) for rank in scene.victims]
+        if all(place is not None and "fault_here" in place.at for place in places):
+            (scene.folder / f"{scene.rank}-remembers").touch()
+
+    with mock.patch.object(watch_hangs, "_remember", and_tell):
+        yield
+
+
+def store_of(scene: Scene) -> Any:
+    """The group's store; in the process of rank 0, if no other has it, as with ``env://``."""
+    if scene.port:
+        return dist.TCPStore(scene.address, scene.port, is_master=False)
+    path, part = scene.folder / "port", scene.folder / "port.part"
+    if scene.rank == 0:
+        server = dist.TCPStore(scene.address, 0, is_master=True, wait_for_workers=False)
+        part.write_text(str(server.port))
+        part.rename(path)
+        return server
+    (port,) = until_there(scene.folder, ["port"], [])
+    return dist.TCPStore(scene.address, int(port), is_master=False)
 
 
 def train(scene: Scene, model: Any, victim: Victim) -> None:
@@ -176,18 +214,22 @@ def train(scene: Scene, model: Any, victim: Victim) -> None:
 @contextmanager
 def stage(
     tmp_path: Path, fault: str, moment: str, world_size: int, victims: tuple[int, ...],
-    on: list[Host] | None = None, **more: Any,
+    on: list[Host] | None = None, has_store: bool = False, **more: Any,
 ) -> Iterator[list[Any]]:  # fmt: skip
-    """The ranks of a scene, and the store as the last process: on a host of its own."""
+    """The ranks of a scene, and the store as the last process: on a host of its own.
+
+    Args:
+        has_store: rank 0 has the store, and the last process does nothing.
+    """
     fork = fork_context()
     mine, its = fork.Pipe()
-    place = on[-1].name if on else ""
-    address = on[-1].address if on else "127.0.0.1"
+    place = on[0 if has_store else -1].name if on else ""
+    address = on[0 if has_store else -1].address if on else "127.0.0.1"
     server = fork.Process(target=serve, args=(its, place, address))
     processes = [server]
     server.start()
     try:
-        port = mine.recv()
+        port = 0 if has_store else mine.recv()
         for rank in range(world_size):
             host = on[rank].name if on else ""
             scene = Scene(
@@ -311,6 +353,117 @@ def test_the_store_dies_while_a_rank_is_waited_for(tmp_path: Path, moment: str) 
         assert re.search(r"The store of the process group has not answered for \d+ s \(127", text)
 
 
+# Where a rank was last whose store ended while it trained.
+TRAINED = r"(in \w+ of unit '[^']+'|outside of the model), step \d+, at test_faults_named.py:\d+ in"
+
+
+def rank_of_agent(folder: Path) -> None:
+    """A rank that torchrun has started: trains until it is told that the agent is dead."""
+    dist.init_process_group("gloo")
+    rank, victim = dist.get_rank(), int(os.environ["VICTIM"])
+    model: Any = nn.Sequential(*(Layer(lambda moment: None) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module)
+
+    def tell(report: HangReport) -> None:
+        if (folder / "go-on").exists():
+            path = folder / f"{rank}-report"
+            path.with_suffix(".part").write_text(str(report))
+            path.with_suffix(".part").rename(path)
+
+    def stop_here() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with watch_hangs(model, after_s=AFTER_S, on_hang=tell) as hangs:
+        while True:
+            model(torch.ones(2, 8)).sum().backward()
+            if 0 in hangs._at_store:  # what it knows of the ranks on the store's host
+                (folder / f"{rank}-knows").write_text(str(os.getpid()))
+            if rank == victim and (folder / "go-on").exists():
+                stop_here()
+
+
+def check_store(text: str, victims: tuple[int, ...], moment: str, with_: tuple[int, ...]) -> None:
+    """That a report names those that are lost with the store, and where they were."""
+    assert re.match(rf"Rank \d has (waited|lost) .*({WAITS[moment]})", text), text
+    silent = r"The store of the process group has not answered for \d+ s "
+    there = f"{name_ranks(with_)}"
+    assert re.search(rf"{silent}\([0-9.]+:\d+ on host \S+, with {there}\)", text), text
+    place = rf"{PLACES[moment]}, at test_faults_named.py:\d+ in fault_here"
+    before = rf"Before that, {name_ranks(victims)} on the store's host: {place}"
+    assert re.search(before, text), f"{before!r} is not in {text!r}"
+
+
+def test_rank_0_dies_and_with_it_the_store(tmp_path: Path) -> None:
+    """Nobody can be asked any more: what rank 0 wrote last is kept by the others."""
+    with stage(tmp_path, "killed", "backward", 2, (0,), has_store=True) as processes:
+        for text in reports(tmp_path, 2, (0,), processes):
+            check_store(text, (0,), "backward", (0, 1))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("ends", ["processes", "power"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_host_of_rank_0_dies_and_with_it_the_store(
+    tmp_path: Path, moment: str, ends: str
+) -> None:
+    """Two ranks on each of two hosts. Where the power fails, no connection is closed either."""
+    with (
+        hosts(2) as (first, second),
+        stage(
+            *(tmp_path, "store dies", moment, 4, (0, 1), [first, first, second, second]),
+            has_store=True,
+        ) as processes,
+    ):
+        until_there(tmp_path, ["0-there", "1-there"], processes)
+        if ends == "power":
+            first.cut()
+        for process in processes[:2]:
+            process.kill()
+        for text in reports(tmp_path, 4, (0, 1), processes):
+            check_store(text, (0, 1), moment, (0, 1))
+            assert "its host is gone, or this one is cut off" in text
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_agent_of_a_host_dies(tmp_path: Path, victim: int) -> None:
+    """torchrun on each of two hosts, SIGKILL of one: its rank trains on, and then is stopped.
+
+    The agent of host 0 has the group's store. With the other one only the rank is missing.
+    """
+    with hosts(2) as on, ExitStack() as stack:
+        agents = []
+        for number, host in enumerate(on):
+            options = f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-port=29511"
+            command = [*options.split(), f"--master-addr={on[0].address}", __file__, str(tmp_path)]
+            environment = host.environment(VICTIM=str(victim), PATH=os.environ["PATH"])
+            stack.callback(host.kill)
+            log = stack.enter_context((tmp_path / f"{number}-printed").open("w"))
+            agents.append(
+                subprocess.Popen(
+                    host.python("-m", "torch.distributed.run", *command),
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        pids = until_there(tmp_path, ["0-knows", "1-knows"], [])
+        agents[victim].kill()  # (`ip netns exec` has become torchrun: the same process)
+        agents[victim].wait()
+        os.kill(int(pids[victim]), 0)  # its rank lives on
+        (tmp_path / "go-on").touch()
+        (text,) = until_there(tmp_path, [f"{1 - victim}-report"], [])
+        if victim == 0:
+            assert re.search(r"The store .* has not answered for \d+ s \(\S+:29511 on host ", text)
+            last = rf"with rank 0\).*\nBefore that, rank 0 on the store's host: {TRAINED}"
+        else:
+            last = f"Nothing is heard of rank 1: gone, stopped, or cut off; last {TRAINED}"
+        assert re.search(last, text), text
+
+
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -337,3 +490,7 @@ def test_who_reports_first_and_ends_is_not_to_blame(tmp_path: Path) -> None:
             text = (tmp_path / f"{rank}-printed").read_text()
             text = text[text.index(f"Rank {rank} has") :]
             check(text, (3,), "forward")
+
+
+if __name__ == "__main__":
+    rank_of_agent(Path(sys.argv[1]))
