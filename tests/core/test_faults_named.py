@@ -111,9 +111,10 @@ class Victim:
         key = f"fsdp2/hangs/{scene.rank}"
         while "fault_here" not in json.loads(store.get(key))[1]["at"]:
             time.sleep(0.01)
-        if not scene.port:  # until the others know this place: they can ask nobody afterwards
-            others = set(range(scene.world_size)) - set(scene.victims)
-            until_there(scene.folder, [f"{rank}-remembers" for rank in others], [])
+        others = set(range(scene.world_size)) - set(scene.victims)
+        told = [scene.folder / f"{rank}-remembers" for rank in others if not scene.port]
+        while not all(path.exists() for path in told):  # they can ask nobody afterwards
+            time.sleep(0.01)
         (scene.folder / f"{scene.rank}-there").touch()
         if scene.fault in ("killed", "host dies"):
             # All processes of a host at once: none before the others are there, too.
