@@ -123,10 +123,12 @@ class ParamGroup:
             param.dtype = param.local.dtype
         # Before the new buckets attach other local tensors in their place.
         locals_ = {id(p): p.local for p in self.params}
-        self.make_buckets()
-        for bucket in self.buckets:
-            bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
-        self.register_sharded()
+        # The forward that needs it may be an evaluation: see `materialize`.
+        with torch.inference_mode(False), torch.no_grad():
+            self.make_buckets()
+            for bucket in self.buckets:
+                bucket.shard_from([locals_[id(p)] for p in bucket.params], whole=False)
+            self.register_sharded()
 
     def give_up(self, param: ShardedParam) -> None:
         """Leave a tied parameter to the unit of a module that contains both its owners."""

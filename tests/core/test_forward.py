@@ -335,6 +335,32 @@ def test_evaluation_in_inference_mode() -> None:
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("change", ["move", "cast", "freeze", "assign"])
+@distributed(1, 2)
+def test_an_evaluation_in_inference_mode_plans_anew(change: str) -> None:
+    """What it makes can be trained."""
+    model, plain = pair(EVEN_MLP)
+    run_both(EVEN_MLP, model, plain, 0)
+    for each in (model, plain):
+        each.zero_grad()
+        if change == "move":
+            each.to("cpu")
+        elif change == "cast":
+            each.float()
+            each.double()
+        elif change == "freeze":
+            next(each.parameters()).requires_grad_(False)
+        else:
+            state = {name: value.clone() for name, value in each.state_dict().items()}
+            each.load_state_dict(state, assign=True)
+    batch = EVEN_MLP.batch(1, dist.get_rank(), torch.float64)
+    with torch.inference_mode():
+        assert_same(model(*batch).clone(), plain(*batch).clone(), "evaluation")
+    run_both(EVEN_MLP, model, plain, 2)
+    assert_same_gradients(model, plain)
+    assert not any(p.is_inference() or p._local_tensor.is_inference() for p in model.parameters())
+
+
 @distributed(1, 2, 3)
 def test_a_forward_whose_graph_is_dropped() -> None:
     model, plain = pair(RECURRENT, reshard_after_forward=False)

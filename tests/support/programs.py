@@ -18,14 +18,17 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2
 from fsdp2 import FSDPModule, fully_shard, optim, replicate
-from fsdp2.checkpoint import load_model, save_model
+from fsdp2.checkpoint import Checkpointer, load_model, save_model
+from fsdp2.runtime.gather_budget import GatherBudgetError
 from harness import cached_mesh, shared_folder
 from random_models import (
     FAULTS,
+    HOOK_FAULTS,
     WIDTH,
     Layer,
     Node,
     PlannedError,
+    add_faulty_hook,
     build,
     layers,
     nodes,
@@ -214,7 +217,10 @@ class Run:
                 self.after_backward()
             self.model.set_accumulate_sharded(False)
             self.model.set_requires_gradient_sync(True)
-        self.backward(*self.forward(*self.batch()))
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if micro and not losses[0].requires_grad:
+            self.zero()  # without a backward nothing reduces what micro-batches have left
         self.after_backward()
         if clip:
             norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in self.both()]
@@ -224,6 +230,9 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=to_none)
         assert_same_parameters(self.model, self.plain)
+
+    def step_with(self, clip: bool, to_none: bool) -> None:
+        self.step("reduce", clip=clip, to_none=to_none)
 
     def optimizer(self, kind: str, wrapped: str) -> None:
         """New ones."""
@@ -237,7 +246,8 @@ class Run:
         make = makes[kind]
         self.zero()
         self.free()
-        self.optimizers = [make(self.plain.parameters()), wrap(make(self.model.parameters()))]
+        self.make_ours = lambda: wrap(make(self.model.parameters()))
+        self.optimizers = [make(self.plain.parameters()), self.make_ours()]
 
     # Other forwards and backwards. None leaves gradients.
 
@@ -263,6 +273,12 @@ class Run:
 
     def partial(self, number: int) -> None:
         """A loss of what a unit in the middle returns."""
+        chosen = self.node(number, units=True)[0]
+        around = [n for n in (*nodes(self.plain), self.plain) if chosen in [*n.modules()][1:]]
+        if any(node.layer.recomputed for node in around):
+            # Refused: to recompute, backward would enter a unit in the middle, whose output the
+            # loss does not depend on.
+            return
         seen: list[list[Tensor]] = [[], []]
         handles = [
             node.register_forward_hook(lambda _m, _a, out, into=into: into.append(out))
@@ -279,6 +295,7 @@ class Run:
 
     def inputs(self) -> None:
         """Gradients of the input, alone."""
+        self.zero()
         x, step = self.batch()
         found = []
         for each in self.both():
@@ -302,12 +319,111 @@ class Run:
         """A forward whose output nobody uses."""
         self.forward(*self.batch())
 
+    def alone(self, number: int, method: str) -> None:
+        """A module in the middle is called by itself."""
+        pair = self.node(number, units=True)
+        inside = [node.own for node in (*nodes(pair[0]), pair[0])]
+        everywhere = [node.own for node in (*nodes(self.plain), self.plain)]
+        weights = [id(getattr(own, "weight", own)) for own in everywhere]
+        if any(weights.count(id(getattr(own, "weight", own))) > 1 for own in inside):
+            return  # they may belong to a unit around this module, and such calls are refused
+        x, step = self.batch()
+        if method == "encode" and isinstance(pair[1], FSDPModule):
+            fsdp2.register_fsdp_forward_method(pair[1], "encode")
+        call = "__call__" if method == "forward" else method
+        losses = [getattr(each, call)(x, step).square().mean() for each in pair]
+        assert_same(losses[1], losses[0], "loss of a module alone")
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def between(self, mode: str, what: Operation) -> None:
+        """Something is done after a micro-batch that reduces nothing, before the one that does."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(False)
+        self.model.set_accumulate_sharded(mode == "sharded")
+        self.backward(*self.forward(*self.batch()))
+        self.do(what)
+        self.model.set_accumulate_sharded(False)
+        self.model.set_requires_gradient_sync(True)
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if losses[0].requires_grad:
+            self.after_backward()
+        self.zero()
+
+    def before_backward(self, what: Operation) -> None:
+        """Something is done between a forward and its backward."""
+        losses = self.forward(*self.batch())
+        self.do(what)
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def do(self, what: Operation) -> None:
+        name, *arguments = what
+        getattr(self, name)(*arguments)
+
+    def look(self, kind: str) -> None:
+        """Weights are read."""
+        full = kind == "whole"
+        found = fsdp2.full_state_dict(self.model) if full else self.model.state_dict()
+        if full and dist.get_rank():
+            return  # rank 0 has them
+        for name, value in self.plain.state_dict().items():
+            if name in dict(self.plain.named_parameters()):
+                assert_same(found[name] if full else whole(found[name]), value, name)
+
+    def observe(self) -> None:
+        """A step under a profile, and what it says of the model."""
+        with fsdp2.profile(self.model) as profile:
+            self.step("reduce")
+        assert str(profile)
+        assert str(fsdp2.explain(self.model))
+
+    def budget(self) -> None:
+        """The least limit on gathered bytes that works, as errors tell it."""
+        assert isinstance(self.model, FSDPModule)
+        self.free()
+        limit: int | None = 1
+        for _ in range(4):
+            self.model.set_max_gathered_bytes(limit)
+            try:
+                self.step("reduce")
+                break
+            except GatherBudgetError as error:
+                limit = error.least_bytes
+                self.zero()
+                # The plain model has been through this forward.
+                for buffer, expected in zip(
+                    self.model.buffers(), self.plain.buffers(), strict=True
+                ):
+                    buffer.copy_(expected)
+        # Other ways through the model may need more.
+        self.model.set_max_gathered_bytes(10**6)
+
+    def resume(self) -> None:
+        """Model and optimizer go to a checkpoint, and come back into a new optimizer."""
+        model, old = self.model, self.optimizers[1]
+        self.free()
+        with shared_folder() as folder, Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, model=model, optimizer=old).wait()
+            dist.barrier()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3)
+            self.optimizers[1] = self.make_ours()
+            checkpointer.load(model=model, optimizer=self.optimizers[1], random_state=False)
+        assert_same_parameters(model, self.plain)
+        self.step("reduce")
+
     def fail(self, number: int, place: str, kind: str) -> None:
         """An exception in forward or backward; all gradients are dropped after it."""
         batch = self.batch()
         raised = []
         for each, node in zip(self.both(), self.node(number), strict=True):
             node.fault = f"{place}/{kind}"
+            handle = add_faulty_hook(node, place) if place in HOOK_FAULTS else None
             try:
                 loss = (each(*batch) - 1).square().mean()
                 if loss.requires_grad:
@@ -315,6 +431,8 @@ class Run:
             except (PlannedError, KeyboardInterrupt):
                 raised.append(each)
             node.fault = ""
+            if handle is not None:
+                handle.remove()
         assert len(raised) in (0, 2)
         self.zero()
 
@@ -345,10 +463,11 @@ class Run:
                 load_model(model, f"{folder}/model")
             elif full:
                 fsdp2.load_full_state_dict(model, state)
-                for buffer in self.plain.buffers():
-                    dist.broadcast(buffer, 0)  # whose state dict it was
             else:
                 model.load_state_dict(state, assign=False)
+        if kind in ("whole", "files"):
+            for buffer in self.plain.buffers():
+                dist.broadcast(buffer, 0)  # whose buffers it had
         assert_same_parameters(model, self.plain, bitwise=False)
 
     def copy(self) -> None:
@@ -412,8 +531,23 @@ class Run:
 
 numbers = st.integers(0, 30)
 MODES = ["reduce", "skip", "no_sync", "sharded"]
+# What may be done where gradients or a graph are held.
+IN_BETWEEN = st.one_of(
+    st.tuples(st.just("look"), st.sampled_from(["sharded", "whole"])),
+    st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference", ""])),
+    st.tuples(st.just("gather"), numbers, st.just(True)),
+    st.just(("drop",)),
+    st.just(("functional",)),
+)
 OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
     st.lists(st.sampled_from(MODES), max_size=2).map(lambda modes: ("step", *modes)),
+    st.tuples(st.just("step_with"), st.booleans(), st.booleans()),
+    st.tuples(st.just("alone"), numbers, st.sampled_from(["forward", "encode"])),
+    st.tuples(st.just("between"), st.sampled_from(["skip", "sharded"]), IN_BETWEEN),
+    st.tuples(st.just("before_backward"), IN_BETWEEN),
+    st.just(("observe",)),
+    st.just(("budget",)),
+    st.just(("resume",)),
     st.tuples(
         st.just("forwards"), st.sampled_from([2, 3]), st.sampled_from(["sum", "in turn", ""])
     ),
@@ -423,7 +557,10 @@ OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
     st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference", ""])),
     st.just(("drop",)),
     st.tuples(
-        st.just("fail"), numbers, st.sampled_from(FAULTS), st.sampled_from(["error", "interrupt"])
+        st.just("fail"),
+        numbers,
+        st.sampled_from((*FAULTS, *HOOK_FAULTS)),
+        st.sampled_from(["error", "interrupt"]),
     ),
     st.tuples(st.just("freeze"), numbers),
     st.tuples(st.just("state_dict"), st.sampled_from(["sharded", "whole", "files"])),
@@ -459,11 +596,11 @@ OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
 def programs(draw: st.DrawFn) -> Program:
     # The root has a parameter, so that there is something to optimize.
     model = dataclasses.replace(draw(layers(2)), skipped=None, kind="linear")
-    world_size = draw(st.sampled_from([1, 2, 3, 4]))
+    world_size = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 6]))
     return Program(
         model,
         world_size,
-        replicas=draw(st.sampled_from([n for n in (1, 2, 4) if world_size % n == 0])),
+        replicas=draw(st.sampled_from([n for n in (1, 2, 3, 4) if world_size % n == 0])),
         options={
             "direct_min_bytes": draw(st.sampled_from([None, 0, 60, 150])),
             "offload_policy": fsdp2.CPUOffloadPolicy()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 # What a layer computes with; all take and return tensors of shape (batch, WIDTH).
 KINDS = (
@@ -107,7 +108,7 @@ class Node(nn.Module):
         self.layer = layer
         # (A module with two names whose weight is tied, too, is refused in some places.)
         linear = [own for own in earlier if own.kind == "linear"]
-        tied = [own.weight for own in earlier if own.kind == "same weight"]
+        tied = [getattr(own, "weight", None) for own in earlier if own.kind == "same weight"]
         again = [own for own in linear if not any(own.weight is weight for weight in tied)]
         single = [own for own in linear if earlier.count(own) == 1]
         if layer.kind == "same module" and again:
@@ -135,6 +136,10 @@ class Node(nn.Module):
         for module in self.parts():
             x = module(x, step)
         return x
+
+    def encode(self, x: Tensor, step: int) -> Tensor:
+        """Another way in, for `fsdp2.register_fsdp_forward_method`."""
+        return 2 * self.body(x, step)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         if self.layer.skipped == step % 2:
@@ -177,6 +182,19 @@ class Faulty(torch.autograd.Function):
 
 
 FAULTS = ("before forward", "after forward", "early in backward", "late in backward")
+# In hooks of the user's, on a node.
+HOOK_FAULTS = ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook")
+
+
+def add_faulty_hook(node: Node, place: str) -> RemovableHandle:
+    """Registers the hook of `HOOK_FAULTS` that raises what `node.fault` says."""
+    register = {
+        "forward pre-hook": node.register_forward_pre_hook,
+        "forward hook": node.register_forward_hook,
+        "backward pre-hook": node.register_full_backward_pre_hook,
+        "backward hook": node.register_full_backward_hook,
+    }
+    return register[place](lambda *_: raise_if(node, place))
 
 
 def build(layer: Layer) -> Node:
