@@ -62,7 +62,8 @@ class Row:
 
     Attributes:
         what: "tokens/s/GPU", "TFLOPS/GPU", "GiB" (reserved) or "relative TFLOPS/GPU" (to ``base``).
-        calibrated: whether the GPU's efficiency was chosen to meet this row.
+        calibrated: whether a number of the hardware was chosen to meet this row: the efficiency of
+            each kind of GPU, and the jitter.
         remark: why the prediction is off, if it is.
     """
 
@@ -87,14 +88,14 @@ def _t5(num_gpus: int) -> Run:
     return Run("T5-11B", "a100-fsdp-paper", num_gpus, 8, "full", "bfloat16")
 
 
-CONTENTION = "the simulation ignores that collectives slow down compute, and allocator retries"
+CONTENTION = "collectives take multiprocessors, and nothing else; no allocator retries"
 HIDDEN = (
-    "in the simulation all but the first and last communication is hidden; no stragglers or "
+    "in the simulation all but the first and last communication is hidden; stragglers, but no "
     "congestion"
 )
 ROWS = [
     Row("torchtitan", _llama(8), "tokens/s/GPU", 5762, calibrated=True),
-    Row("torchtitan", _llama(128), "tokens/s/GPU", 5605),
+    Row("torchtitan", _llama(128), "tokens/s/GPU", 5605, calibrated=True),
     Row("torchtitan", _llama(8), "GiB", 82.4),
     Row("torchtitan", _llama(128), "GiB", 67.0),
     Row("FSDP paper", _gpt(128, 2), "TFLOPS/GPU", 186, calibrated=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 
 from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
@@ -19,11 +21,15 @@ class Cost:
     Attributes:
         fixed_s: seconds that do not depend on other work: latency, or a kernel's time.
         shared_s: seconds on ``link`` if nothing else uses it.
+        slowed_by: the part of its speed that it loses while something else ``occupies``
+            multiprocessors; of ``fixed_s`` only.
     """
 
     fixed_s: float
     shared_s: float = 0.0
     link: str | None = None
+    slowed_by: float = 0.0
+    occupies: bool = False
 
     @property
     def total_s(self) -> float:
@@ -43,6 +49,22 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
 def compute_s(compute: Compute, hardware: Hardware) -> float:
     """Time of all kernels of ``compute``, one after the other."""
     return sum(operation_s(operation, hardware) for operation in compute.operations)
+
+
+def stragglers_s(kernels_s: float, num_ranks: int, hardware: Hardware) -> float:
+    """How much longer the slowest of ``num_ranks`` takes than the mean.
+
+    The times of kernels, of the host and of links vary (clocks, daemons, packets that are sent
+    again). What slows a rank down is taken to last for about a second, and seconds to be
+    independent: a deviation grows with the time up to there, and with its root from there on.
+    Ranks wait for each other, if not in every collective (gathers run ahead), then at the end of
+    the step. Of normal deviations, the largest of n is expected at the quantile
+    (n - 3/8) / (n + 1/4) (G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958).
+    """
+    if num_ranks < 2 or kernels_s <= 0:
+        return 0.0
+    largest = NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+    return hardware.jitter * min(kernels_s, sqrt(kernels_s)) * largest
 
 
 def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
@@ -85,7 +107,8 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     else:
         rounds = -(-transfer.messages // hardware.channels)
         latency = hardware.call_latency_s + rounds * ring_s
-    return Cost(latency + _copies_s(transfer.copied, hardware), moved / bandwidth, link)
+    fixed_s = latency + _copies_s(transfer.copied, hardware)
+    return Cost(fixed_s, moved / bandwidth, link, occupies=True)
 
 
 def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
@@ -99,11 +122,12 @@ def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost
     node_s = within / hardware.node_bandwidth
     fixed_s = latency + _copies_s(transfer.copied, hardware)
     if not between:
-        return Cost(fixed_s, node_s, NODE)
+        return Cost(fixed_s, node_s, NODE, occupies=True)
     network = hardware.network_bandwidth * hardware.network_efficiency
     network_s = between * ring.per_node * ring.groups_per_node / network
     fixed_s += hardware.network_latency_s
-    return Cost(fixed_s, network_s, NETWORK) if network_s > node_s else Cost(fixed_s, node_s, NODE)
+    slower = (network_s, NETWORK) if network_s > node_s else (node_s, NODE)
+    return Cost(fixed_s, *slower, occupies=True)
 
 
 def _copies_s(nbytes: int, hardware: Hardware) -> float:

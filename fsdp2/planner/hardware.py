@@ -21,7 +21,10 @@ from ..common.suggestions import did_you_mean
 GB = 1e9
 MIB, GIB = 2**20, 2**30
 # Fields that need not be positive.
-_MAY_BE_0 = ("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory")
+_MAY_BE_0 = (
+    *("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory"),
+    *("multiprocessors", "launch_s", "call_host_s", "jitter"),
+)
 MAX_FILE_BYTES = 1_000_000  # of a file of hardware
 
 
@@ -47,6 +50,12 @@ class Hardware:
         call_latency_s: fixed latency of a call, however many messages it has.
         channels: messages of a call that go round their rings at the same time.
         host_bandwidth: bytes per second between a GPU and host memory.
+        multiprocessors: of a GPU. A collective takes ``channels`` of them from kernels that run at
+            the same time; 0: nothing.
+        launch_s: time of the host per operator of the model.
+        call_host_s: time of the host per call of a collective, with the hooks around it.
+        jitter: standard deviation, relative, of the time that a rank takes for a second of kernels.
+            All wait for the slowest: see `costs.stragglers_s`.
         context_bytes: what the driver and the context of CUDA hold of ``memory_bytes``.
         workspace_bytes: scratch memory that cuBLAS keeps.
         channel_bytes: buffers of NCCL for each channel of a communicator.
@@ -79,6 +88,10 @@ class Hardware:
     call_latency_s: float = 8.4e-6
     channels: int = 16
     host_bandwidth: float = 25 * GB
+    multiprocessors: int = 132
+    launch_s: float = 5e-6
+    call_host_s: float = 50e-6
+    jitter: float = 0.05
     context_bytes: float = 1.5 * GB
     workspace_bytes: float = 64 * MIB
     channel_bytes: float = 18.4 * MIB
@@ -110,6 +123,13 @@ class Hardware:
         nccl = communicators * self.channels * self.channel_bytes
         return int(self.context_bytes + self.workspace_bytes + nccl)
 
+    @property
+    def taken_by_collectives(self) -> float:
+        """The part of a GPU's multiprocessors on which a collective runs."""
+        if not self.multiprocessors:
+            return 0.0
+        return min(0.9, self.channels / self.multiprocessors)
+
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s that large multiplications in ``dtype`` reach."""
         return self.matmul_flops[self.rate_of(dtype)] * self.matmul_efficiency
@@ -126,10 +146,10 @@ class Hardware:
 
 
 # Efficiency of multiplications: one number per kind of GPU, for all that a real step loses to the
-# data sheet (shapes, power limits, kernels of collectives beside). A100: calibrated on one
+# data sheet (shapes, power limits). A100: calibrated on one
 # published row, GPT-175B on 128 GPUs with two sequences each (FSDP paper, 186 TFLOPS). H100: the
 # same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
-# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.72 / 0.86 * 0.80 = 0.67. H100
+# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.757 / 0.86 * 0.80 = 0.70. H100
 # limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
 # Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
 # 190 TFLOPS on A100 and 335 on H100.
@@ -141,6 +161,12 @@ class Hardware:
 # Hopper is 32 MiB, and as much for cuBLASLt; less before. NCCL: a connection has buffers of 4 MiB
 # (NCCL_BUFFSIZE), 4.7 MiB (LL128) and 0.5 MiB (LL), and a ring has one to receive and one to send
 # per channel. All this is of the right order and measured on no cluster.
+# Multiprocessors: 108 of an A100, 132 of an H100 (data sheets); a kernel of NCCL has a block on one
+# of them for each channel, and what other kernels lose is taken to be that share of their speed.
+# Host: PyTorch launches 100,000 to 300,000 small kernels per second (its performance notes and
+# many profiles); the hooks of a unit and a call of a collective take 30 to 100 us together. Both
+# decide for small batches only. Jitter: chosen to meet one published row, that of torchtitan's
+# Llama 3 8B on 128 GPUs, which are 2.7 % slower than 8; see `costs.stragglers_s`.
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
 _A100 = Hardware(
@@ -148,12 +174,13 @@ _A100 = Hardware(
     memory_bytes=80 * GIB,
     # NVIDIA A100 data sheet: 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s (80 GB SXM).
     matmul_flops={torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 156e12},
-    matmul_efficiency=0.72,
+    matmul_efficiency=0.757,
     attention_flops=190e12,
     memory_bandwidth=2039 * GB,
     node_bandwidth=230 * GB,
     network_bandwidth=200 * GB,  # DGX A100: 8 HDR ports of 200 Gb/s for computing
     host_bandwidth=25 * GB,  # PCIe 4
+    multiprocessors=108,
 )
 _H100 = Hardware(
     name="h100",
@@ -166,7 +193,7 @@ _H100 = Hardware(
         torch.float16: 989e12,
         torch.float32: 494e12,
     },
-    matmul_efficiency=0.67,
+    matmul_efficiency=0.70,
     attention_flops=335e12,
     memory_bandwidth=3350 * GB,
     node_bandwidth=360 * GB,
@@ -191,7 +218,7 @@ PRESETS: dict[str, Hardware] = {
             _H100,
             name="h100-torchtitan",
             memory_bytes=95 * GIB,
-            matmul_efficiency=0.485,
+            matmul_efficiency=0.529,
             memory_bandwidth=2400 * GB,
         ),
         # Two cores and gloo, for trying things out: measured here to the order of magnitude. Gloo
@@ -210,6 +237,10 @@ PRESETS: dict[str, Hardware] = {
             node_latency_s=50e-6,
             network_latency_s=50e-6,
             channels=1,
+            multiprocessors=0,
+            launch_s=0,
+            call_host_s=0,
+            jitter=0,
             context_bytes=0,
             workspace_bytes=0,
             channel_bytes=0,
@@ -302,6 +333,7 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
         ),
         "caches_memory": ("true or false", isinstance(value, bool)),
         "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
+        "multiprocessors": ("a whole number", isinstance(value, int) and is_number(value)),
         "channels": ("a whole number", isinstance(value, int) and is_number(value)),
     }
     what, fits = kinds.get(key, ("a number", is_number(value)))

@@ -163,11 +163,17 @@ def _bound(made: Plan) -> str:
         return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
     parts = ", ".join(f"{name} {show_seconds(s)}" for name, s in moved.items())
     share = 100 * step.exposed_s / step.seconds
-    kind = "compute-bound" if share < 10 else "limited by communication"
+    waits = step.exposed_s - step.stragglers_s >= 0.1 * step.seconds
+    kind = "limited by communication" if waits else "compute-bound"
+    if waits and step.host_s > step.compute_s:
+        kind = f"limited by the host, which takes {show_seconds(step.host_s)} to launch it"
+    lost = f" (beside them: {show_seconds(step.contention_s)} more)" if step.contention_s else ""
+    late = f", {show_seconds(step.stragglers_s)} of it for the slowest rank" * bool(
+        step.stragglers_s
+    )
     return (
-        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}; "
-        f"{show_seconds(step.exposed_s)} of communication ({share:.0f} % of the step) are not "
-        "hidden."
+        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}{lost}; "
+        f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden{late}."
     )
 
 
@@ -291,6 +297,9 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "split": None if made.split is None else asdict(made.split),
         "step_s": made.chosen.seconds,
         "compute_s": step.compute_s,
+        "contention_s": step.contention_s,
+        "stragglers_s": step.stragglers_s,
+        "host_s": step.host_s,
         "optimizer_s": step.optimizer_s,
         "exposed_s": step.exposed_s,
         "stream_s": step.stream_s,

@@ -1,7 +1,8 @@
 """Schedules tasks on streams: a discrete-event simulation in pure Python.
 
 Tasks on one stream run one after the other, and after the tasks that they wait for. Tasks that use
-the same link at the same time share its bandwidth equally.
+the same link at the same time share its bandwidth equally; tasks that occupy multiprocessors slow
+others down.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class _Running:
     fixed_s: float
     shared_s: float
     link: str | None
+    slowed_by: float
+    occupies: bool
 
 
 def schedule(tasks: Sequence[Task]) -> list[Span]:
@@ -89,7 +92,9 @@ def _begin(tasks, queues, heads, busy, spans, running, now) -> None:
         busy.add(stream)
         cost = tasks[i].cost
         spans[i].begin = now
-        running.append(_Running(i, cost.fixed_s, cost.shared_s, cost.link))
+        running.append(
+            _Running(i, cost.fixed_s, cost.shared_s, cost.link, cost.slowed_by, cost.occupies)
+        )
 
 
 def _advance(running: list[_Running]) -> float:
@@ -98,16 +103,24 @@ def _advance(running: list[_Running]) -> float:
     for each in running:
         if each.fixed_s <= 0:
             users[each.link] = users.get(each.link, 0) + 1
+    occupied = any(each.occupies for each in running)
     step = min(
-        each.fixed_s if each.fixed_s > 0 else each.shared_s * users[each.link] for each in running
+        each.fixed_s / _speed(each, occupied)
+        if each.fixed_s > 0
+        else each.shared_s * users[each.link]
+        for each in running
     )
     step = max(step, 0.0)
     for each in running:
         if each.fixed_s > 0:
-            each.fixed_s = _less(each.fixed_s, step)
+            each.fixed_s = _less(each.fixed_s, step * _speed(each, occupied))
         else:
             each.shared_s = _less(each.shared_s, step / users[each.link])
     return step
+
+
+def _speed(each: _Running, occupied: bool) -> float:
+    return 1 - each.slowed_by if occupied else 1.0
 
 
 def _less(seconds: float, passed: float) -> float:

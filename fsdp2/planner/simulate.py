@@ -12,7 +12,7 @@ from ..estimation.events import Compute, StepTrace
 from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
 from ..policy import CPUOffloadPolicy
-from .costs import Cost, compute_s, copy_cost, transfer_cost
+from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
 from .hardware import Hardware
 from .schedule import Span, Task, schedule
 
@@ -25,7 +25,11 @@ class SimulatedStep:
 
     Attributes:
         seconds: time of forward, backward and optimizer.
-        compute_s: time of the model's kernels.
+        compute_s: time of the model's kernels, beside collectives.
+        contention_s: the part of it that they lose to collectives.
+        stragglers_s: how long the mean rank waits for the slowest; part of ``exposed_s``.
+        host_s: how long the host takes to launch it all. If that is more than ``compute_s``, it is
+            the host that ``exposed_s`` waits for.
         optimizer_s: time of the optimizer.
         stream_s: how long each stream is busy.
         exposed_s: how long compute waits for communication.
@@ -39,6 +43,9 @@ class SimulatedStep:
 
     seconds: float
     compute_s: float
+    contention_s: float
+    stragglers_s: float
+    host_s: float
     optimizer_s: float
     stream_s: dict[str, float]
     exposed_s: float
@@ -95,11 +102,33 @@ class Simulator:
             keep_samples=keep_samples,
             reserves=self.hardware.caches_memory,
         )
-        spans = schedule(self._tasks(made, speed))
+        costs = self._costs(made, speed)
+        host = self._host_costs(made)
+        spans = schedule(_tasks(made, costs, host))[len(host) :]
         offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
-        return self._summary(trace, made, spans, cost, offloaded, speed)
+        kernels_s = sum(
+            each.fixed_s
+            for each, launch in zip(costs, made.launches, strict=True)
+            if launch.stream == "compute"
+        )
+        host_s = sum(each.fixed_s for each in host)
+        return self._summary(trace, made, spans, cost, (offloaded, speed, kernels_s, host_s))
 
-    def _tasks(self, made: Replay, speed: float) -> list[Task]:
+    def _host_costs(self, made: Replay) -> list[Cost]:
+        """The time of the host for each launch; none if it takes none."""
+        hardware = self.hardware
+        if not hardware.launch_s and not hardware.call_host_s:
+            return []
+        return [
+            Cost(
+                hardware.launch_s * len(launch.work.operations)
+                if isinstance(launch.work, Compute)
+                else hardware.call_host_s
+            )
+            for launch in made.launches
+        ]
+
+    def _costs(self, made: Replay, speed: float) -> list[Cost]:
         setup = made.setup
         topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
         secondary = [
@@ -109,18 +138,19 @@ class Simulator:
             group: topology.ring(group, secondary[0] if secondary else 1)
             for group in ("shard", "secondary", "replicate", "all", "within", "across")
         }
-        tasks = []
+        costs = []
+        slowed_by = self.hardware.taken_by_collectives
         for launch in made.launches:
             work = launch.work
             if isinstance(work, Compute):
-                cost = Cost(self._seconds(work) / speed)
+                cost = Cost(self._seconds(work) / speed, slowed_by=slowed_by)
             elif isinstance(work, Transfer):
                 cost = transfer_cost(work, rings[work.group], self.hardware)
             else:
                 assert isinstance(work, Copy)
                 cost = copy_cost(work, self.hardware)
-            tasks.append(Task(launch.stream, cost, launch.after))
-        return tasks
+            costs.append(cost)
+        return costs
 
     def _seconds(self, compute: Compute) -> float:
         known = self._compute_s.get(id(compute))
@@ -141,10 +171,10 @@ class Simulator:
         made: Replay,
         spans: list[Span],
         cost: OptimizerCost,
-        offloaded: bool,
-        speed: float,
+        facts: tuple[bool, float, float, float],
     ) -> SimulatedStep:
         hardware = self.hardware
+        offloaded, speed, kernels_s, host_s = facts
         stream_s: dict[str, float] = {}
         for launch, span in zip(made.launches, spans, strict=True):
             busy = span.end - span.begin
@@ -154,12 +184,16 @@ class Simulator:
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
+        waiting_s = stragglers_s(kernels_s, made.setup.num_ranks, hardware)
         return SimulatedStep(
-            seconds=end + optimizer_s,
+            seconds=end + waiting_s + optimizer_s,
             compute_s=compute,
+            contention_s=max(0.0, compute - kernels_s),
+            stragglers_s=waiting_s,
+            host_s=host_s,
             optimizer_s=optimizer_s,
             stream_s=stream_s,
-            exposed_s=end - compute,
+            exposed_s=end - compute + waiting_s,
             peak=made.account.peak,
             reserved=made.account.peak.total if reserved is None else reserved,
             libraries=hardware.library_bytes(len({t.group for t in made.transfers})),
@@ -168,3 +202,20 @@ class Simulator:
             spans=spans,
             samples=made.account.samples or [],
         )
+
+
+def _tasks(made: Replay, costs: Sequence[Cost], host: Sequence[Cost]) -> list[Task]:
+    """What runs on the host (``host``: all, or nothing), and after it what runs on the streams.
+
+    A kernel begins when the host has launched what comes before it, the first of several when the
+    host begins with them; a collective when the host has called it.
+    """
+    tasks = [Task("host", cost) for cost in host]
+    first = len(tasks)
+    for i, (launch, cost) in enumerate(zip(made.launches, costs, strict=True)):
+        after = tuple(first + other for other in launch.after)
+        if host:
+            launched = i - 1 if isinstance(launch.work, Compute) else i
+            after += (launched,) if launched >= 0 else ()
+        tasks.append(Task(launch.stream, cost, after))
+    return tasks

@@ -68,7 +68,8 @@ def test_speeds_of_ranks_and_of_nodes_are_the_same_thing() -> None:
 def test_equally_slow_ranks_are_only_slower() -> None:
     slow = planned([0.5, 0.5])
     assert slow.split is None
-    assert slow.step.compute_s == pytest.approx(2 * planned([]).step.compute_s)
+    # (Not exactly twice as long: collectives take multiprocessors from it for as long as before.)
+    assert slow.step.compute_s == pytest.approx(2 * planned([]).step.compute_s, rel=0.02)
 
 
 def test_the_memory_of_the_rank_with_most_samples_counts() -> None:

@@ -131,10 +131,18 @@ def test_a_plan_that_fits_has_room_for_its_libraries() -> None:
     assert made.memory_budget == H100.memory_bytes
     assert " allocated; " in str(made)
     assert " of libraries of 80.0 GiB" in str(made)
-    small = replace(H100, memory_bytes=min(o.needed_bytes for o in made.outcomes) - 1)
+    exact = replace(H100, memory_bytes=made.chosen.needed_bytes)
+    for hardware, fits in (
+        (exact, True),
+        (replace(exact, memory_bytes=exact.memory_bytes - 1), False),
+        (replace(exact, context_bytes=exact.context_bytes + 1), False),
+    ):
+        outcomes = plan(model, batch, hardware, 8).outcomes
+        found = [o.fits for o in outcomes if o.candidate == made.chosen.candidate]
+        assert found in ([fits], [])  # some are not tried any more
+        assert all(o.fits == (o.needed_bytes <= hardware.memory_bytes) for o in outcomes)
     with pytest.raises(ValueError, match=r"Nothing fits into .*: the minimum is"):
-        plan(model, batch, small, 8)
-    plan(model, batch, replace(small, context_bytes=small.context_bytes - 2), 8)
+        plan(model, batch, replace(H100, memory_bytes=H100.library_bytes(1)), 8)
 
 
 def test_memory_of_libraries_may_be_zero_and_not_less() -> None:
