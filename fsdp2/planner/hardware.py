@@ -55,7 +55,7 @@ class Hardware:
         launch_s: time of the host per operator of the model.
         call_host_s: time of the host per call of a collective, with the hooks around it.
         jitter: standard deviation, relative, of the time that a rank takes for a second of kernels.
-            All wait for the slowest: see `costs.stragglers_s`.
+            All wait for the slowest: see ``stragglers_s`` in ``planner/costs.py``.
         context_bytes: what the driver and the context of CUDA hold of ``memory_bytes``.
         workspace_bytes: scratch memory that cuBLAS keeps.
         channel_bytes: buffers of NCCL for each channel of a communicator.
