@@ -260,6 +260,7 @@ class Runtime:
         if self._kept_unit is not None:
             self._free_kept()
         for unit in self.units:
+            unit.running = 0  # more where a forward raised, and its caller went on
             if unit.state is State.GATHERING:  # prefetched, but did not run
                 unit.reshard(self.streams)
         if self._borrows:

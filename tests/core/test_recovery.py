@@ -311,3 +311,35 @@ def test_reset_by_hand_drops_what_micro_batches_have_accumulated(kind: str) -> N
 test_reset_by_hand_drops_what_micro_batches_have_accumulated = ours_only("keeps what it drops")(
     test_reset_by_hand_drops_what_micro_batches_have_accumulated
 )
+
+
+class Tries(nn.Module):
+    """Calls each layer wrongly first, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                layer(x[:, :2])
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("together", [False, True])
+@distributed(1, 2)
+def test_a_layer_that_raised_in_a_forward_that_went_on(together: bool) -> None:
+    """Its unit is freed after backward: else its modules show no gradients."""
+
+    def units(model: nn.Module) -> list[Any]:
+        layers = list(model.get_submodule("layers").children())
+        return [layers] if together else layers
+
+    case = Case("tries", Tries, units, normal_batch(4, 6))
+    model, plain = pair(case)
+    for step in range(3):
+        run_both(case, model, plain, step)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
