@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from operator import add, sub
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 GATHERED, SECONDARY = "gathered parameters", "secondary shards"
 UNREDUCED = "unreduced gradients"
 PARTS = (PARAMETERS, GRADIENTS, GATHERED, SECONDARY, UNREDUCED)
+
+# The system is asked for the memory of the process at most this often: a call of some microseconds,
+# which small units would make every hundred.
+RESIDENT_INTERVAL_S = 5e-4
 
 
 class Held:
@@ -37,9 +43,7 @@ class Held:
         before = self._of_unit.get(unit, _NOTHING)
         if parts != before:
             self._of_unit[unit] = parts
-            self.now = tuple(
-                n + new - old for n, new, old in zip(self.now, parts, before, strict=True)
-            )
+            self.now = tuple(map(sub, map(add, self.now, parts), before))
 
     def note_accumulated(self, unit: Unit) -> None:
         """After a backward of ``unit`` without gradient sync, count the unsharded gradients."""
@@ -64,12 +68,12 @@ def _parts(unit: Unit, unreduced: int) -> tuple[int, ...]:
         if bucket.shard_device == bucket.device:  # else in host memory
             shards += bucket.shards.nbytes
             if bucket.grads is not None:
-                grads += bucket.grads.storage.size()
+                grads += bucket.grads.storage.nbytes()
         if bucket.gathered is not None:
             for storage in bucket.gathered.storages:
-                gathered += storage.size()
+                gathered += storage.nbytes()
         if bucket.secondary is not None:
-            secondary += bucket.secondary.storage.size()
+            secondary += bucket.secondary.storage.nbytes()
         if bucket.partial is not None:
             unreduced += bucket.partial.nbytes
     return shards, grads, gathered, secondary, unreduced
@@ -111,7 +115,14 @@ def _resident_reader() -> Callable[[], Any]:
     except OSError:
         return lambda: None  # not Linux
 
-    def resident(fd: int = file.fileno(), pread: Any = os.pread, of: Any = file) -> bytes:
-        return pread(fd, 100, 0)  # text: it is understood when the profile is over
+    last_s, text = float("-inf"), b""
+    fd, pread = file.fileno(), os.pread
+
+    def resident(_of: Any = file) -> bytes:
+        nonlocal last_s, text
+        now_s = perf_counter()
+        if now_s - last_s >= RESIDENT_INTERVAL_S:
+            last_s, text = now_s, pread(fd, 100, 0)  # understood when the profile is over
+        return text
 
     return resident

@@ -73,7 +73,9 @@ class Recorder:
         self._open: list[tuple[Unit | None, str]] = []
         self._gathering: dict[Unit, Operation] = {}
         self._facts: dict[Bucket, BucketFacts] = {}
+        self._gather_sizes: dict[tuple[Bucket, int], tuple[int, int]] = {}  # and number of ranks
         self._held = Held()
+        self._noted: Unit | None = None  # whose memory the last sample measured
         self._total = total_reader(self._device)
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
@@ -118,6 +120,8 @@ class Recorder:
         self._runtimes.clear()
         self._gathering.clear()
         self._facts.clear()
+        self._gather_sizes.clear()
+        self._noted = None
         self._held = Held()
         self._total = lambda: None
 
@@ -187,8 +191,9 @@ class Recorder:
     ) -> None:
         mark = self.clock.mark()
         self._leave(unit, RECOMPUTE if runtime.in_backward else FORWARD, mark)
+        before = len(self._samples)
         original(unit, **kwargs)
-        self._note_memory(unit)
+        self._note_memory_unless_noted(unit, before)
 
     def _pre_backward(
         self,
@@ -206,9 +211,10 @@ class Recorder:
         self._note_memory(unit)
 
     def _post_backward(self, runtime: Runtime, original: Callable[..., Any], unit: Unit) -> None:
+        before = len(self._samples)
         original(unit)
         self._leave(unit, BACKWARD, self.clock.mark())
-        self._note_memory(unit)
+        self._note_memory_unless_noted(unit, before)
 
     def _reduce(
         self, runtime: Runtime, original: Callable[..., Any], unit: Unit, **kwargs: Any
@@ -294,7 +300,6 @@ class Recorder:
         for bucket, transports in zip(unit.buckets, unit.param_group.transports, strict=True):
             if bucket in held or transports.gather is None:
                 continue
-            facts = self._facts_of(unit, bucket)
             link = transports.gather
             if (
                 secondary
@@ -302,9 +307,13 @@ class Recorder:
                 and bucket.secondary is not None
             ):
                 link = transports.secondary_gather
-            num_ranks = max(num_ranks, link.group.size())
-            nbytes += facts.numel * facts.gather_dtype.itemsize
-            sent += facts.regather(link.group.size()).total
+            ranks = link.group.size()
+            num_ranks = max(num_ranks, ranks)
+            sizes = self._gather_sizes.get((bucket, ranks)) or self._size_gather(
+                unit, bucket, ranks
+            )
+            nbytes += sizes[0]
+            sent += sizes[1]
         if num_ranks:
             operation.num_ranks, operation.nbytes, operation.sent_bytes = num_ranks, nbytes, sent
             self.launched(operation, end=end)
@@ -324,6 +333,13 @@ class Recorder:
     def _reshard(self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         self._note_memory(unit)
+
+    def _size_gather(self, unit: Unit, bucket: Bucket, ranks: int) -> tuple[int, int]:
+        """Bytes of the whole and bytes sent; the same for all gathers of a profile."""
+        facts = self._facts_of(unit, bucket)
+        sizes = facts.numel * facts.gather_dtype.itemsize, facts.regather(ranks).total
+        self._gather_sizes[bucket, ranks] = sizes
+        return sizes
 
     def _facts_of(self, unit: Unit, bucket: Bucket) -> BucketFacts:
         facts = self._facts.get(bucket)
@@ -378,8 +394,14 @@ class Recorder:
 
     def _note_memory(self, unit: Unit) -> None:
         if unit in self._names:
+            self._noted = unit
             self._held.measure(unit)
             self._samples.append((self.clock.mark(), self._held.now, self._total()))
+
+    def _note_memory_unless_noted(self, unit: Unit, before: int) -> None:
+        """Note it unless the last sample is of this unit, and later than the first ``before``."""
+        if len(self._samples) == before or self._noted is not unit:
+            self._note_memory(unit)
 
     def _sample(self, mark: Mark) -> None:
         self._samples.append((mark, self._held.now, self._total()))

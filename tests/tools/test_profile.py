@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from benchmarks.calls import _called_by
 from fsdp2 import CPUOffloadPolicy, FSDPModule, Profile, explain, fully_shard, profile, replicate
 from fsdp2.profiling import recorder
 from fsdp2.profiling.memory import PARTS
@@ -437,6 +438,37 @@ def test_one_rank_communicates_nothing() -> None:
         p = run(model, torch.ones(3, 7))
     assert p.measures.total.gather.count == p.measures.total.reduce.count == 0
     assert p.measures.total.forward_s > 0
+
+
+# -- on: little cost -------------------------------------------------------------------------------
+
+
+def test_a_profile_adds_few_calls_to_a_unit() -> None:
+    """Python calls of a step with a profile, minus those without, per unit: a bound on growth."""
+    added = []
+    with simulated_mesh(2) as mesh:
+        for num_units in (2, 6):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_units)))
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+
+            def step(model: nn.Module = model) -> None:
+                model(torch.ones(2, 4)).sum().backward()
+
+            for _ in range(3):
+                step()
+            without = _called_by(step)[0].total()
+            with profile(model) as p:
+                step()
+                assert p._recorder is not None
+                before = len(p._recorder._samples)
+                with_profile = _called_by(step)[0].total()
+                samples = len(p._recorder._samples) - before
+            added.append((with_profile - without, samples))
+    (few_calls, few_samples), (calls, samples) = added
+    assert (samples - few_samples) / 4 <= 8, added
+    assert (calls - few_calls) / 4 <= 125, added
 
 
 # -- off: no cost --------------------------------------------------------------------------------
