@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy
+from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.estimation.estimating import default_checkpoint_modules
 from fsdp2.estimation.events import StepTrace
 from fsdp2.estimation.setups import make_setup
@@ -134,6 +134,7 @@ def _trace(
         mp_policy=MixedPrecisionPolicy(BF16, getattr(torch, reduce_dtype)),
         activation_checkpointing=checkpointing,
         checkpoint_modules=default_checkpoint_modules(model, units),
+        kernels=Kernels(fused_norms=False),  # torch had no fused RMS norm when these were made
     )
     return trace, units
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .describe.explanation import Explanation
     from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
-    from .estimation import Estimate, estimate, register_cost
+    from .estimation import Estimate, Kernels, estimate, register_cost
     from .optim import clip_grad_norm_, get_total_norm
     from .planner import Hardware, Plan, plan
     from .policy import (
@@ -57,6 +57,7 @@ __all__ = [
     "HangReport",
     "HangWarning",
     "Hardware",
+    "Kernels",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
@@ -105,6 +106,7 @@ _HOME = {
     "HangReport": "describe.hangs",
     "HangWarning": "describe.hangs",
     "Hardware": "planner",
+    "Kernels": "estimation",
     "MixedPrecisionPolicy": "policy",
     "OffloadPolicy": "policy",
     "Plan": "planner",

@@ -148,6 +148,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
     )
     parser.add_argument(
+        "--attention",
+        choices=("auto", "flash", "efficient", "cudnn", "math"),
+        default="auto",
+        help="kernel of scaled_dot_product_attention on a GPU (default: auto, as CUDA chooses)",
+    )
+    parser.add_argument(
         "--unknown-costs",
         choices=("error", "list"),
         default="error",
@@ -162,7 +168,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _step_options(args: argparse.Namespace) -> dict[str, Any]:
+    from ..estimation import Kernels
+
+    chosen = args.attention != "auto"
     return {
+        "kernels": Kernels(attention=args.attention) if chosen else None,
         "sample_input": _call(args.input),
         "loss_fn": None if args.loss is None else find_object(args.loss),
         "micro_batches": args.micro_batches,

@@ -271,6 +271,15 @@ TRACING = (
         "torch.ops.aten.add.Tensor._schema",
     ),
     *_names(
+        "the kernels of accelerators in a step that is traced without one",
+        "torch.library._scoped_library",
+        "torch.ops.aten._scaled_dot_product_attention_math",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "torch.ops.aten._scaled_dot_product_efficient_attention",
+        "torch.ops.aten._scaled_dot_product_flash_attention",
+        "torch.nn.attention.flex_attention._validate_device",
+    ),
+    *_names(
         "`.item()` of a DTensor while weights are initialized",
         "torch.ops.aten._local_scalar_dense",
     ),

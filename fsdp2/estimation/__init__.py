@@ -1,6 +1,7 @@
 """Predicts the memory and traffic of sharded training: see `estimate`."""
 
 from .estimating import Estimate, RankEstimate, TrafficRow, estimate
+from .kernels import Kernels
 from .op_costs import register_cost
 
-__all__ = ["Estimate", "RankEstimate", "TrafficRow", "estimate", "register_cost"]
+__all__ = ["Estimate", "Kernels", "RankEstimate", "TrafficRow", "estimate", "register_cost"]

@@ -17,6 +17,7 @@ from ..policy import (
 )
 from ..wrap import units_of
 from .events import StepTrace
+from .kernels import Kernels, kernels_of
 from .optimizers import OptimizerCost, optimizer_cost
 from .replay import Replay, Setup, replay, with_rank
 from .report import Estimate, RankEstimate, TrafficRow
@@ -47,6 +48,7 @@ def estimate(
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
     device_type: str = "cuda",
+    kernels: Kernels | None = None,
     ranks_per_node: int = 8,
     fake: bool = True,
     unknown_costs: str = "error",
@@ -87,6 +89,8 @@ def estimate(
         device_type: the device of the run. "cpu" models gloo: up to 32 ranks read what they need
             from each other's memory within a node, and send each shard, and a node's sum of each
             gradient, once to each other node.
+        kernels: which attention kernel, and whether norms are fused. None: those that
+            ``device_type`` runs.
         ranks_per_node: determines which traffic leaves a node; ranks are numbered node by node.
         fake: False runs one real step on the CPU, with all the memory that it needs; required for
             models whose shapes depend on their data.
@@ -114,6 +118,7 @@ def estimate(
     """
     check_comm_policy(comm_policy)
     check_choice(unknown_costs)
+    kernels = kernels_of(kernels, device_type)
     units = tuple(units_of(model, wrap))
     setup = make_setup(
         units,
@@ -143,6 +148,7 @@ def estimate(
         activation_checkpointing=activation_checkpointing,
         checkpoint_modules=checkpoint_modules,
         device_type=device_type,
+        kernels=kernels,
         fake=fake,
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)

@@ -8,7 +8,7 @@ long as autograd holds it. Works on fake tensors, whose storages have no memory,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .events import Compute, Operation, Uncosted
-from .op_costs import FREE, cost_of, operator_name
+from .op_costs import FREE, cost_of, nbytes_of, operator_name
 from .workspaces import with_float32_gradients, with_workspace
 
 
@@ -84,6 +84,21 @@ class StorageMeter(TorchDispatchMode):
             self.uncosted[without_cost] = Uncosted(
                 before.calls + 1, before.nbytes + operation.nbytes
             )
+
+    def count_tensors(
+        self,
+        read: Iterable[torch.Tensor | None],
+        written: Iterable[torch.Tensor | None],
+        *,
+        flops: int = 0,
+        attention: bool = False,
+    ) -> None:
+        """Add a kernel that no operator stands for."""
+        if self._paused:
+            return
+        used = [t for t in (*read, *written) if t is not None]
+        nbytes = sum(map(nbytes_of, used))
+        self.count(Operation(flops, nbytes, used[0].dtype, attention))
 
     def _is_free(self, func: Any) -> bool:
         """Whether there is no kernel: views, and allocations."""

@@ -216,17 +216,19 @@ def _formula(func: Any, full_name: str, name: str) -> Any:
 def _attention(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """By torch's formulas. Causal attention counts half, as kernels skip the rest."""
     if operator_name(func).endswith("_backward"):
-        grad, q, k, v = (t.shape for t in args[:4])
-        flops = sdpa_backward_flop_count(grad, q, _heads(q, k), _heads(q, v))
+        grad, q, k, v = args[:4]
+        flops = sdpa_backward_flop_count(
+            grad.shape, q.shape, repeated_heads(q, k), repeated_heads(q, v)
+        )
     else:
-        q, k, v = (t.shape for t in args[:3])
-        flops = sdpa_flop_count(q, _heads(q, k), _heads(q, v))
+        q, k, v = args[:3]
+        flops = sdpa_flop_count(q.shape, repeated_heads(q, k), repeated_heads(q, v))
     return flops // 2 if _causal(func, args, kwargs) else flops
 
 
-def _heads(q: torch.Size, k: torch.Size) -> torch.Size:
+def repeated_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Size:
     """The shape of keys or values repeated for all heads of the queries (grouped attention)."""
-    return torch.Size((*q[:-2], *k[-2:]))
+    return torch.Size((*q.shape[:-2], *k.shape[-2:]))
 
 
 def _causal(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -26,6 +26,7 @@ from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
 from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .kernels import Kernels, kernels_of, traced_kernels
 from .meter import StorageMeter
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -41,6 +42,7 @@ def trace_step(
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] = (),
     device_type: str = "cuda",
+    kernels: Kernels | None = None,
     fake: bool = True,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
@@ -57,6 +59,7 @@ def trace_step(
         activation_checkpointing: see `checkpointing.checkpointed`.
         checkpoint_modules: names of the modules whose activations are recomputed.
         device_type: the device of the run. Some kernels of the CPU make other gradients.
+        kernels: which of them fake tensors stand for; None: those of ``device_type``.
         fake: False computes on real memory of the CPU, for models whose shapes depend on data.
 
     Raises:
@@ -80,6 +83,10 @@ def trace_step(
         stack.enter_context(_without_side_effects(model))
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            chosen = kernels_of(kernels, device_type)
+            stack.enter_context(traced_kernels(chosen, meter, trace.notes))
+        elif kernels_of(kernels, device_type).device != "cpu":
+            trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
         params = _replace_tensors(model, mp_policy, trace, fake)
         args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
         inputs = list(tensors_in((args, kwargs)))

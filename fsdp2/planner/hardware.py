@@ -62,6 +62,7 @@ class Hardware:
         caches_memory: whether tensors are allocated by torch's caching allocator.
         speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
             above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
+        device_type: whose kernels run: "cuda", or "cpu".
 
     Raises:
         ValueError: for numbers that are not positive, and speeds that are not finite.
@@ -97,6 +98,7 @@ class Hardware:
     channel_bytes: float = 18.4 * MIB
     caches_memory: bool = True
     speeds: Sequence[float] = ()
+    device_type: str = "cuda"
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,7 @@ class Hardware:
 # data sheet (shapes, power limits). A100: calibrated on one
 # published row, GPT-175B on 128 GPUs with two sequences each (FSDP paper, 186 TFLOPS). H100: the
 # same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
-# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.757 / 0.86 * 0.80 = 0.70. H100
+# as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
 # limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
 # Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
 # 190 TFLOPS on A100 and 335 on H100.
@@ -174,7 +176,7 @@ _A100 = Hardware(
     memory_bytes=80 * GIB,
     # NVIDIA A100 data sheet: 312 TFLOPS dense bf16, 156 TF32, 2,039 GB/s (80 GB SXM).
     matmul_flops={torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 156e12},
-    matmul_efficiency=0.757,
+    matmul_efficiency=0.735,
     attention_flops=190e12,
     memory_bandwidth=2039 * GB,
     node_bandwidth=230 * GB,
@@ -193,7 +195,7 @@ _H100 = Hardware(
         torch.float16: 989e12,
         torch.float32: 494e12,
     },
-    matmul_efficiency=0.70,
+    matmul_efficiency=0.68,
     attention_flops=335e12,
     memory_bandwidth=3350 * GB,
     node_bandwidth=360 * GB,
@@ -245,6 +247,7 @@ PRESETS: dict[str, Hardware] = {
             workspace_bytes=0,
             channel_bytes=0,
             caches_memory=False,
+            device_type="cpu",
         ),
     )
 }
@@ -326,6 +329,7 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
     kinds = {
         "name": ("a text", isinstance(value, str)),
         "source": ("a text", isinstance(value, str)),
+        "device_type": ("a text", isinstance(value, str)),
         "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
         "matmul_flops": (
             "an object with a number for each dtype",

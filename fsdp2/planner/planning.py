@@ -11,6 +11,7 @@ from torch import nn
 from ..estimation.checkpointing import MODES
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
+from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.replay import Setup
 from ..estimation.setups import check_accumulation, check_number, make_setup
 from ..estimation.tracing import LossFn, trace_step
@@ -54,6 +55,7 @@ def plan(
     micro_batches: int = 1,
     accumulation: Sequence[str] = ("unsharded", "sharded"),
     max_gathered_bytes: int | None = None,
+    kernels: Kernels | None = None,
     fake: bool = True,
     unknown_costs: str = "error",
     progress: Callable[[str, int, int], None] | None = None,
@@ -71,9 +73,9 @@ def plan(
 
     Args:
         model: not sharded; may be on the meta device. Unchanged afterwards.
-        sample_input, loss_fn, optimizer, micro_batches, fake, unknown_costs: as in `estimate`; the
-            batch is that of one rank if all have as many samples. To divide it, all tensors in it
-            with as many rows as the first one count as samples.
+        sample_input, loss_fn, optimizer, micro_batches, kernels, fake, unknown_costs: as in
+            `estimate`; the batch is that of one rank if all have as many samples. To divide it, all
+            tensors in it with as many rows as the first one count as samples.
         hardware: the name of a preset ("h100", "h200", "a100-80", "a100-40"), a file that ends in
             ``.json`` (see ``fsdp2.planner.find_hardware``) or a `Hardware`.
         num_ranks: number of GPUs. For several nodes, a multiple of the GPUs in a node.
@@ -109,6 +111,7 @@ def plan(
         if mode not in MODES:
             raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
     check_choice(unknown_costs)
+    kernels = kernels_of(kernels, chosen_hardware.device_type)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
     ways = _checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
@@ -134,6 +137,7 @@ def plan(
             mp_policy=mp_policy,
             activation_checkpointing=mode,
             checkpoint_modules=blocks,
+            kernels=kernels,
             fake=fake,
         ),
         progress or (lambda what, done, total: None),
