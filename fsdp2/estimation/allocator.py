@@ -97,22 +97,22 @@ class Allocator:
         if block is None:
             return
         self.allocated -= block.size
-        after = block.after
-        if after is not None and after.free:
-            self._take(after)
-            block.size += after.size
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-        before = block.before
-        if before is not None and before.free:
-            self._take(before)
-            before.size += block.size
-            before.after = block.after
-            if before.after is not None:
-                before.after.before = before
-            block = before
+        if block.after is not None and block.after.free:
+            self._take(block.after)
+            _join(block, block.after)
+        if block.before is not None and block.before.free:
+            self._take(block.before)
+            block = _join(block.before, block)
         self._put(block)
 
     def _take(self, block: Block) -> None:
         del block.pool[bisect_left(block.pool, (block.size, block.address))]
+
+
+def _join(block: Block, after: Block) -> Block:
+    """Make a block and the one after it one; neither is in a pool."""
+    block.size += after.size
+    block.after = after.after
+    if block.after is not None:
+        block.after.before = block
+    return block

@@ -66,6 +66,19 @@ def children(model: nn.Module) -> list[nn.Module]:
 # --------------------------------------------------------------------------------------- MLP
 
 
+class LinearBlocks(nn.Module):
+    """Six residual blocks, each a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return x
+
+
 def build_mlp() -> nn.Module:
     """Dims that no world size divides; the last weight has one row."""
     layers = [nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 1)]

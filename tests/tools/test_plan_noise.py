@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import harness
 
@@ -17,25 +16,15 @@ if harness.RUNS_ON_TORCH:
 from fsdp2 import plan
 from fsdp2.planner import find_hardware
 from fsdp2.planner.costs import stragglers_s
+from models import LinearBlocks
 
 H100 = find_hardware("h100")
 QUIET: dict[str, Any] = {"multiprocessors": 0, "launch_s": 0, "call_host_s": 0, "jitter": 0}
 
 
-class Blocks(nn.Module):
-    def __init__(self, width: int = 2048) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.relu(block(x))
-        return x
-
-
 def planned(num_ranks: int = 64, rows: int = 8192, **changes: Any) -> Any:
     with torch.device("meta"):
-        model, batch = Blocks(), torch.empty(rows, 2048)
+        model, batch = LinearBlocks(2048), torch.empty(rows, 2048)
     hardware = replace(H100, **{**QUIET, **changes})
     return plan(model, batch, hardware, num_ranks, activation_checkpointing=("none",))
 

@@ -17,6 +17,7 @@ if harness.RUNS_ON_TORCH:
 from fsdp2 import estimate, plan
 from fsdp2.estimation.allocator import ALIGN, MIB, Allocator
 from fsdp2.planner import find_hardware
+from models import LinearBlocks
 
 H100 = find_hardware("h100")
 
@@ -79,20 +80,9 @@ def test_streams_keep_what_they_free() -> None:
     assert memory.reserved == 80 * MIB
 
 
-class Blocks(nn.Module):
-    def __init__(self, width: int = 1024) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.relu(block(x))
-        return x
-
-
 def blocks() -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
-        return Blocks(), torch.empty(512, 1024)
+        return LinearBlocks(1024), torch.empty(512, 1024)
 
 
 @pytest.mark.parametrize("options", [
