@@ -18,6 +18,7 @@ from .common.versions import __version__ as __version__
 # tests/unit/test_imports.py compares the two.
 if TYPE_CHECKING:
     from . import optim, wrap
+    from .api.deterministic import deterministic
     from .api.full_state import full_state_dict, iter_full_tensors, load_full_state_dict
     from .api.fully_shard import fully_shard, replicate
     from .api.functions import register_fsdp_forward_method, share_comm_ctx
@@ -69,6 +70,7 @@ __all__ = [
     "broadcast_replicas",
     "check_ranks_agree",
     "clip_grad_norm_",
+    "deterministic",
     "estimate",
     "explain",
     "full_state_dict",
@@ -118,6 +120,7 @@ _HOME = {
     "broadcast_replicas": "api.initialization",
     "check_ranks_agree": "describe.rank_checks",
     "clip_grad_norm_": "optim",
+    "deterministic": "api.deterministic",
     "estimate": "estimation",
     "explain": "describe.explain",
     "full_state_dict": "api.full_state",

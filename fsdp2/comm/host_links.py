@@ -439,6 +439,13 @@ def places_of(group: dist.ProcessGroup) -> Places | None:
     return Places(tuple((rank,) for rank in range(group.size())), group.rank())
 
 
+def adds_by_host() -> bool:
+    """Whether groups of this process add host by host, and not in the order of ranks."""
+    return any(
+        links and links.places.others and not links.in_rank_order for links in _found.values()
+    )
+
+
 def _connect(group: dist.ProcessGroup) -> HostLinks | None:
     token = os.urandom(16)
     # At an address that others read once, to see whether they may.

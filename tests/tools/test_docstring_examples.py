@@ -11,6 +11,7 @@ import ast
 import doctest
 import importlib
 import io
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +194,13 @@ def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def settings_restored() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
 def run(source: str, names: dict[str, Any], name: str) -> Iterator[tuple[str, str]]:

@@ -52,9 +52,10 @@ def test_the_core_stays_small() -> None:
     # `functional_call` lends to units that are registered anew before they run; 46 and 4 for writes
     # to gathered parameters, and freezing of them; 131 and 24 for which ranks share a host and what
     # is sent between them, half of them moved from `estimation/`; 29 and 6 for gathers in fewer
-    # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs.
-    assert core().code_lines <= 8929
-    assert core().functions <= 951
+    # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs;
+    # 4 and 1 for whether sums are added host by host, which `deterministic` asks.
+    assert core().code_lines <= 8933
+    assert core().functions <= 952
 
 
 def test_no_function_of_the_core_is_long() -> None:
