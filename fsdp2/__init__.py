@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .describe.rank_checks import check_ranks_agree, watch_ranks
     from .estimation import Estimate, Kernels, estimate, register_cost
     from .optim import clip_grad_norm_, get_total_norm
-    from .planner import Hardware, Plan, plan
+    from .planner import Hardware, Plan, Prediction, Sweep, plan, predict, sweep
     from .policy import (
         CommPolicy,
         CPUOffloadPolicy,
@@ -62,9 +62,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
+    "Prediction",
     "Profile",
     "RanksDisagreeError",
     "ShardPlacementResult",
+    "Sweep",
     "UnitDescription",
     "UnshardHandle",
     "broadcast_replicas",
@@ -83,6 +85,7 @@ __all__ = [
     "merge_units",
     "optim",
     "plan",
+    "predict",
     "profile",
     "register_cost",
     "register_fsdp_forward_method",
@@ -90,6 +93,7 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "split_batch",
+    "sweep",
     "units_of",
     "watch_hangs",
     "watch_ranks",
@@ -112,9 +116,11 @@ _HOME = {
     "MixedPrecisionPolicy": "policy",
     "OffloadPolicy": "policy",
     "Plan": "planner",
+    "Prediction": "planner",
     "Profile": "profiling",
     "RanksDisagreeError": "comm.store_exchange",
     "ShardPlacementResult": "policy",
+    "Sweep": "planner",
     "UnitDescription": "wrap",
     "UnshardHandle": "api.module",
     "broadcast_replicas": "api.initialization",
@@ -132,6 +138,7 @@ _HOME = {
     "materialize": "api.initialization",
     "merge_units": "api.merging",
     "plan": "planner",
+    "predict": "planner",
     "profile": "profiling",
     "register_cost": "estimation",
     "register_fsdp_forward_method": "api.functions",
@@ -139,6 +146,7 @@ _HOME = {
     "shard_model": "api.shard_model",
     "share_comm_ctx": "api.functions",
     "split_batch": "batches",
+    "sweep": "planner",
     "units_of": "wrap",
     "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",

@@ -25,7 +25,7 @@ from ..render.text import BROKEN_PIPE, INTERRUPTED, fail
 from .ckpt import add_ckpt
 from .doctor import add_doctor
 from .explain import add_explain
-from .plan import add_estimate, add_plan
+from .plan import add_estimate, add_plan, add_predict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +114,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_ckpt(groups)
     add_explain(groups)
     add_estimate(groups)
+    add_predict(groups)
     add_plan(groups)
     add_doctor(groups)
     return parser

@@ -1,15 +1,17 @@
-"""``fsdp2 estimate`` and ``fsdp2 plan``, which need no GPUs and start no processes."""
+"""``fsdp2 estimate``, ``predict`` and ``plan``, which need no GPUs and start no processes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..render.text import fail, one_line, print_json, status
 from .ckpt import parse_bytes
 from .model import (
     DTYPES,
+    STRATEGIES,
     ModelError,
     add_model,
     add_model_name,
@@ -18,11 +20,13 @@ from .model import (
     find_object,
     load_model,
     parse_number,
+    parse_wrap,
     precision_of,
     sharding_options,
 )
 
 CHECKPOINTING = ("none", "selective", "full")
+_NOT_GIVEN: Any = object()  # None is a choice
 ACCUMULATION = ("unsharded", "sharded", "every")
 
 
@@ -58,6 +62,85 @@ def add_plan(groups: Any) -> None:
     parser.add_argument(
         "--world-size", type=parse_number, required=True, metavar="N", help="number of GPUs"
     )
+    _add_hardware(parser)
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, help="what is sharded (default: full, hybrid, none tried)"
+    )
+    parser.add_argument(
+        "--wrap", metavar="POLICY", help="units, as of fsdp2 estimate (default: several tried)"
+    )
+    parser.add_argument(
+        "--reshard",
+        type=parse_reshard,
+        default=_NOT_GIVEN,
+        metavar="R",
+        help=f"{_RESHARD} (if not given, several are tried)",
+    )
+    parser.add_argument(
+        "--prefetch", type=parse_number, metavar="N", help="units gathered ahead (default: tried)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        action="append",
+        help="activation checkpointing to consider (repeat for several; default: all)",
+    )
+    parser.add_argument(
+        "--accumulation",
+        choices=ACCUMULATION,
+        action="append",
+        help="how to sum gradients of micro-batches: as of fsdp2 estimate (repeat for several; "
+        "default: unsharded and sharded)",
+    )
+    _add_step(parser)
+    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
+    _add_output(parser)
+    parser.set_defaults(run=run_plan)
+
+
+def add_predict(groups: Any) -> None:
+    about = "predict the time and memory of a step in one configuration, or in several"
+    parser = groups.add_parser(
+        "predict",
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}: options that take a LIST (8,64,512) make a "
+        "table of all combinations",
+    )
+    add_model_name(parser)
+    parser.add_argument(
+        "--world-size",
+        type=partial(_list_of, parse_number),
+        required=True,
+        metavar="LIST",
+        help="numbers of GPUs",
+    )
+    _add_hardware(parser)
+    strategies, modes = ", ".join(STRATEGIES), ", ".join(CHECKPOINTING)
+    for name, parse, default, told in (
+        ("--strategy", partial(_one_of, STRATEGIES), ["full"], strategies),
+        ("--checkpointing", partial(_one_of, CHECKPOINTING), ["none"], modes),
+        ("--reshard", parse_reshard, [None], _RESHARD),
+        ("--prefetch", parse_number, [1], "units gathered ahead (default: 1)"),
+        ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
+        ("--context", parse_number, [None], "length of sequences (default: the input's)"),
+    ):
+        parser.add_argument(
+            name, type=partial(_list_of, parse), default=default, metavar="LIST", help=told
+        )
+    parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
+    parser.add_argument(
+        "--accumulation",
+        choices=ACCUMULATION,
+        default="unsharded",
+        help="how gradients of micro-batches are summed: as of fsdp2 estimate",
+    )
+    _add_step(parser)
+    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: step.png")
+    _add_output(parser)
+    parser.set_defaults(run=run_predict)
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         required=True,
@@ -80,23 +163,29 @@ def add_plan(groups: Any) -> None:
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of computation and gathers")
     parser.add_argument("--reduce-dtype", choices=DTYPES, help="dtype of gradient reduction")
     add_wire(parser)
-    parser.add_argument(
-        "--checkpointing",
-        choices=CHECKPOINTING,
-        action="append",
-        help="activation checkpointing to consider (repeat for several; default: all)",
-    )
-    parser.add_argument(
-        "--accumulation",
-        choices=ACCUMULATION,
-        action="append",
-        help="how to sum gradients of micro-batches: as of fsdp2 estimate (repeat for several; "
-        "default: unsharded and sharded)",
-    )
-    _add_step(parser)
-    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
-    _add_output(parser)
-    parser.set_defaults(run=run_plan)
+
+
+_RESHARD = "parameters after forward: default, true, false, or ranks that keep them together"
+
+
+def parse_reshard(text: str) -> bool | int | None:
+    """``default``, ``true``, ``false`` or a number of ranks."""
+    words: dict[str, bool | None] = {"default": None, "true": True, "false": False}
+    if text in words:
+        return words[text]
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not default, true, false or a number of ranks")
+
+
+def _list_of(parse: Callable[[str], Any], text: str) -> list[Any]:
+    return [parse(part) for part in text.split(",")]
+
+
+def _one_of(known: Sequence[str], text: str) -> str:
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    return text
 
 
 def parse_speeds(text: str) -> list[float]:
@@ -217,16 +306,64 @@ def run_estimate(args: argparse.Namespace) -> int:
     return _answer(args, make)
 
 
-def run_plan(args: argparse.Namespace) -> int:
-    """Plan for a model created on the meta device."""
+def run_predict(args: argparse.Namespace) -> int:
+    """Predict for a model created on the meta device."""
+    from ..planner import predict, sweep
+
+    def make() -> Any:
+        options = {
+            **_step_options(args),
+            "wrap": parse_wrap(args.wrap),
+            "memory_budget": args.memory,
+            "mp_policy": precision_of(args),
+            "comm_policy": comm_policy_of(args),
+            "accumulation": args.accumulation,
+        }
+        swept = {
+            "strategy": args.strategy,
+            "activation_checkpointing": args.checkpointing,
+            "reshard_after_forward": args.reshard,
+            "prefetch": args.prefetch,
+        }
+        sizes = {"samples": args.samples, "context": args.context}
+        sample, hardware = options.pop("sample_input"), _hardware_of(args)
+        model = load_model(args.model)
+        one = all(len(values) == 1 for values in (args.world_size, *swept.values()))
+        with status(args) as show:
+            if one and sizes == {"samples": [None], "context": [None]}:
+                show("simulating a step", 0, 1)
+                alone = {name: values[0] for name, values in swept.items()}
+                return predict(model, sample, hardware, args.world_size[0], **alone, **options)
+            if args.picture:
+                raise ModelError("--picture is of one configuration, not of several")
+            swept |= sizes
+            return sweep(
+                model, sample, hardware, args.world_size, progress=show, **swept, **options
+            )
+
+    return _answer(args, make, _draw if args.picture else None)
+
+
+def _hardware_of(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
-    from ..planner import Plan, find_hardware, plan
+    from ..planner import find_hardware
+
+    hardware = find_hardware(args.hardware)
+    return replace(hardware, speeds=args.speeds) if args.speeds else hardware
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plan for a model created on the meta device."""
+    from ..planner import Plan, plan
 
     def make() -> Plan:
-        hardware = find_hardware(args.hardware)
-        if args.speeds:
-            hardware = replace(hardware, speeds=args.speeds)
+        hardware = _hardware_of(args)
+        fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
+        if args.wrap is not None:
+            fixed["wrap"] = parse_wrap(args.wrap)
+        if args.reshard is not _NOT_GIVEN:
+            fixed["reshard_after_forward"] = args.reshard
         options = _step_options(args)
         model = load_model(args.model)
         with status(args) as show:
@@ -241,6 +378,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 activation_checkpointing=tuple(args.checkpointing or CHECKPOINTING),
                 accumulation=tuple(args.accumulation or ACCUMULATION[:2]),
                 progress=show,
+                **fixed,
                 **options,
             )
 
@@ -252,7 +390,8 @@ def _draw(args: argparse.Namespace, made: Any) -> int:
     try:
         made.picture(args.picture)
     except (ImportError, OSError, ValueError) as error:  # ValueError: a name that is no picture's
-        return fail(f"The plan is whole, but its picture was not written: {one_line(error)}")
+        what = "plan" if args.run is run_plan else "prediction"
+        return fail(f"The {what} is whole, but its picture was not written: {one_line(error)}")
     if not args.json:
         print(f"\nWritten: {args.picture}")
     return 0

@@ -63,7 +63,7 @@ def make_setup(
             check_number(name, options[name], least)
     check_accumulation(options.get("accumulation", "unsharded"))
     chosen = find_strategy(strategy)
-    replicas, shards = _checked_mesh(mesh_shape)
+    replicas, shards = _replicas_and_shards(mesh_shape)
     if chosen.hybrid and isinstance(mesh_shape, int):
         raise ValueError("Strategy 'hybrid' needs a mesh of two dims: (replicas, shards)")
     if not chosen.sharded:
@@ -86,12 +86,23 @@ def resized(setup: Setup, replicas: int, shards: int) -> Setup:
     return replace(setup, num_shards=shards, num_replicas=replicas)
 
 
-def _checked_mesh(mesh_shape: Any) -> tuple[int, int]:
+def checked_mesh(mesh_shape: Any) -> tuple[int, ...]:
+    """``mesh_shape`` as a tuple: (ranks,) or (replicas, shards).
+
+    Raises:
+        ValueError: if it is not one or two positive numbers.
+        TypeError: if it is something else.
+    """
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
     if not isinstance(shape, list | tuple) or not all(type(n) is int for n in shape):
         raise TypeError(f"mesh_shape must be a number or a tuple of numbers, got {mesh_shape!r}")
     if not 1 <= len(shape) <= 2 or min(shape) < 1:
         raise ValueError(f"mesh_shape must be ranks or (replicas, shards), got {mesh_shape!r}")
+    return tuple(shape)
+
+
+def _replicas_and_shards(mesh_shape: Any) -> tuple[int, int]:
+    shape = checked_mesh(mesh_shape)
     return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
 
 

@@ -58,6 +58,52 @@ class Candidate:
         return ", ".join(parts)
 
 
+class _Searched:
+    """Stands for a choice that is searched, where None means something else."""
+
+    def __repr__(self) -> str:
+        return "SEARCHED"
+
+
+SEARCHED: Any = _Searched()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has chosen, and is therefore not searched.
+
+    Attributes:
+        strategy: as in `shard_model`; None: searched.
+        mesh: (ranks,) or (replicas, shards); None: searched.
+        reshard: ``reshard_after_forward``; `SEARCHED`: searched.
+        prefetch: None: searched.
+    """
+
+    strategy: str | None = None
+    mesh: tuple[int, ...] | None = None
+    reshard: Any = SEARCHED
+    prefetch: int | None = None
+
+    def meshes(self, num_ranks: int, ranks_per_node: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Strategies with their meshes, as far as they are not fixed."""
+        found = list(meshes_of(num_ranks, ranks_per_node))
+        if self.strategy == "hybrid" and num_ranks <= ranks_per_node:
+            found = [("hybrid", (1, num_ranks))]  # as `shard_model` on one node
+        elif self.strategy not in (None, "none", "full", "hybrid"):
+            found = [(str(self.strategy), mesh) for name, mesh in found if name != "none"]
+        elif self.strategy == "none":
+            found = [("none", (num_ranks,))]
+        if self.mesh is not None:
+            names = [self.strategy] if self.strategy else ["none", "full"]
+            if len(self.mesh) > 1 and self.strategy is None:
+                names = ["hybrid"]
+            found = [(name, self.mesh) for name in names]
+        found = [each for each in found if self.strategy in (None, each[0])]
+        if type(self.reshard) is int:
+            found = [(name, m) for name, m in found if name != "none" and m[-1] % self.reshard == 0]
+        return found
+
+
 def meshes_of(num_ranks: int, ranks_per_node: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Strategies with their meshes: all ranks; replicas of 1, 2, 4, ... nodes."""
     if num_ranks > 1:
@@ -75,11 +121,20 @@ def first_round(
     num_ranks: int,
     ranks_per_node: int,
     accumulations: Sequence[str | None] = (None,),
+    fixed: Fixed = Fixed(),
+    wrap: str = "blocks",
 ) -> list[Candidate]:
     """All meshes with all checkpointing modes and ways to sum gradients."""
+    start = Candidate(
+        "",
+        (),
+        wrap=wrap,
+        reshard=None if fixed.reshard is SEARCHED else fixed.reshard,
+        prefetch=fixed.prefetch or 1,
+    )
     return [
-        Candidate(strategy, mesh, mode, accumulation=accumulation)
-        for strategy, mesh in meshes_of(num_ranks, ranks_per_node)
+        replace(start, strategy=strategy, mesh=mesh, checkpointing=mode, accumulation=accumulation)
+        for strategy, mesh in fixed.meshes(num_ranks, ranks_per_node)
         for mode in modes
         for accumulation in _useful(accumulations, strategy)
     ]
@@ -92,16 +147,26 @@ def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str 
     return accumulations
 
 
-def second_round(start: Candidate, wraps: Sequence[str], ranks_per_node: int) -> list[Candidate]:
+def second_round(
+    start: Candidate,
+    wraps: Sequence[str],
+    ranks_per_node: int,
+    fixed: Fixed = Fixed(),
+) -> list[Candidate]:
     """All choices of units, resharding and prefetch for one mesh and checkpointing mode."""
     reshards: list[bool | int | None] = [None]
     prefetches = [1]
     if start.strategy != "none":
-        reshards.append(False)
+        if start.strategy in ("full", "hybrid"):  # others are this setting
+            reshards.append(False)
         prefetches.append(2)
         shards = start.mesh[-1]
-        if shards > ranks_per_node and shards % ranks_per_node == 0:
+        if len(reshards) > 1 and shards > ranks_per_node and shards % ranks_per_node == 0:
             reshards.append(ranks_per_node)
+    if fixed.reshard is not SEARCHED:
+        reshards = [fixed.reshard]
+    if fixed.prefetch is not None:
+        prefetches = [fixed.prefetch]
     return combinations(start, wraps, reshards, prefetches)
 
 

@@ -74,6 +74,19 @@ def batch_size(sample_input: Any) -> int:
     )
 
 
+def sizes_of(sample_input: Any) -> tuple[int | None, int | None, bool]:
+    """Samples and context of a micro-batch as far as they are known, and whether they are tokens.
+
+    Tokens are integers (samples, positions).
+    """
+    for tensor in tensors_in(sample_input):
+        if tensor.ndim:
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            context = tensor.shape[1] if tensor.ndim > 1 else None
+            return tensor.shape[0], context, whole and tensor.ndim == 2
+    return None, None, False
+
+
 def with_samples(sample_input: Any, samples: int | None) -> Any:
     """``sample_input`` with another number of samples, the first ones again if there are more.
 
@@ -89,6 +102,41 @@ def with_samples(sample_input: Any, samples: int | None) -> Any:
             return tensor
         rows = torch.arange(samples, device=tensor.device) % size
         return tensor.detach()[rows].requires_grad_(tensor.requires_grad)
+
+    return map_tensors(resized, sample_input)
+
+
+def with_context(sample_input: Any, context: int | None) -> Any:
+    """``sample_input`` with sequences of another length: dim 1 of its first tensor that has one.
+
+    Each dim but dim 0 that is as long as that one is the sequence (a mask of positions by positions
+    has two of them). Values are the first ones, again and again if there are more.
+
+    Raises:
+        ValueError: if there is no tensor of two dims, or if the length is also that of the last dim
+            of floating-point numbers, which might be features.
+    """
+    if context is None:
+        return sample_input
+    sequences = [t for t in tensors_in(sample_input) if t.ndim > 1]
+    if not sequences:
+        raise ValueError(
+            "sample_input has no tensor of two dims, so its dim 1 cannot be the context: pass "
+            "sample inputs of other lengths one by one"
+        )
+    length = sequences[0].shape[1]
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        dims = [dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == length]
+        if tensor.is_floating_point() and len(dims) == 2 and dims[-1] == tensor.ndim - 1 == 2:
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} in sample_input has two dims of length "
+                f"{length}: which of them is the context? Make the sample of another length"
+            )
+        made = tensor.detach()
+        for dim in dims:
+            made = made.index_select(dim, torch.arange(context, device=tensor.device) % length)
+        return made.requires_grad_(tensor.requires_grad) if dims else tensor
 
     return map_tensors(resized, sample_input)
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 from torch import nn
 
+from ..api.shard_model import find_strategy
+from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
-from ..estimation.estimating import default_checkpoint_modules
-from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.replay import Setup
-from ..estimation.setups import check_accumulation, check_number, make_setup
+from ..estimation.setups import check_accumulation, check_number, checked_mesh, make_setup
 from ..estimation.tracing import LossFn, trace_step
-from ..estimation.uncosted import check_choice, without_cost
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
 from ..runtime.gather_budget import GatherBudgetError
-from ..wrap import UnitDescription, units_of
-from .candidates import Candidate, first_round, second_round, wraps_of
+from .arguments import check_ranks, checked_budget
+from .candidates import SEARCHED, Candidate, Fixed, first_round, second_round
 from .hardware import Hardware, find_hardware
 from .loads import (
     Load,
@@ -30,10 +30,11 @@ from .loads import (
     sizes_by_speed,
     speeds_of,
     uneven_loads,
-    with_samples,
 )
-from .report import Outcome, Plan, Split, reasons
+from .outcomes import Outcome, outcome_of, simulate_ranks
+from .report import Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
+from .traces import Size, TracedSteps
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -54,6 +55,12 @@ def plan(
     activation_checkpointing: Sequence[str] = MODES,
     micro_batches: int = 1,
     accumulation: Sequence[str] = ("unsharded", "sharded"),
+    strategy: str | None = None,
+    mesh_shape: int | Sequence[int] | None = None,
+    wrap: Any = None,
+    reshard_after_forward: Any = SEARCHED,
+    prefetch: int | None = None,
+    checkpoint: str | None = None,
     max_gathered_bytes: int | None = None,
     kernels: Kernels | None = None,
     fake: bool = True,
@@ -85,6 +92,16 @@ def plan(
         activation_checkpointing: the modes to choose from; see `estimate`.
         accumulation: the ways to sum gradients of micro-batches to choose from; see `estimate`.
             Sums of whole gradients communicate once a step, and need memory for the whole model.
+        strategy: "full", "grad", "optimizer", "none" or "hybrid", as in `shard_model`, which is
+            then not searched. None: "full", "hybrid" and "none" are tried.
+        mesh_shape: number of ranks, or (replicas, shards), not searched. None: tried.
+        wrap: units, as in `shard_model`, not searched. None: blocks, groups of them, and the whole
+            model are tried.
+        reshard_after_forward: a bool, a number of ranks or None (the default of the strategy), not
+            searched. What is searched if nothing is said: default, False, and within nodes.
+        prefetch: number of units to gather ahead, not searched. None: 1 and 2 are tried.
+        checkpoint: the one mode of activation checkpointing, in place of
+            ``activation_checkpointing``. Whatever is fixed, the rest is searched.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         progress: called with (current task, number done, total).
@@ -94,8 +111,8 @@ def plan(
         **plan.kwargs)``; print it for the reasons.
 
     Raises:
-        ValueError: if nothing fits (names the least memory needed), or for arguments that
-            `estimate` would reject.
+        ValueError: if nothing fits (names the least memory needed), for fixed choices that do not
+            go together, or for arguments that `estimate` would reject.
 
     Example:
         >>> made = plan(model, tokens, "h100", 128, mp_policy=bf16, loss_fn=loss)
@@ -103,22 +120,33 @@ def plan(
         >>> made.picture("plan.png")
     """
     chosen_hardware = find_hardware(hardware)
-    _check_ranks(num_ranks, chosen_hardware)
+    check_ranks(num_ranks, chosen_hardware)
     speeds = speeds_of(chosen_hardware, num_ranks)
     differ = len(set(speeds)) > 1
     samples = batch_size(sample_input) if differ else 0
-    for mode in activation_checkpointing:
-        if mode not in MODES:
-            raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}")
-    check_choice(unknown_costs)
+    modes = _checked_modes(activation_checkpointing, checkpoint)
     kernels = kernels_of(kernels, chosen_hardware.device_type)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
     ways = _checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
-    budget = _checked_budget(memory_budget, chosen_hardware)
-    search = _Search(
+    budget = checked_budget(memory_budget, chosen_hardware)
+    fixed = _checked_fixed(strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks)
+    common: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "mp_policy": mp_policy,
+        "kernels": kernels,
+        "fake": fake,
+    }
+    traces = TracedSteps(
         model,
+        sample_input,
+        partial(trace_step, model, **common),
+        wrap=wrap,
+        unknown_costs=unknown_costs,
+    )
+    search = _Search(
+        traces,
         Simulator(chosen_hardware, optimizer),
         num_ranks,
         budget,
@@ -129,22 +157,10 @@ def plan(
             "micro_batches": micro_batches,
             "max_gathered_bytes": max_gathered_bytes,
         },
-        lambda mode, blocks, modules, samples: trace_step(
-            model,
-            with_samples(sample_input, samples),
-            modules,
-            loss_fn=loss_fn,
-            mp_policy=mp_policy,
-            activation_checkpointing=mode,
-            checkpoint_modules=blocks,
-            kernels=kernels,
-            fake=fake,
-        ),
         progress or (lambda what, done, total: None),
-        unknown_costs,
         ways,
+        fixed,
     )
-    modes = tuple(activation_checkpointing)
     even = search.run(modes, even_load(speeds))
     return _divided(search, modes, even, speeds, samples) if differ else even
 
@@ -190,37 +206,40 @@ def _checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str 
     return tuple(accumulation) if micro_batches > 1 else (None,)
 
 
-def _checked_budget(budget: object, hardware: Hardware) -> int:
-    if budget is None:
-        return int(hardware.memory_bytes)
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise TypeError(f"memory_budget must be a number of bytes or None, got {budget!r}")
-    if not (budget >= 1 and math.isfinite(budget)):
-        raise ValueError(
-            f"memory_budget must be a positive number of bytes, got {budget}; None is the whole "
-            "memory of the GPU"
+def _checked_modes(modes: Sequence[str], only: str | None) -> tuple[str, ...]:
+    chosen = tuple(modes) if only is None else (only,)
+    for mode in chosen:
+        if mode not in MODES:
+            name = "activation_checkpointing" if only is None else "checkpoint"
+            hint = did_you_mean(str(mode), MODES)
+            raise ValueError(f"{name} must be one of {MODES}, got {mode!r}{hint}")
+    return chosen
+
+
+def _checked_fixed(
+    strategy: str | None, mesh: Any, reshard: Any, prefetch: int | None, num_ranks: int
+) -> Fixed:
+    """What is not searched.
+
+    Raises:
+        ValueError: for an unknown strategy, or a mesh of another number of ranks.
+        TypeError: for values of other types.
+    """
+    if strategy is not None:
+        find_strategy(strategy)
+    if mesh is not None:
+        mesh = checked_mesh(mesh)
+        if prod(mesh) != num_ranks:
+            shape = " x ".join(map(str, mesh))
+            raise ValueError(f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks")
+    if prefetch is not None:
+        check_number("prefetch", prefetch)
+    if not (reshard is SEARCHED or reshard is None or isinstance(reshard, bool | int)):
+        raise TypeError(
+            "reshard_after_forward must be a bool, a number of ranks or None (the default), got "
+            f"{reshard!r}: leave it out to have it searched"
         )
-    return int(budget)
-
-
-def _check_ranks(num_ranks: Any, hardware: Hardware) -> None:
-    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool):
-        raise TypeError(f"num_ranks must be an int, got {num_ranks!r}")
-    node = hardware.ranks_per_node
-    if num_ranks < 1 or (num_ranks > node and num_ranks % node):
-        raise ValueError(
-            f"num_ranks must be positive, and a multiple of the {node} GPUs of a node if there are "
-            f"several nodes; got {num_ranks}"
-        )
-
-
-def _together_s(steps: Sequence[SimulatedStep]) -> float:
-    """The time of ranks that wait for each other: where gradients are summed, and after the step
-    of the optimizer."""
-    if len(steps) == 1:
-        return steps[0].seconds
-    backward = max(step.seconds - step.optimizer_s for step in steps)
-    return backward + max(step.optimizer_s for step in steps)
+    return Fixed(strategy, mesh, reshard, prefetch)
 
 
 class _Search:
@@ -228,32 +247,23 @@ class _Search:
 
     def __init__(
         self,
-        model: nn.Module,
+        traces: TracedSteps,
         simulator: Simulator,
         num_ranks: int,
         budget: int,
         options: dict[str, Any],
-        trace: Callable[[str, list[str], list[str], int | None], StepTrace],
         progress: Callable[[str, int, int], None],
-        unknown_costs: str,
         accumulations: Sequence[str | None] = (None,),
+        fixed: Fixed = Fixed(),  # noqa: B008 (frozen)
     ) -> None:
-        self.model = model
+        self.traces = traces
         self.simulator = simulator
         self.num_ranks = num_ranks
         self.budget = budget
         self.options = options
         self.progress = progress
         self.accumulations = accumulations
-        auto = units_of(model, "auto")
-        self.blocks = default_checkpoint_modules(model, auto)
-        self.wraps = wraps_of(auto, self.blocks)
-        self.units: dict[str, tuple[UnitDescription, ...]] = {
-            label: tuple(units_of(model, wrap)) for label, wrap in self.wraps.items()
-        }
-        self._make_trace = trace
-        self._unknown_costs = unknown_costs
-        self._traces: dict[tuple[str, int | None], StepTrace] = {}
+        self.fixed = fixed
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -262,58 +272,42 @@ class _Search:
         self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
         node = self.simulator.hardware.ranks_per_node
-        if not self.blocks:
+        if not self.traces.blocks:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
         modes = self._trace(modes)
-        self._simulate(first_round(modes, self.num_ranks, node, self.accumulations))
+        wraps = tuple(self.traces.wraps)
+        starts = first_round(modes, self.num_ranks, node, self.accumulations, self.fixed, wraps[0])
+        if not starts:
+            raise ValueError(
+                f"No mesh of {plural(self.num_ranks, 'rank')} goes with reshard_after_forward="
+                f"{self.fixed.reshard!r}: it must divide the number of shards"
+            )
+        self._simulate(starts)
         best = [o.candidate for o in self._ranked()[:3]]
-        self._simulate([c for start in best for c in second_round(start, tuple(self.wraps), node)])
+        self._simulate([c for start in best for c in second_round(start, wraps, node, self.fixed)])
         return self._conclude()
 
     def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
         """Trace steps of all loads; returns the modes in which the model works."""
-        names = [n for units in self.units.values() for u in units for n in u.modules]
         working = []
         for i, mode in enumerate(modes):
             self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
             try:
                 for samples in {load.samples for load in self.loads}:
-                    if (mode, samples) not in self._traces:
-                        made = self._make_trace(mode, self.blocks, names, samples)
-                        self._traces[mode, samples] = made
-                        without_cost(made, self._unknown_costs)  # an error before more traces
+                    self.traces.get(mode, Size(samples))
                 working.append(mode)
             except RuntimeError as error:  # the model behaves differently when recomputed
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        first = self._traces[working[0], self.loads[0].samples]
-        self.notes += [*first.notes, *without_cost(first, "list"), *self._other_rates(first)]
+        first = self.traces.get(working[0], Size(self.loads[0].samples))
+        self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
 
-    def _other_rates(self, trace: StepTrace) -> list[str]:
-        """What is said of dtypes whose FLOP/s the hardware does not have."""
-        hardware = self.simulator.hardware
-        return [
-            f"Hardware '{hardware.name}' has no FLOP/s of {str(dtype)[6:]}: multiplications in it "
-            f"take the time of {str(hardware.rate_of(dtype))[6:]}"
-            for dtype in trace.matmul_dtypes
-            if hardware.rate_of(dtype) != dtype
-        ]
-
     def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
-        """Of each load, the slowest first."""
-        setup = self.setup(candidate)
-        steps = [
-            self.simulator.run(
-                self._traces[candidate.checkpointing, load.samples],
-                setup,
-                speed=load.speed,
-                **options,
-            )
-            for load in self.loads
-        ]
-        return sorted(steps, key=lambda step: -step.seconds)
+        setup, mode = self.setup(candidate), candidate.checkpointing
+        work = [(self.traces.get(mode, Size(load.samples)), load.speed) for load in self.loads]
+        return simulate_ranks(self.simulator, setup, work, **options)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -325,21 +319,12 @@ class _Search:
             except GatherBudgetError as error:
                 self._too_large[candidate] = error
                 continue
-            fullest = max(steps, key=lambda step: step.needed_bytes)
-            self.outcomes[candidate] = Outcome(
-                candidate,
-                _together_s(steps),
-                steps[0].exposed_s,
-                max(step.peak.total for step in steps),
-                fullest.needed_bytes <= self.budget,
-                fullest.reserved,
-                fullest.needed_bytes,
-            )
+            self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
 
     def setup(self, candidate: Candidate) -> Setup:
         """The candidate's sharding setup."""
         return make_setup(
-            self.units[candidate.wrap],
+            self.traces.units[candidate.wrap],
             candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
             strategy=candidate.strategy,
             reshard_after_forward=candidate.reshard,
@@ -378,7 +363,7 @@ class _Search:
         made = Plan(
             kwargs={
                 "strategy": candidate.strategy,
-                "wrap": self.wraps[candidate.wrap],
+                "wrap": self.traces.wraps[candidate.wrap],
                 "reshard_after_forward": candidate.reshard,
                 "prefetch": candidate.prefetch,
                 "mp_policy": self.options["mp_policy"],
@@ -389,7 +374,7 @@ class _Search:
             mesh_shape=candidate.mesh,
             activation_checkpointing=candidate.checkpointing,
             accumulation=candidate.accumulation,
-            checkpoint_modules=self.blocks if candidate.checkpointing != "none" else [],
+            checkpoint_modules=self.traces.blocks if candidate.checkpointing != "none" else [],
             hardware=self.simulator.hardware,
             memory_budget=self.budget,
             chosen=best,

@@ -9,36 +9,11 @@ from typing import Any
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
 from ..render.text import plural, show_bytes, show_seconds, table
-from .candidates import Candidate
 from .hardware import Hardware
 from .loads import describe_sizes
+from .outcomes import Outcome, bound_sentence
 from .picture import draw
 from .simulate import SimulatedStep
-
-
-@dataclass
-class Outcome:
-    """A candidate and the time and memory of its simulated step.
-
-    Attributes:
-        peak_bytes: of live tensors.
-        fits: whether ``needed_bytes`` are within the budget.
-        reserved_bytes: what the allocator holds for the tensors.
-        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
-    """
-
-    candidate: Candidate
-    seconds: float
-    exposed_s: float
-    peak_bytes: int
-    fits: bool
-    reserved_bytes: int
-    needed_bytes: int
-
-    def __str__(self) -> str:
-        memory = show_bytes(self.peak_bytes)
-        over = "" if self.fits else ", does not fit"
-        return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +107,7 @@ class Plan:
 
 def reasons(made: Plan) -> list[str]:
     """One sentence per choice: the cost of the best alternatives."""
-    lines = [_bound(made)]
+    lines = [bound_sentence(made.step)]
     chosen = made.chosen.candidate
     questions = (
         ("mesh", "Mesh", lambda c: (c.strategy, c.mesh)),
@@ -154,27 +129,6 @@ def reasons(made: Plan) -> list[str]:
         if told:
             lines.append(f"{title}: {_value(title, made.chosen)}; {'; '.join(told)}.")
     return lines
-
-
-def _bound(made: Plan) -> str:
-    step = made.step
-    moved = {name: s for name, s in step.stream_s.items() if name != "compute" and s}
-    if not moved:
-        return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
-    parts = ", ".join(f"{name} {show_seconds(s)}" for name, s in moved.items())
-    share = 100 * step.exposed_s / step.seconds
-    waits = step.exposed_s - step.stragglers_s >= 0.1 * step.seconds
-    kind = "limited by communication" if waits else "compute-bound"
-    if waits and step.host_s > step.compute_s:
-        kind = f"limited by the host, which takes {show_seconds(step.host_s)} to launch it"
-    lost = f" (beside them: {show_seconds(step.contention_s)} more)" if step.contention_s else ""
-    late = f", {show_seconds(step.stragglers_s)} of it for the slowest rank" * bool(
-        step.stragglers_s
-    )
-    return (
-        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}{lost}; "
-        f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden{late}."
-    )
 
 
 def _value(title: str, outcome: Outcome) -> str:

@@ -46,7 +46,8 @@ PUBLIC = (fsdp2.testing, fsdp2.checkpoint, fsdp2)
 # Makes a default group of its own.
 WITHOUT_GROUP = {"simulated_mesh"}
 # What is called on a model that is not sharded yet, beside what calls a function of these names.
-SHARDS_ITSELF = {"units_of", "plan", "estimate", "recording", "set_keep_frozen_gathered"}
+PREDICTS = {"plan", "estimate", "predict", "sweep"}
+SHARDS_ITSELF = {"units_of", "recording", "set_keep_frozen_gathered"} | PREDICTS
 SHARDING = ("fully_shard(", "shard_model(", "replicate(")
 OTHER_OUTPUT = {
     "check_ranks_agree": "an error of ranks that differ",
@@ -165,7 +166,7 @@ def given(source: str, name: str) -> dict[str, Any]:
     wants_batches = "in batch" in source or "loader" in source
     names["batch"] = [tokens, tokens] if wants_batches else tokens
     names["loader"] = names["batch"]
-    names["loss"] = loss if name in ("plan", "estimate") else None
+    names["loss"] = loss if name in PREDICTS else None
     if name == "share_comm_ctx":
         names["stage_0"], names["stage_1"] = model, fsdp2.fully_shard(Model())
     if "mesh=mesh" in source and dist.is_initialized():

@@ -1,0 +1,105 @@
+"""The time and memory of a configuration: steps of ranks that differ, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..estimation.events import StepTrace
+from ..estimation.replay import Setup
+from ..render.text import show_bytes, show_seconds
+from .candidates import Candidate
+from .simulate import SimulatedStep, Simulator
+
+# The least part of a step that compute has to wait for the rest to be what bounds it.
+WAITS = 0.1
+
+
+@dataclass
+class Outcome:
+    """A candidate and the time and memory of its simulated step.
+
+    Attributes:
+        peak_bytes: of live tensors.
+        fits: whether ``needed_bytes`` are within the budget.
+        reserved_bytes: what the allocator holds for the tensors.
+        needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
+    """
+
+    candidate: Candidate
+    seconds: float
+    exposed_s: float
+    peak_bytes: int
+    fits: bool
+    reserved_bytes: int
+    needed_bytes: int
+
+    def __str__(self) -> str:
+        memory = show_bytes(self.peak_bytes)
+        over = "" if self.fits else ", does not fit"
+        return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
+
+
+def simulate_ranks(
+    simulator: Simulator, setup: Setup, work: Sequence[tuple[StepTrace, float]], **options: Any
+) -> list[SimulatedStep]:
+    """The steps of ranks that compute these traces at these speeds, the slowest first."""
+    steps = [simulator.run(trace, setup, speed=speed, **options) for trace, speed in work]
+    return sorted(steps, key=lambda step: -step.seconds)
+
+
+def outcome_of(candidate: Candidate, steps: Sequence[SimulatedStep], budget: int) -> Outcome:
+    """What these steps, the slowest first, come to where ranks wait for each other."""
+    fullest = max(steps, key=lambda step: step.needed_bytes)
+    return Outcome(
+        candidate,
+        _together_s(steps),
+        steps[0].exposed_s,
+        max(step.peak.total for step in steps),
+        fullest.needed_bytes <= budget,
+        fullest.reserved,
+        fullest.needed_bytes,
+    )
+
+
+def _together_s(steps: Sequence[SimulatedStep]) -> float:
+    """The time of ranks that wait for each other: where gradients are summed, and after the step
+    of the optimizer."""
+    if len(steps) == 1:
+        return steps[0].seconds
+    backward = max(step.seconds - step.optimizer_s for step in steps)
+    return backward + max(step.optimizer_s for step in steps)
+
+
+# -- what bounds a step --------------------------------------------------------------------------
+
+
+def bound_of(step: SimulatedStep) -> str:
+    """``"compute"``, ``"communication"`` or ``"host"``."""
+    if step.exposed_s - step.stragglers_s < WAITS * step.seconds:
+        return "compute"
+    # The host is what all wait for only if it is busy for longer than any stream.
+    return "host" if step.host_s > max(step.stream_s.values()) else "communication"
+
+
+def bound_sentence(step: SimulatedStep) -> str:
+    """The same as a sentence, with the time of each stream and of what is not hidden."""
+    moved = {name: s for name, s in step.stream_s.items() if name != "compute" and s}
+    if not moved:
+        return f"Nothing is communicated; compute takes {show_seconds(step.compute_s)}."
+    parts = ", ".join(f"{name} {show_seconds(s)}" for name, s in moved.items())
+    share = 100 * step.exposed_s / step.seconds
+    kind = {
+        "compute": "compute-bound",
+        "communication": "limited by communication",
+        "host": f"limited by the host, which takes {show_seconds(step.host_s)} to launch it",
+    }[bound_of(step)]
+    lost = f" (beside them: {show_seconds(step.contention_s)} more)" if step.contention_s else ""
+    late = f", {show_seconds(step.stragglers_s)} of it for the slowest rank" * bool(
+        step.stragglers_s
+    )
+    return (
+        f"The step is {kind}: kernels take {show_seconds(step.compute_s)}, {parts}{lost}; "
+        f"{show_seconds(step.exposed_s)} ({share:.0f} % of the step) are not hidden{late}."
+    )
