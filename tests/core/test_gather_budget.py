@@ -15,6 +15,7 @@ import torch.distributed as dist
 from test_activation_checkpoint import PLACES, case_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import (
     CommPolicy,
@@ -206,6 +207,31 @@ def test_the_budget_holds_for_units_that_are_kept() -> None:
 @distributed(2)
 def test_the_budget_holds_when_two_units_are_recomputed_at_once() -> None:
     check(case_of("around two units", False, deep=True), 3, reshard_after_forward=True)
+
+
+class Recomputed(nn.Module):
+    """Four equal layers, three of which are recomputed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def three(x: Tensor) -> Tensor:
+            for layer in list(self.layers)[:3]:
+                x = layer(x).tanh()
+            return x
+
+        made: Tensor = self.layers[3](checkpoint(three, x, use_reentrant=False))
+        return made
+
+
+@distributed(2)
+def test_what_was_recomputed_gives_way() -> None:
+    """Backward reads the layer that was recomputed last; the others are gathered again."""
+    case = Case("recomputed", Recomputed, lambda m: [*m.layers], normal_batch(4, 6))
+    least, total, _ = check(case, 3)
+    assert least == total // 4
 
 
 @pytest.mark.long
