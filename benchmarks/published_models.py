@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.experts import TokenExchange, local_experts
 
 # -- Llama 3, as torchtitan has it -----------------------------------------------------------------
 
@@ -247,12 +250,141 @@ class T5(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+# -- DeepSeek-V3 -----------------------------------------------------------------------------------
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values come from a narrow vector per token (DeepSeek-V2)."""
+
+    def __init__(self, width: int, num_heads: int, q_rank: int, kv_rank: int) -> None:
+        super().__init__()
+        self.num_heads, self.plain, self.rotary, self.value = num_heads, 128, 64, 128
+        self.kv_rank = kv_rank
+        self.q_down = nn.Linear(width, q_rank, bias=False)
+        self.q_norm = nn.RMSNorm(q_rank)
+        self.q_up = nn.Linear(q_rank, num_heads * (self.plain + self.rotary), bias=False)
+        self.kv_down = nn.Linear(width, kv_rank + self.rotary, bias=False)
+        self.kv_norm = nn.RMSNorm(kv_rank)
+        self.kv_up = nn.Linear(kv_rank, num_heads * (self.plain + self.value), bias=False)
+        self.out = nn.Linear(num_heads * self.value, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        q = self.q_up(self.q_norm(self.q_down(x)))
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        q, q_rotary = q.split([self.plain, self.rotary], -1)
+        latent, k_rotary = self.kv_down(x).split([self.kv_rank, self.rotary], -1)
+        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k, v = kv.split([self.plain, self.value], -1)
+        k_rotary = _rotate(k_rotary.unsqueeze(1), rotation).expand(-1, self.num_heads, -1, -1)
+        q = torch.cat([q, _rotate(q_rotary, rotation)], -1)
+        attended = F.scaled_dot_product_attention(
+            q, torch.cat([k, k_rotary], -1), v, is_causal=True
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class GatedLayer(nn.Module):
+    """A feed-forward layer with a gate."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GroupedExperts(nn.Module):
+    """Such layers with their weights in groups: dim 0 counts experts."""
+
+    def __init__(self, num_experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.up = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        gate, up, down = map(local_experts, (self.gate, self.up, self.down))
+        ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+        hidden = F.silu(torch._grouped_mm(rows, gate, offs=ends))
+        hidden = hidden * torch._grouped_mm(rows, up, offs=ends)
+        return torch._grouped_mm(hidden, down, offs=ends)
+
+
+class DeepSeekBlock(nn.Module):
+    """Latent attention, and a dense layer or experts of which one is shared by all tokens."""
+
+    def __init__(self, width: int, num_heads: int, hidden: int, num_experts: int = 0) -> None:
+        super().__init__()
+        self.num_experts, self.choices = num_experts, 8
+        self.mesh: DeviceMesh | None = None  # all experts are here
+        self.attention_norm, self.norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = LatentAttention(width, num_heads, 1536, 512)
+        self.dense = GatedLayer(width, hidden)
+        if num_experts:
+            self.router = nn.Linear(width, num_experts, bias=False)
+            self.experts = GroupedExperts(num_experts, width, hidden)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y = self.norm(x)
+        made = self.dense(y)
+        if self.num_experts:
+            flat = y.flatten(0, 1)
+            weights, chosen = self.router(flat).float().sigmoid().topk(self.choices)
+            weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+            exchange = TokenExchange(chosen, self.num_experts, self.mesh)
+            rows = self.experts(exchange.dispatch(flat), exchange.counts)
+            made = made + exchange.combine(rows, weights).view_as(x)
+        return x + made
+
+
+class DeepSeek(nn.Module):
+    """DeepSeek-V3 (arXiv 2412.19437) without multi-token prediction: 671B by default."""
+
+    def __init__(
+        self,
+        num_layers: int = 61,
+        num_dense: int = 3,
+        width: int = 7168,
+        num_heads: int = 128,
+        num_experts: int = 256,
+        length: int = 4096,
+    ) -> None:
+        super().__init__()
+        vocab = 129_280
+        self.embedding = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(
+            DeepSeekBlock(width, num_heads, 18_432)
+            if i < num_dense
+            else DeepSeekBlock(width, num_heads, 2048, num_experts)
+            for i in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("rotation", torch.ones(length, 32, dtype=torch.complex64), False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        rotation = self.rotation[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return self.head(self.norm(x))
+
+
 # -- for the commands ``fsdp2 estimate`` and ``fsdp2 plan`` ----------------------------------------
 
 
 def llama_batch() -> Tensor:
     """One sequence of the length that Llama 3 is trained with."""
     return torch.zeros(1, 8192, dtype=torch.long)
+
+
+def deepseek_batch() -> Tensor:
+    """One sequence of the length that DeepSeek-V3 is trained with."""
+    return torch.zeros(1, 4096, dtype=torch.long)
 
 
 def next_token_loss(logits: Tensor) -> Tensor:

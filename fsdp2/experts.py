@@ -16,6 +16,9 @@ in this package knows about experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,6 +158,36 @@ def local_experts(parameter: Tensor) -> Tensor:
 # -- tokens --------------------------------------------------------------------------------------
 
 
+class PlannedRouting:
+    """Stands for the ranks of experts where a step is traced, which has shapes and no values.
+
+    Tokens are taken to be spread evenly over experts, and nothing is sent.
+
+    Args:
+        ranks: over which experts are distributed.
+        record: called with the bytes of each exchange that a rank sends, to itself too.
+    """
+
+    def __init__(self, ranks: int, record: Callable[[int], None]) -> None:
+        self.ranks = ranks
+        self.record = record
+        self.num_exchanges = 0  # `TokenExchange` objects made
+
+
+_planned: PlannedRouting | None = None
+
+
+@contextmanager
+def planned_routing(routing: PlannedRouting) -> Iterator[None]:
+    """Context in which every `TokenExchange` follows ``routing`` and not its mesh."""
+    global _planned
+    before, _planned = _planned, routing
+    try:
+        yield
+    finally:
+        _planned = before
+
+
 class TokenExchange:
     """Sends the tokens of one batch to the ranks of their experts, and the results back.
 
@@ -194,6 +227,11 @@ class TokenExchange:
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"TokenExchange needs a mesh of one dim, like mesh['ep'], got {mesh}")
         self.num_tokens, self.num_choices = expert_ids.shape
+        self._rows: Tensor | None = None
+        self._group: Any
+        if _planned is not None:
+            self._spread(expert_ids.flatten(), num_experts, _planned)
+            return
         self._group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         num_ranks = 1 if mesh is None else mesh.size()
         rank = 0 if mesh is None else mesh.get_local_rank()
@@ -215,7 +253,18 @@ class TokenExchange:
         experts = torch.arange(chunk, device=ids.device).repeat(num_ranks)
         arrived = experts.repeat_interleave(received.flatten(), output_size=sum(self._receives))
         self._grouping = torch.argsort(arrived, stable=True)
-        self._rows: Tensor | None = None
+
+    def _spread(self, ids: Tensor, num_experts: int, planned: PlannedRouting) -> None:
+        """The rows of the first rank, which has the most experts, if all get as many tokens."""
+        planned.num_exchanges += 1
+        self._group = planned if planned.ranks > 1 else None
+        num_local = -(-num_experts // planned.ranks)
+        received = ids.numel() * planned.ranks * num_local // num_experts
+        self._order = torch.argsort(ids, stable=True)
+        self._grouping = torch.argsort(ids.new_empty(received), stable=True)
+        self._sends, self._receives = [ids.numel()], [received]
+        ends = [received * i // num_local for i in range(num_local + 1)]
+        self.counts = [stop - start for start, stop in pairwise(ends)]
 
     def dispatch(self, tokens: Tensor) -> Tensor:
         """Send tokens to their experts.
@@ -281,7 +330,7 @@ class _AllToAll(torch.autograd.Function):
         rows: Tensor,
         sends: list[int],
         receives: list[int],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | PlannedRouting,
     ) -> Tensor:
         ctx.sends, ctx.receives, ctx.group = sends, receives, group
         return _all_to_all(rows, sends, receives, group)
@@ -293,7 +342,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(
-    rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+    rows: Tensor,
+    sends: list[int],
+    receives: list[int],
+    group: dist.ProcessGroup | PlannedRouting,
 ) -> Tensor:
     out = rows.new_empty((sum(receives), *rows.shape[1:]))
     _exchange(out, rows.contiguous(), group, receives, sends)
@@ -303,10 +355,13 @@ def _all_to_all(
 def _exchange(
     out: Tensor,
     sent: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | PlannedRouting,
     receives: list[int] | None = None,
     sends: list[int] | None = None,
 ) -> None:
+    if isinstance(group, PlannedRouting):
+        group.record(sent.nbytes)
+        return
     try:
         dist.all_to_all_single(out, sent, receives, sends, group=group)
     except RuntimeError as error:

@@ -26,6 +26,7 @@ from .model import (
 )
 
 CHECKPOINTING = ("none", "selective", "full")
+_EXPERTS = "consecutive ranks over which experts are distributed"
 _NOT_GIVEN: Any = object()  # None is a choice
 ACCUMULATION = ("unsharded", "sharded", "every")
 
@@ -50,6 +51,9 @@ def add_estimate(groups: Any) -> None:
     )
     parser.add_argument(
         "--ranks-per-node", type=parse_number, default=8, metavar="N", help="default: 8"
+    )
+    parser.add_argument(
+        "--expert-ranks", type=parse_number, default=1, metavar="N", help=f"{_EXPERTS} (default: 1)"
     )
     _add_output(parser)
     parser.set_defaults(run=run_estimate)
@@ -78,6 +82,12 @@ def add_plan(groups: Any) -> None:
     )
     parser.add_argument(
         "--prefetch", type=parse_number, metavar="N", help="units gathered ahead (default: tried)"
+    )
+    parser.add_argument(
+        "--expert-ranks",
+        type=partial(_list_of, parse_number),
+        metavar="LIST",
+        help=f"{_EXPERTS}, to choose from (default: three are tried)",
     )
     parser.add_argument(
         "--checkpointing",
@@ -121,6 +131,7 @@ def add_predict(groups: Any) -> None:
         ("--checkpointing", partial(_one_of, CHECKPOINTING), ["none"], modes),
         ("--reshard", parse_reshard, [None], _RESHARD),
         ("--prefetch", parse_number, [1], "units gathered ahead (default: 1)"),
+        ("--expert-ranks", parse_number, [1], f"{_EXPERTS} (default: 1)"),
         ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):
@@ -243,6 +254,11 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="kernel of scaled_dot_product_attention on a GPU (default: auto, as CUDA chooses)",
     )
     parser.add_argument(
+        "--experts",
+        metavar="MODULES",
+        help="modules that shard_experts gets: layers.*.experts or class:Experts (default: none)",
+    )
+    parser.add_argument(
         "--unknown-costs",
         choices=("error", "list"),
         default="error",
@@ -268,6 +284,7 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": None if args.optimizer == "none" else args.optimizer,
         "max_gathered_bytes": args.max_gathered,
         "unknown_costs": args.unknown_costs,
+        "experts": None if args.experts is None else parse_wrap(args.experts),
     }
 
 
@@ -300,6 +317,7 @@ def run_estimate(args: argparse.Namespace) -> int:
                 activation_checkpointing=args.checkpointing,
                 accumulation=args.accumulation,
                 ranks_per_node=args.ranks_per_node,
+                expert_ranks=args.expert_ranks,
                 **options,
             )
 
@@ -324,6 +342,7 @@ def run_predict(args: argparse.Namespace) -> int:
             "activation_checkpointing": args.checkpointing,
             "reshard_after_forward": args.reshard,
             "prefetch": args.prefetch,
+            "expert_ranks": args.expert_ranks,
         }
         sizes = {"samples": args.samples, "context": args.context}
         sample, hardware = options.pop("sample_input"), _hardware_of(args)
@@ -360,6 +379,7 @@ def run_plan(args: argparse.Namespace) -> int:
     def make() -> Plan:
         hardware = _hardware_of(args)
         fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
+        fixed["expert_ranks"] = args.expert_ranks
         if args.wrap is not None:
             fixed["wrap"] = parse_wrap(args.wrap)
         if args.reshard is not _NOT_GIVEN:

@@ -25,7 +25,8 @@ class Transfer:
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
-            "replicate", or "within" and "across": the two hops of a reduction.
+            "replicate", or "within" and "across": the two hops of a reduction. "expert shard" and
+            "experts": ranks with the same experts, and those over which experts are distributed.
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
@@ -125,7 +126,8 @@ class LaunchDevice:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.phase = ""
-        self._names = ["all-gather", "reduce-scatter", "all-reduce"]
+        self._names = iter(("all-gather", "reduce-scatter", "all-reduce"))
+        self._exchanges: LaunchStream | None = None
         self.compute = LaunchStream(self, "compute")
         self.streams = [self.compute]
         self._current = self.compute
@@ -139,8 +141,18 @@ class LaunchDevice:
         stream.last = number
         stream.waits = set()
 
+    def exchange(self, work: Transfer, unit: str = "") -> None:
+        """Put a collective beside compute that begins after it, and that it then waits for."""
+        if self._exchanges is None:
+            self._exchanges = LaunchStream(self, "all-to-all")
+            self.streams.append(self._exchanges)
+        self._exchanges.wait_stream(self.compute)
+        with self.stream(self._exchanges):
+            self.launch(work, unit)
+        self.compute.wait_stream(self._exchanges)
+
     def Stream(self, device: Any = None, priority: int = 0) -> LaunchStream:  # noqa: N802
-        stream = LaunchStream(self, self._names[len(self.streams) - 1])
+        stream = LaunchStream(self, next(self._names))
         self.streams.append(stream)
         return stream
 
@@ -178,6 +190,13 @@ class ReplayState:
         self.transfers.append(transfer)
         if self.device is not None:
             self.device.launch(transfer, transfer.unit)
+            self.account.clock = len(self.device.launches)
+
+    def exchange(self, transfer: Transfer) -> None:
+        """Record a collective that compute waits for at once."""
+        self.transfers.append(transfer)
+        if self.device is not None:
+            self.device.exchange(transfer, transfer.unit)
             self.account.clock = len(self.device.launches)
 
     def kernel(self, nbytes: int, dtype: torch.dtype, unit: str = "") -> None:

@@ -17,9 +17,10 @@ from ..policy import (
 )
 from ..wrap import units_of
 from .events import StepTrace
+from .expert_units import experts_of, with_experts
 from .kernels import Kernels, kernels_of
 from .optimizers import OptimizerCost, optimizer_cost
-from .replay import Replay, Setup, replay, with_rank
+from .replay import Replay, Setup, replay, shard_of, shard_rank_of, with_rank
 from .report import Estimate, RankEstimate, TrafficRow
 from .setups import make_setup
 from .tracing import LossFn, trace_step
@@ -44,6 +45,8 @@ def estimate(
     max_gathered_bytes: int | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
+    experts: Any = None,
+    expert_ranks: int = 1,
     micro_batches: int = 1,
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
@@ -75,6 +78,11 @@ def estimate(
             taken into account in any case.
         checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
             except the root that have parameters and inputs that need gradients.
+        experts: the modules that `shard_experts` gets before the others become units: names,
+            patterns or classes, as in ``wrap``. None: experts are parameters like others.
+        expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks;
+            those with the same experts shard them. Forward must make a `TokenExchange` (without a
+            mesh here), whose tokens are taken to be spread evenly over experts.
         micro_batches: forwards and backwards per optimizer step.
         accumulation: how gradients of micro-batches are summed:
 
@@ -119,7 +127,8 @@ def estimate(
     check_comm_policy(comm_policy)
     check_choice(unknown_costs)
     kernels = kernels_of(kernels, device_type)
-    units = tuple(units_of(model, wrap))
+    names = experts_of(model, experts)
+    units = with_experts(units_of(model, wrap), names)
     setup = make_setup(
         units,
         mesh_shape,
@@ -136,6 +145,8 @@ def estimate(
         accumulation=accumulation,
         max_gathered_bytes=max_gathered_bytes,
         ranks_per_node=ranks_per_node,
+        experts=frozenset((name,) for name in names),
+        expert_ranks=expert_ranks,
     )
     if checkpoint_modules is None:
         checkpoint_modules = default_checkpoint_modules(model, units)
@@ -150,6 +161,8 @@ def estimate(
         device_type=device_type,
         kernels=kernels,
         fake=fake,
+        experts=names,
+        expert_ranks=expert_ranks,
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     lines = without_cost(trace, unknown_costs)
@@ -187,7 +200,7 @@ def estimate_trace(
     return Estimate(
         mesh_shape=mesh_shape,
         strategy=strategy,
-        num_params=sum(param.numel for param in trace.params),
+        num_params=sum(param.numel_of_all_experts for param in trace.params),
         num_units=len(setup.units),
         flops=trace.flops * setup.micro_batches,
         ranks=[ranks[rank] for rank in shown],
@@ -218,10 +231,11 @@ def shard_optimizer_cost(trace: StepTrace, setup: Setup, optimizer: Any) -> Opti
     for param in trace.params:
         if param.requires_grad:
             shape = param.shape
-            if shape and param.numel * param.dtype.itemsize >= setup.replicate_below:
-                chunk = -(-shape[0] // setup.num_shards)
-                start = min(setup.rank * chunk, shape[0])
-                shape = (min(chunk, shape[0] - start), *shape[1:])
+            ranks, dim = shard_of(param, setup)
+            if dim is not None:
+                chunk = -(-shape[dim] // ranks)
+                start = min(shard_rank_of(param, setup) * chunk, shape[dim])
+                shape = (*shape[:dim], min(chunk, shape[dim] - start), *shape[dim + 1 :])
             shards.append((shape, param.dtype))
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
     return optimizer_cost(shards, optimizer, "cpu" if offloaded else setup.device_type)

@@ -106,11 +106,24 @@ class Compute:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Tokens travel between the ranks of experts: an all-to-all that compute waits for.
+
+    Attributes:
+        nbytes: bytes of the rows that a rank sends, to itself too.
+        ranks: over which experts are distributed.
+    """
+
+    nbytes: int
+    ranks: int
+
+
+@dataclass(frozen=True)
 class StartOfBackward:
     """Forward and loss are done."""
 
 
-Event = Call | Gradient | Compute | StartOfBackward
+Event = Call | Gradient | Compute | Exchange | StartOfBackward
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,8 @@ class ParamInfo:
         name: its first qualified name.
         dtype: dtype of storage.
         param_dtype: the ``param_dtype`` that the mixed-precision policy gives it.
+        num_experts: if it belongs to experts on a mesh of their own: how many there are. Then dim 0
+            of ``shape`` counts those of one rank. None: it does not.
         is_embedding: whether it is the weight of exactly one ``nn.Embedding``.
     """
 
@@ -130,10 +145,18 @@ class ParamInfo:
     requires_grad: bool
     is_embedding: bool
     param_dtype: torch.dtype | None = None
+    num_experts: int | None = None
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def numel_of_all_experts(self) -> int:
+        """Elements of the whole parameter, wherever its experts are."""
+        if self.num_experts is None:
+            return self.numel
+        return self.numel // self.shape[0] * self.num_experts
 
 
 @dataclass

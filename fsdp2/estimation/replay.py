@@ -25,7 +25,8 @@ from ..wrap import UnitDescription
 from .account import Account
 from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
-from .events import Call, Compute, Gradient, Kind, StartOfBackward, StepTrace
+from .events import Call, Compute, Exchange, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .expert_units import ExpertTopology
 from .optimizers import NO_OPTIMIZER, OptimizerCost
 from .stand_ins import CountedBucket, CountedUnit
 
@@ -53,6 +54,8 @@ class Setup:
         accumulation: how their gradients are summed, one of `ACCUMULATIONS`.
         comm_policy: of all units.
         ranks_per_node: which determines what leaves a node.
+        expert_ranks: over which experts are distributed, of the parameters that the trace says
+            belong to experts; these are sharded over the ranks that have the same ones.
     """
 
     units: tuple[UnitDescription, ...]
@@ -72,16 +75,41 @@ class Setup:
     comm_policy: CommPolicy | None = None
     max_gathered_bytes: int | None = None
     ranks_per_node: int = 8
+    expert_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:
         return self.num_shards * self.num_replicas
 
     @property
+    def num_expert_shards(self) -> int:
+        """Ranks that have the same experts."""
+        return self.num_ranks // self.expert_ranks
+
+    @property
     def topology(self) -> Topology:
         """Where its ranks are."""
         hop = 1 if self.comm_policy is None else hops_of(self.comm_policy, self.num_shards)
-        return Topology(self.num_shards, self.num_replicas, self.ranks_per_node, hop)
+        return ExpertTopology(
+            self.num_shards, self.num_replicas, self.ranks_per_node, hop, self.expert_ranks
+        )
+
+
+def shard_of(param: ParamInfo, setup: Setup) -> tuple[int, int | None]:
+    """The number of ranks that share a parameter, and its sharded dim; None: they hold it whole."""
+    if not param.shape:
+        return 1, None
+    if param.num_experts is not None:  # as `shard_experts` chooses the dim
+        ranks = setup.num_expert_shards
+        return ranks, 1 if param.shape[0] < ranks and len(param.shape) > 1 else 0
+    if setup.num_shards > 1 and param.numel * param.dtype.itemsize < setup.replicate_below:
+        return 1, None
+    return setup.num_shards, 0
+
+
+def shard_rank_of(param: ParamInfo, setup: Setup) -> int:
+    """The rank of ``setup`` among those that share a parameter."""
+    return setup.rank if param.num_experts is None else setup.rank // setup.expert_ranks
 
 
 @dataclass
@@ -190,15 +218,26 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
         replicate_group="replicate" if replicated else None,  # type: ignore[arg-type]
         num_replicas=setup.num_replicas,
     )
+    alike = setup.num_expert_shards
+    expert_mesh: Any = DataParallelMesh(
+        mesh=None,  # type: ignore[arg-type]
+        shard_group="expert shard" if alike > 1 else None,  # type: ignore[arg-type]
+        shard_rank=setup.rank // setup.expert_ranks,
+        num_shards=alike,
+        replicate_group=None,
+        num_replicas=1,
+    )
     units = []
     descriptions = sorted(setup.units, key=lambda unit: not unit.is_root)
     for description in descriptions:
         choose = setup.reshard_after_forward
+        own = [trace.params[i] for i in trace.indices(description.params)]
+        experts = bool(own) and all(param.num_experts is not None for param in own)
         unit = CountedUnit(
             replay,
             description.name,
             len(description.modules),
-            mesh,
+            expert_mesh if experts else mesh,
             device,
             UnitConfig(
                 setup.mp_policy,
@@ -212,8 +251,9 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
                 unshard_in_backward=not trace.embeddings.issuperset(description.modules),
             ),
         )
-        own = [trace.params[i] for i in trace.indices(description.params)]
-        unit.take(own, setup.replicate_below)
+        unit.take(
+            own, 0 if experts else setup.replicate_below, [shard_of(p, setup)[1] for p in own]
+        )
         units.append(unit)
     for unit, described in zip(units, descriptions, strict=True):
         others = [(u, d) for u, d in zip(units, descriptions, strict=True) if u is not unit]
@@ -316,6 +356,8 @@ class _Player:
                 self._call(event)
             elif isinstance(event, Gradient):
                 self._gradient(event)
+            elif isinstance(event, Exchange):
+                self._exchange(event)
             else:
                 assert isinstance(event, StartOfBackward)
                 self._enter_phase("backward")
@@ -340,6 +382,11 @@ class _Player:
                 if nbytes:
                     blocks[number] = account.allocate(nbytes)
         account.add("activations", event.net)
+
+    def _exchange(self, event: Exchange) -> None:
+        sent = event.nbytes * (event.ranks - 1) // event.ranks
+        work = Transfer("all_to_all", "experts", event.nbytes, sent, 1, self._inside)
+        self.replay.exchange(work)
 
     def _call(self, event: Call) -> None:
         unit = self._of_module.get(event.module)

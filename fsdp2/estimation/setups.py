@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,13 @@ from ..wrap import UnitDescription
 from .replay import ACCUMULATIONS, Setup
 
 # Of the fields of `Setup` that are numbers.
-_LEAST = {"micro_batches": 1, "max_gathered_bytes": 1, "ranks_per_node": 1, "prefetch": 0}
+_LEAST = {
+    "micro_batches": 1,
+    "max_gathered_bytes": 1,
+    "ranks_per_node": 1,
+    "prefetch": 0,
+    "expert_ranks": 1,
+}
 
 
 def check_number(name: str, value: object, least: int = 1) -> None:
@@ -45,12 +51,14 @@ def make_setup(
     *,
     strategy: str = "full",
     reshard_after_forward: Any = None,
+    experts: Collection[tuple[str, ...]] = (),
     **options: Any,
 ) -> Setup:
     """The setup that `shard_model` would use.
 
     Args:
         units: from `units_of`.
+        experts: the units (their ``modules``) that `shard_experts` makes.
         options: further fields of `Setup`.
 
     Raises:
@@ -58,6 +66,7 @@ def make_setup(
             for an unknown strategy or kind of accumulation, and for numbers that are too small.
         TypeError: for a mesh, or a number, of another type.
     """
+    expert_ranks = options.get("expert_ranks", 1)
     for name, least in _LEAST.items():
         if options.get(name) is not None:
             check_number(name, options[name], least)
@@ -68,16 +77,27 @@ def make_setup(
         raise ValueError("Strategy 'hybrid' needs a mesh of two dims: (replicas, shards)")
     if not chosen.sharded:
         replicas, shards = replicas * shards, 1
+    if replicas * shards % expert_ranks:
+        raise ValueError(
+            f"expert_ranks={expert_ranks} must divide the number of ranks, {replicas * shards}: "
+            "their mesh is (ranks // expert_ranks, expert_ranks)"
+        )
+
+    def reshard(unit: UnitDescription) -> Any:
+        chosen_for = reshard_of(unit, chosen, reshard_after_forward)
+        # Larger shards of experts would be over another number of ranks.
+        return None if unit.modules in experts and type(chosen_for) is int else chosen_for
+
     setup = Setup(
         units=tuple(units),
         num_shards=shards,
         num_replicas=replicas,
-        reshard_after_forward=lambda unit: reshard_of(unit, chosen, reshard_after_forward),
+        reshard_after_forward=reshard,
         gathered_once=chosen.gathered_once,
         **options,
     )
     for unit in units:
-        _check_reshard(reshard_of(unit, chosen, reshard_after_forward), shards)
+        _check_reshard(reshard(unit), shards)
     return setup
 
 

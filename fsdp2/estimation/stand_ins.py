@@ -80,7 +80,9 @@ class CountedGradient(Held):
 class CountedParam:
     """The attributes of a parameter that a unit and its buckets use."""
 
-    def __init__(self, info: ParamInfo, mesh: DataParallelMesh, replicate_below: int) -> None:
+    def __init__(
+        self, info: ParamInfo, mesh: DataParallelMesh, replicate_below: int, dim: int | None
+    ) -> None:
         if mesh.num_shards > 1 and info.numel * info.dtype.itemsize < replicate_below:
             mesh = _whole(mesh)
         self.fqn = info.name
@@ -93,7 +95,8 @@ class CountedParam:
         self.grad_dtype = None
         self.extension = False
         self.full_shape = info.shape
-        self.dim = 0 if info.shape else None
+        # (A parameter that is replicated has a mesh of one rank; its dim says nothing.)
+        self.dim = (dim or 0) if info.shape else None
         self.owners = [(_EMBEDDING if info.is_embedding else _OTHER, info.name)]
         self.sharded = SimpleNamespace(
             grad=None, requires_grad=info.requires_grad, _post_accumulate_grad_hooks=None
@@ -374,7 +377,7 @@ class _Transports:
         self.replicate: Any = None
         self.secondary_gather: Any = None
         if mesh.num_shards > 1:
-            self.gather = self.scatter = self._transport(mesh.num_shards, "shard")
+            self.gather = self.scatter = self._transport(mesh.num_shards, str(mesh.shard_group))
             if policy is not None:
                 node = hops_of(policy, mesh.num_shards)
                 self.gather = self.scatter = CountingPolicy(self.gather, policy, node=node)
@@ -412,11 +415,19 @@ class CountedParamGroup(ParamGroup):
     replay: ReplayState
 
     def take(
-        self, replay: ReplayState, unit_name: str, params: Sequence[ParamInfo], replicate_below: int
+        self,
+        replay: ReplayState,
+        unit_name: str,
+        params: Sequence[ParamInfo],
+        replicate_below: int,
+        dims: Sequence[int | None],
     ) -> None:
-        """Plan the buckets of these parameters."""
+        """Plan the buckets of these parameters, sharded on these dims."""
         self.replay = replay
-        made = [CountedParam(info, self.mesh, replicate_below) for info in params]
+        made = [
+            CountedParam(info, self.mesh, replicate_below, dim)
+            for info, dim in zip(params, dims, strict=True)
+        ]
         self.params = made  # type: ignore[assignment]
         self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
         self.make_buckets()
@@ -505,9 +516,11 @@ class CountedUnit(Unit):
     def _show(self, kind: str, *, for_forward: bool = True) -> None:
         self.registration.registered = kind
 
-    def take(self, params: Sequence[ParamInfo], replicate_below: int = 0) -> None:
-        """Plan the buckets of these parameters."""
-        self.param_group.take(self.replay, self.name, params, replicate_below)
+    def take(
+        self, params: Sequence[ParamInfo], replicate_below: int, dims: Sequence[int | None]
+    ) -> None:
+        """Plan the buckets of these parameters, sharded on these dims."""
+        self.param_group.take(self.replay, self.name, params, replicate_below, dims)
         self.num_trained = sum(info.requires_grad for info in params)
 
     def _register_proxy(self, param: Any) -> None:

@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as _Dynami
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..common.pytree import map_tensors, tensors_in
+from ..experts import PlannedRouting, planned_routing
 from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of, sum_dtype
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit_config import UnitConfig
 from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
-from .events import Call, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .events import Call, Exchange, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
 from .kernels import Kernels, kernels_of, traced_kernels
 from .meter import StorageMeter
 
@@ -44,6 +45,8 @@ def trace_step(
     device_type: str = "cuda",
     kernels: Kernels | None = None,
     fake: bool = True,
+    experts: Sequence[str] = (),
+    expert_ranks: int = 1,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
@@ -61,18 +64,23 @@ def trace_step(
         device_type: the device of the run. Some kernels of the CPU make other gradients.
         kernels: which of them fake tensors stand for; None: those of ``device_type``.
         fake: False computes on real memory of the CPU, for models whose shapes depend on data.
+        experts: names of the modules that ``shard_experts`` gets. Their parameters have the experts
+            of one rank, and tokens travel where the model makes a ``TokenExchange``.
+        expert_ranks: over which experts are distributed.
 
     Raises:
         ValueError: if the model's shapes depend on data (with ``fake``), or nothing needs a
             gradient.
         TypeError: for parameters that are tensor subclasses.
     """
+    if expert_ranks > 1 and not fake:
+        raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
     by_name = dict(model.named_modules())
     trace = StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
-        params=describe_params(model, mp_policy),
+        params=describe_params(model, mp_policy, experts, expert_ranks),
     )
     meter = StorageMeter(device_type)
     recorder = _Recorder(trace, meter)
@@ -85,6 +93,8 @@ def trace_step(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             chosen = kernels_of(kernels, device_type)
             stack.enter_context(traced_kernels(chosen, meter, trace.notes))
+            routing = PlannedRouting(expert_ranks, recorder.exchange(expert_ranks))
+            stack.enter_context(planned_routing(routing))
         elif kernels_of(kernels, device_type).device != "cpu":
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
         params = _replace_tensors(model, mp_policy, trace, fake)
@@ -112,6 +122,14 @@ def trace_step(
                 "not known without running it. Pass fake=False to run one step of it on the CPU"
             ) from error
     trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
+    if fake and routing.num_exchanges:
+        trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")
+    elif expert_ranks > 1:
+        raise ValueError(
+            "The model makes no fsdp2.experts.TokenExchange, so it is not known which tokens "
+            f"travel to the {expert_ranks} ranks of its experts: make one in its forward, or pass "
+            "expert_ranks=1"
+        )
     return trace
 
 
@@ -131,10 +149,20 @@ def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder:
     recorder.flush()
 
 
-def describe_params(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> list[ParamInfo]:
-    """The parameters of ``model``, each once, in module order."""
+def describe_params(
+    model: nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+    experts: Sequence[str] = (),
+    expert_ranks: int = 1,
+) -> list[ParamInfo]:
+    """The parameters of ``model``, each once, in module order; of ``experts`` those of one rank."""
     described = []
+    prefixes = tuple(f"{name}." for name in experts)
     for name, param, owners in parameters_of(model):
+        shape, num_experts = tuple(param.shape), None
+        if prefixes and name.startswith(prefixes) and shape:
+            num_experts = shape[0]
+            shape = (-(-num_experts // expert_ranks), *shape[1:])
         if type(param) not in (nn.Parameter, torch.Tensor) and not _is_fake(param):
             raise TypeError(
                 f"Parameter '{name}' is a {type(param).__name__}; only plain parameters can be "
@@ -144,11 +172,12 @@ def describe_params(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> list[P
         described.append(
             ParamInfo(
                 name,
-                tuple(param.shape),
+                shape,
                 param.dtype,
                 param.requires_grad,
                 embedding,
                 param_dtype_of(mp_policy, param),
+                num_experts,
             )
         )
     return described
@@ -200,7 +229,7 @@ def _replace_tensors(
     for i, (_, param, owners) in enumerate(list(parameters_of(model))):
         dtype = compute_dtype(param.dtype, param_dtype_of(mp_policy, param))
         if fake or param.is_meta:
-            data = torch.empty(param.shape, dtype=dtype, device="cpu")
+            data = torch.empty(trace.params[i].shape, dtype=dtype, device="cpu")
         else:
             data = param.detach().to("cpu", dtype, copy=True)
         stand_in = nn.Parameter(data, requires_grad=param.requires_grad)
@@ -306,6 +335,15 @@ class _Recorder:
 
     def post_backward(self, unit: Any) -> None:
         self._call(Kind.BACKWARD_LEAVE, unit)
+
+    def exchange(self, ranks: int) -> Callable[[int], None]:
+        """A function that records that tokens of so many bytes travel."""
+
+        def record(nbytes: int) -> None:
+            self.flush()
+            self.trace.events.append(Exchange(nbytes, ranks))
+
+        return record
 
     def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
         """A hook that records the gradient of a parameter and removes it."""

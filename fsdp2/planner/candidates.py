@@ -24,6 +24,7 @@ class Candidate:
         checkpointing: activation checkpointing mode.
         accumulation: how gradients of micro-batches are summed, as in `estimate`; None: there is
             one micro-batch.
+        expert_ranks: over which experts are distributed; None: they have no mesh of their own.
     """
 
     strategy: str
@@ -33,6 +34,7 @@ class Candidate:
     reshard: bool | int | None = None
     prefetch: int = 1
     accumulation: str | None = None
+    expert_ranks: int | None = None
 
     @property
     def complexity(self) -> int:
@@ -55,6 +57,8 @@ class Candidate:
         parts.append(f"checkpointing {self.checkpointing}")
         if self.accumulation is not None:
             parts.append(f"accumulation {self.accumulation}")
+        if self.expert_ranks is not None:
+            parts.append(f"experts over {self.expert_ranks}")
         return ", ".join(parts)
 
 
@@ -123,8 +127,9 @@ def first_round(
     accumulations: Sequence[str | None] = (None,),
     fixed: Fixed = Fixed(),
     wrap: str = "blocks",
+    expert_ranks: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
-    """All meshes with all checkpointing modes and ways to sum gradients."""
+    """All meshes with all checkpointing modes, ways to sum gradients and ranks of experts."""
     start = Candidate(
         "",
         (),
@@ -133,11 +138,31 @@ def first_round(
         prefetch=fixed.prefetch or 1,
     )
     return [
-        replace(start, strategy=strategy, mesh=mesh, checkpointing=mode, accumulation=accumulation)
+        replace(
+            start,
+            strategy=strategy,
+            mesh=mesh,
+            checkpointing=mode,
+            accumulation=accumulation,
+            expert_ranks=ranks,
+        )
+        for ranks in expert_ranks
         for strategy, mesh in fixed.meshes(num_ranks, ranks_per_node)
         for mode in modes
         for accumulation in _useful(accumulations, strategy)
     ]
+
+
+def expert_ranks_of(num_ranks: int, ranks_per_node: int, num_experts: int) -> list[int]:
+    """Numbers of ranks over which experts may be distributed, each with as many experts: within a
+    node, as many as there can be, and one in between."""
+    ranks, found = min(ranks_per_node, num_ranks), []
+    while ranks <= min(num_ranks, num_experts):
+        if num_ranks % ranks == 0 and num_experts % ranks == 0:
+            found.append(ranks)
+        ranks *= 2
+    found = found or [1]
+    return sorted({found[0], found[len(found) // 2], found[-1]})
 
 
 def _useful(accumulations: Sequence[str | None], strategy: str) -> Sequence[str | None]:

@@ -72,6 +72,21 @@ def _together_s(steps: Sequence[SimulatedStep]) -> float:
     return backward + max(step.optimizer_s for step in steps)
 
 
+def figures_of(step: SimulatedStep) -> dict[str, Any]:
+    """The figures of a step, but its time and memory, as JSON-compatible data."""
+    return {
+        "compute_s": step.compute_s,
+        "contention_s": step.contention_s,
+        "stragglers_s": step.stragglers_s,
+        "host_s": step.host_s,
+        "optimizer_s": step.optimizer_s,
+        "exposed_s": step.exposed_s,
+        "stream_s": step.stream_s,
+        "flops": step.flops,
+        "peak_parts": step.peak.parts,
+    }
+
+
 # -- what bounds a step --------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
+from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.replay import Setup
 from ..estimation.setups import check_accumulation, check_number, checked_mesh, make_setup
@@ -19,8 +20,16 @@ from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
 from ..runtime.gather_budget import GatherBudgetError
+from .advice import advice, padding_of
 from .arguments import check_ranks, checked_budget
-from .candidates import SEARCHED, Candidate, Fixed, first_round, second_round
+from .candidates import (
+    SEARCHED,
+    Candidate,
+    Fixed,
+    expert_ranks_of,
+    first_round,
+    second_round,
+)
 from .hardware import Hardware, find_hardware
 from .loads import (
     Load,
@@ -34,7 +43,7 @@ from .loads import (
 from .outcomes import Outcome, outcome_of, simulate_ranks
 from .report import Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
-from .traces import Size, TracedSteps
+from .traces import Size, TracedSteps, check_expert_ranks
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -61,6 +70,8 @@ def plan(
     reshard_after_forward: Any = SEARCHED,
     prefetch: int | None = None,
     checkpoint: str | None = None,
+    experts: Any = None,
+    expert_ranks: int | Sequence[int] | None = None,
     max_gathered_bytes: int | None = None,
     kernels: Kernels | None = None,
     fake: bool = True,
@@ -102,6 +113,9 @@ def plan(
         prefetch: number of units to gather ahead, not searched. None: 1 and 2 are tried.
         checkpoint: the one mode of activation checkpointing, in place of
             ``activation_checkpointing``. Whatever is fixed, the rest is searched.
+        experts: the modules that `shard_experts` gets, as in `predict`; None: there are none.
+        expert_ranks: over which experts are distributed, or several numbers to choose from. None:
+            the ranks of a node, as many as there can be, and one in between.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         progress: called with (current task, number done, total).
@@ -143,6 +157,7 @@ def plan(
         sample_input,
         partial(trace_step, model, **common),
         wrap=wrap,
+        experts=experts,
         unknown_costs=unknown_costs,
     )
     search = _Search(
@@ -160,6 +175,7 @@ def plan(
         progress or (lambda what, done, total: None),
         ways,
         fixed,
+        _checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
     )
     even = search.run(modes, even_load(speeds))
     return _divided(search, modes, even, speeds, samples) if differ else even
@@ -216,6 +232,22 @@ def _checked_modes(modes: Sequence[str], only: str | None) -> tuple[str, ...]:
     return chosen
 
 
+def _checked_expert_ranks(
+    ranks: int | Sequence[int] | None, traces: TracedSteps, num_ranks: int, hardware: Hardware
+) -> list[int | None]:
+    """The numbers of ranks over which experts may be distributed; None: not at all."""
+    if ranks is None:
+        if not traces.experts:
+            return [None]
+        return [*expert_ranks_of(num_ranks, hardware.ranks_per_node, traces.num_experts)]
+    given = [ranks] if isinstance(ranks, int) else list(ranks)
+    for each in given:
+        check_expert_ranks(each, traces)
+        if num_ranks % each:
+            raise ValueError(f"expert_ranks={each} must divide num_ranks={num_ranks}")
+    return [*given] if traces.experts else [None]
+
+
 def _checked_fixed(
     strategy: str | None, mesh: Any, reshard: Any, prefetch: int | None, num_ranks: int
 ) -> Fixed:
@@ -253,8 +285,9 @@ class _Search:
         budget: int,
         options: dict[str, Any],
         progress: Callable[[str, int, int], None],
-        accumulations: Sequence[str | None] = (None,),
-        fixed: Fixed = Fixed(),  # noqa: B008 (frozen)
+        accumulations: Sequence[str | None],
+        fixed: Fixed,
+        expert_ranks: Sequence[int | None],
     ) -> None:
         self.traces = traces
         self.simulator = simulator
@@ -264,6 +297,7 @@ class _Search:
         self.progress = progress
         self.accumulations = accumulations
         self.fixed = fixed
+        self.expert_ranks = expert_ranks
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -276,13 +310,26 @@ class _Search:
             modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
         modes = self._trace(modes)
         wraps = tuple(self.traces.wraps)
-        starts = first_round(modes, self.num_ranks, node, self.accumulations, self.fixed, wraps[0])
-        if not starts:
+        starts = partial(
+            first_round,
+            num_ranks=self.num_ranks,
+            ranks_per_node=node,
+            accumulations=self.accumulations,
+            fixed=self.fixed,
+            wrap=wraps[0],
+        )
+        if not starts(modes):
             raise ValueError(
                 f"No mesh of {plural(self.num_ranks, 'rank')} goes with reshard_after_forward="
                 f"{self.fixed.reshard!r}: it must divide the number of shards"
             )
-        self._simulate(starts)
+        ranks = self.expert_ranks[0]
+        if len(self.expert_ranks) > 1:  # on one mesh and with the least activations
+            tried = starts(modes[-1:], expert_ranks=self.expert_ranks)
+            mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
+            self._simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
+            ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
+        self._simulate(starts(modes, expert_ranks=(ranks,)))
         best = [o.candidate for o in self._ranked()[:3]]
         self._simulate([c for start in best for c in second_round(start, wraps, node, self.fixed)])
         return self._conclude()
@@ -294,20 +341,24 @@ class _Search:
             self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
             try:
                 for samples in {load.samples for load in self.loads}:
-                    self.traces.get(mode, Size(samples))
+                    self.traces.get(mode, Size(samples), self.expert_ranks[0] or 1)
                 working.append(mode)
             except RuntimeError as error:  # the model behaves differently when recomputed
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        first = self.traces.get(working[0], Size(self.loads[0].samples))
+        samples = self.loads[0].samples
+        first = self.traces.get(working[0], Size(samples), self.expert_ranks[0] or 1)
         self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
 
     def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
-        setup, mode = self.setup(candidate), candidate.checkpointing
-        work = [(self.traces.get(mode, Size(load.samples)), load.speed) for load in self.loads]
-        return simulate_ranks(self.simulator, setup, work, **options)
+        work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
+        return simulate_ranks(self.simulator, self.setup(candidate), work, **options)
+
+    def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
+        size, ranks = Size(load.samples), candidate.expert_ranks or 1
+        return self.traces.get(candidate.checkpointing, size, ranks)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -330,8 +381,17 @@ class _Search:
             reshard_after_forward=candidate.reshard,
             prefetch=candidate.prefetch,
             accumulation=candidate.accumulation or "unsharded",
+            experts=self.traces.expert_units,
+            expert_ranks=candidate.expert_ranks or 1,
             **self.options,
         )
+
+    def _advice(self, best: Outcome) -> str:
+        """What takes the memory of the configuration that needs the least, and what helps."""
+        candidate = best.candidate
+        step = max(self._steps(candidate), key=lambda step: step.needed_bytes)
+        trace, setup = self._trace_of(candidate, self.loads[0]), self.setup(candidate)
+        return advice(trace, setup, step, candidate.checkpointing)
 
     def _ranked(self) -> list[Outcome]:
         """Outcomes, best first; those that do not fit come last, by memory needed."""
@@ -354,8 +414,7 @@ class _Search:
         if not best.fits:
             raise ValueError(
                 f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
-                f"{show_bytes(best.needed_bytes)}, with {best.candidate}. Use more ranks, a "
-                "smaller batch, or offload_policy=CPUOffloadPolicy()"
+                f"{show_bytes(best.needed_bytes)}, with {best.candidate}. {self._advice(best)}"
             )
         candidate = best.candidate
         step = self._steps(candidate, keep_samples=True)[0]
@@ -380,6 +439,11 @@ class _Search:
             chosen=best,
             step=step,
             outcomes=ranked,
+            experts=self.traces.experts,
+            expert_ranks=candidate.expert_ranks,
+            padding=padding_of(
+                self._trace_of(candidate, self.loads[0]), self.setup(candidate), step
+            ),
         )
         made.reasons = reasons(made) + self.notes
         if self._too_large:

@@ -23,6 +23,7 @@ from ..policy import (
     check_comm_policy,
 )
 from ..render.text import one_line
+from .advice import padding_of
 from .arguments import check_ranks, checked_budget
 from .candidates import Candidate
 from .hardware import Hardware, find_hardware
@@ -30,7 +31,7 @@ from .loads import even_load, sizes_of, speeds_of
 from .outcomes import bound_of, outcome_of, simulate_ranks
 from .prediction import Prediction, Sweep
 from .simulate import Simulator
-from .traces import WHOLE, Size, TracedSteps
+from .traces import WHOLE, Size, TracedSteps, check_expert_ranks
 
 
 def predict(
@@ -51,6 +52,8 @@ def predict(
     max_gathered_bytes: int | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
+    experts: Any = None,
+    expert_ranks: int = 1,
     micro_batches: int = 1,
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
@@ -76,6 +79,12 @@ def predict(
         comm_policy, max_gathered_bytes: as in `shard_model`.
         activation_checkpointing: "none", "full" or "selective"; see `estimate`.
         checkpoint_modules: names of the modules to recompute; None: the blocks, as in `plan`.
+        experts: the modules that `shard_experts` gets before the others become units: names,
+            patterns or classes, as in ``wrap``. None: experts are parameters like others.
+        expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks
+            and at most the number of experts; those with the same experts shard them. Forward must
+            make a `TokenExchange` (without a mesh here), whose tokens are taken to be spread evenly
+            over experts; each of its all-to-alls is waited for.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs: as in `estimate`.
@@ -108,6 +117,7 @@ def predict(
         comm_policy=comm_policy,
         max_gathered_bytes=max_gathered_bytes,
         checkpoint_modules=checkpoint_modules,
+        experts=experts,
         optimizer=optimizer,
         loss_fn=loss_fn,
         memory_budget=memory_budget,
@@ -124,6 +134,7 @@ def predict(
         prefetch=prefetch,
         micro_batches=micro_batches,
         accumulation=accumulation,
+        expert_ranks=expert_ranks,
     )
 
 
@@ -141,14 +152,15 @@ def sweep(
     prefetch: int | list[int] = 1,
     micro_batches: int | list[int] = 1,
     accumulation: str | list[str] = "unsharded",
+    expert_ranks: int | list[int] = 1,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """Predict the combinations of several ranks, batches, contexts, checkpointing and strategies.
 
     Each argument may be one value or a list of them. A step is traced once for each size of the
-    micro-batch and kind of checkpointing, not for each combination: 20 numbers of ranks take one
-    trace.
+    micro-batch, kind of checkpointing and number of expert ranks, not for each combination: 20
+    numbers of ranks take one trace.
 
     Args:
         model, hardware: as in `predict`.
@@ -160,7 +172,7 @@ def sweep(
             but dim 0 of that length. None: that of ``sample_input``. The model must be able to work
             on this length.
         activation_checkpointing, strategy, reshard_after_forward, prefetch: as in `predict`.
-        micro_batches, accumulation: as in `predict`.
+        micro_batches, accumulation, expert_ranks: as in `predict`.
         progress: called with (current task, number done, total).
         options: the other arguments of `predict`, for all combinations.
 
@@ -188,6 +200,7 @@ def sweep(
         "prefetch": prefetch,
         "micro_batches": micro_batches,
         "accumulation": accumulation,
+        "expert_ranks": expert_ranks,
     }
     values = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
     for name, given in values.items():
@@ -247,6 +260,7 @@ _OPTIONS: dict[str, Any] = {
     "comm_policy": None,
     "max_gathered_bytes": None,
     "checkpoint_modules": None,
+    "experts": None,
     "optimizer": "adamw",
     "loss_fn": None,
     "memory_budget": None,
@@ -268,6 +282,7 @@ class _Cells:
         wrap: Any,
         mp_policy: MixedPrecisionPolicy,
         checkpoint_modules: Sequence[str] | None,
+        experts: Any,
         optimizer: Any,
         loss_fn: LossFn | None,
         memory_budget: float | None,
@@ -295,6 +310,7 @@ class _Cells:
             partial(trace_step, model, **common),
             wrap=wrap,
             checkpoint_modules=checkpoint_modules,
+            experts=experts,
             unknown_costs=unknown_costs,
         )
         [(self._label, self._units)] = self.traces.units.items()
@@ -306,14 +322,24 @@ class _Cells:
         *,
         activation_checkpointing: str,
         strategy: str,
+        expert_ranks: int,
         **choices: Any,
     ) -> Prediction:
         """Simulate one configuration."""
         _check_mode(activation_checkpointing)
+        check_expert_ranks(expert_ranks, self.traces)
         mesh = _mesh_of(num_ranks, strategy, self.hardware)
         shape: Any = mesh[0] if len(mesh) == 1 else mesh
-        setup = make_setup(self._units, shape, strategy=strategy, **choices, **self._options)
-        trace = self.traces.get(activation_checkpointing, size)
+        setup = make_setup(
+            self._units,
+            shape,
+            strategy=strategy,
+            experts=self.traces.expert_units,
+            expert_ranks=expert_ranks,
+            **choices,
+            **self._options,
+        )
+        trace = self.traces.get(activation_checkpointing, size, expert_ranks)
         loads = even_load(speeds_of(self.hardware, setup.num_ranks))
         work = [(trace, load.speed) for load in loads]
         steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
@@ -325,6 +351,8 @@ class _Cells:
         if samples is not None:
             rate = samples * setup.micro_batches * setup.num_ranks / outcome.seconds
         told = {"strategy": strategy, "wrap": self._label, **choices}
+        if self.traces.experts:
+            told["expert_ranks"] = expert_ranks
         return Prediction(
             hardware=self.hardware,
             mesh_shape=mesh,
@@ -342,6 +370,7 @@ class _Cells:
             samples=samples,
             context=context,
             step=steps[0],
+            padding=padding_of(trace, setup, steps[0]),
             notes=self.traces.notes(trace, self.hardware),
         )
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..render.text import plural, show_bytes, show_seconds, table
+from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
-from .outcomes import bound_sentence
+from .outcomes import bound_sentence, figures_of
 from .picture import draw
 from .simulate import SimulatedStep
 
@@ -31,6 +32,7 @@ class Prediction:
         memory_budget: bytes that a rank may use.
         fits: whether ``needed_bytes`` are within it.
         samples, context: sizes of a micro-batch of one rank, where they are known.
+        padding: what uneven dims cost the fullest rank; None: nothing.
         step: the simulated step; of the slowest ranks, if they differ.
         notes: what the prediction assumes, as sentences.
     """
@@ -51,6 +53,7 @@ class Prediction:
     samples: int | None
     context: int | None
     step: SimulatedStep
+    padding: Padding | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -89,18 +92,12 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "flops_per_s": self.flops_per_s,
             "bound": self.bound,
-            "compute_s": step.compute_s,
-            "contention_s": step.contention_s,
-            "stragglers_s": step.stragglers_s,
-            "host_s": step.host_s,
-            "optimizer_s": step.optimizer_s,
-            "exposed_s": self.exposed_s,
-            "stream_s": step.stream_s,
-            "flops": step.flops,
+            **figures_of(step),
             "peak_bytes": self.peak_bytes,
-            "peak_parts": step.peak.parts,
             "reserved_bytes": self.reserved_bytes,
             "needed_bytes": self.needed_bytes,
+            "padding_bytes": 0 if self.padding is None else self.padding.nbytes,
+            "padding_factor": 1.0 if self.padding is None else self.padding.factor,
             "memory_budget": self.memory_budget,
             "fits": self.fits,
             "notes": self.notes,
@@ -115,6 +112,8 @@ class Prediction:
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
             ("Memory", _memory(self)),
         ]
+        if self.padding is not None and self.padding.factor >= SHOWN_PADDING:
+            facts.append(("Padding", str(self.padding)))
         return "\n".join([table(facts, indent=0), "", bound_sentence(self.step), *self.notes])
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
 from ..render.text import plural, show_bytes, show_seconds, table
+from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
 from .loads import describe_sizes
-from .outcomes import Outcome, bound_sentence
+from .outcomes import Outcome, bound_sentence, figures_of
 from .picture import draw
 from .simulate import SimulatedStep
 
@@ -47,6 +48,10 @@ class Plan:
         outcomes: all simulated candidates, the best first; those that do not fit come last.
         reasons: explanations as sentences.
         split: how to divide the batch; None: evenly.
+        experts: names of the modules that `shard_experts` gets.
+        expert_ranks: over which it distributes them: the mesh of experts is (ranks // expert_ranks,
+            expert_ranks). None: there are none.
+        padding: what uneven dims cost the fullest rank; None: nothing.
     """
 
     kwargs: dict[str, Any]
@@ -61,6 +66,9 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     split: Split | None = None
     accumulation: str | None = None
+    experts: list[str] = field(default_factory=list)
+    expert_ranks: int | None = None
+    padding: Padding | None = None
 
     @property
     def runner_up(self) -> Outcome | None:
@@ -80,7 +88,18 @@ class Plan:
 
         Args:
             mesh: made by `make_mesh`; None makes it.
+
+        Raises:
+            ValueError: for a plan with experts, of which only the model knows where their tokens
+                travel.
         """
+        if self.experts:
+            raise ValueError(
+                f"A plan with experts cannot be applied in one call: call shard_experts for "
+                f"'{self.experts[0]}' and the others with a mesh of (ranks // {self.expert_ranks}, "
+                f"{self.expert_ranks}), give the model mesh['ep'] for its TokenExchange, then "
+                "fully_shard the blocks and the model (see fsdp2.experts)"
+            )
         if self.activation_checkpointing != "none":
             for name in self.checkpoint_modules:
                 module = model.get_submodule(name)
@@ -116,6 +135,7 @@ def reasons(made: Plan) -> list[str]:
         ("reshard", "Resharding", lambda c: c.reshard),
         ("prefetch", "Prefetch", lambda c: c.prefetch),
         ("accumulation", "Accumulation", lambda c: c.accumulation),
+        ("experts", "Experts", lambda c: c.expert_ranks),
     )
     for _, title, key in questions:
         others: dict[Any, Outcome] = {}
@@ -141,6 +161,7 @@ def _value(title: str, outcome: Outcome) -> str:
         "Resharding": "default" if c.reshard is None else f"reshard_after_forward={c.reshard}",
         "Prefetch": str(c.prefetch),
         "Accumulation": str(c.accumulation),
+        "Experts": f"over {plural(c.expert_ranks or 1, 'rank')}",
     }[title]
 
 
@@ -158,7 +179,7 @@ def _against(outcome: Outcome, made: Plan) -> str:
     return f"{speed} with {memory}"
 
 
-_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation")
+_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation", "Experts")
 
 
 def _besides(title: str, outcome: Outcome, made: Plan) -> str:
@@ -187,6 +208,12 @@ def _as_text(made: Plan) -> str:
         facts.insert(6, ("Accumulation", made.accumulation))
     if limit := made.kwargs.get("max_gathered_bytes"):
         facts.insert(5, ("Gathered", f"at most {show_bytes(limit)} at any moment"))
+    if made.experts:
+        facts.insert(
+            2, ("Experts", f"{len(made.experts)} modules, {_value('Experts', made.chosen)}")
+        )
+    if made.padding is not None and made.padding.factor >= SHOWN_PADDING:
+        facts.append(("Padding", str(made.padding)))
     if made.split is not None:
         facts.insert(2, ("Samples", describe_sizes(made.split.sizes)))
     lines = [table(facts, indent=0), "", "Why", *(f"  {reason}" for reason in made.reasons)]
@@ -250,18 +277,14 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "accumulation": made.accumulation,
         "split": None if made.split is None else asdict(made.split),
         "step_s": made.chosen.seconds,
-        "compute_s": step.compute_s,
-        "contention_s": step.contention_s,
-        "stragglers_s": step.stragglers_s,
-        "host_s": step.host_s,
-        "optimizer_s": step.optimizer_s,
-        "exposed_s": step.exposed_s,
-        "stream_s": step.stream_s,
-        "flops": step.flops,
+        **figures_of(step),
         "peak_bytes": made.chosen.peak_bytes,
         "reserved_bytes": made.chosen.reserved_bytes,
         "needed_bytes": made.chosen.needed_bytes,
-        "peak_parts": step.peak.parts,
+        "experts": made.experts,
+        "expert_ranks": made.expert_ranks,
+        "padding_bytes": 0 if made.padding is None else made.padding.nbytes,
+        "padding_factor": 1.0 if made.padding is None else made.padding.factor,
         "memory_budget": made.memory_budget,
         "num_events": step.num_events,
         "reasons": made.reasons,

@@ -16,7 +16,8 @@ from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
 from .hardware import Hardware
 from .schedule import Span, Task, schedule
 
-STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce")
+STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+_GROUPS = ("shard", "secondary", "replicate", "all", "within", "across", "experts", "expert shard")
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,7 @@ class Simulator:
         secondary = [
             b.secondary.layout.num_shards for u in made.units for b in u.buckets if b.secondary
         ]
-        rings = {
-            group: topology.ring(group, secondary[0] if secondary else 1)
-            for group in ("shard", "secondary", "replicate", "all", "within", "across")
-        }
+        rings = {group: topology.ring(group, secondary[0] if secondary else 1) for group in _GROUPS}
         costs = []
         slowed_by = self.hardware.taken_by_collectives
         for launch in made.launches:
@@ -160,7 +158,8 @@ class Simulator:
 
     def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> OptimizerCost:
         offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
-        key = (id(trace.params[0]), len(trace.params), setup.num_shards, offloaded)
+        ranks = (setup.num_shards, setup.num_expert_shards)
+        key = (id(trace.params[0]), len(trace.params), ranks, offloaded)
         if key not in self._optimizer:
             self._optimizer[key] = shard_optimizer_cost(trace, setup, self.optimizer)
         return self._optimizer[key]

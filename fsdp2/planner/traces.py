@@ -9,6 +9,8 @@ from torch import nn
 
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
+from ..estimation.expert_units import experts_of, with_experts
+from ..estimation.setups import check_number
 from ..estimation.uncosted import check_choice, without_cost
 from ..wrap import UnitDescription, units_of
 from .candidates import wraps_of
@@ -29,20 +31,24 @@ WHOLE = Size()
 class TracedSteps:
     """Traces steps of a model when they are first asked for, each once.
 
-    A trace depends on the sizes of the micro-batch and on what is recomputed. It does not depend on
-    units, meshes or ranks: the modules of all choices of units are marked in each, so what is
-    simulated of a configuration is the same whoever asks (`plan` or `predict`).
+    A trace depends on the sizes of the micro-batch, on what is recomputed and on the number of
+    ranks over which experts are distributed. It does not depend on units, meshes or ranks: the
+    modules of all choices of units are marked in each, so what is simulated of a configuration is
+    the same whoever asks (`plan` or `predict`).
 
     Args:
         trace: ``trace_step`` of the model with all that is the same for all traces; takes the
             sample input, the names of the modules that may be units, and keyword arguments.
         wrap: the one choice of units; None: all of `wraps_of`.
         checkpoint_modules: names of modules to recompute; None: the blocks.
+        experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
 
     Attributes:
         blocks: names of the modules to recompute.
         wraps: choices of units by label, as `shard_model` takes them.
         units: the same as units.
+        experts: names of the modules of experts.
+        num_experts: of the module that has the fewest.
         num_traced: the number of steps traced so far.
     """
 
@@ -54,6 +60,7 @@ class TracedSteps:
         *,
         wrap: Any = None,
         checkpoint_modules: Any = None,
+        experts: Any = None,
         unknown_costs: str = "error",
     ) -> None:
         check_choice(unknown_costs)
@@ -62,28 +69,39 @@ class TracedSteps:
         self.blocks = blocks if checkpoint_modules is None else list(checkpoint_modules)
         usual = wraps_of(auto, blocks)
         self.wraps: Mapping[str, Any] = usual if wrap is None else {_label(wrap): wrap}
+        self.experts = experts_of(model, experts)
         self.units: dict[str, tuple[UnitDescription, ...]] = {
-            label: tuple(units_of(model, each)) for label, each in self.wraps.items()
+            label: with_experts(units_of(model, each), self.experts)
+            for label, each in self.wraps.items()
         }
         marked = [units_of(model, each) for each in usual.values()] + [*self.units.values()]
         self._names = [name for units in marked for unit in units for name in unit.modules]
+        modules = dict(model.named_modules())
+        sizes = [next(modules[name].parameters()).shape[0] for name in self.experts]
+        self.num_experts = min(sizes, default=0)
         self._sample_input = sample_input
         self._trace = trace
         self._unknown_costs = unknown_costs
-        self._made: dict[tuple[str, Size], StepTrace] = {}
+        self._made: dict[tuple[str, Size, int], StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
         return len(self._made)
 
-    def get(self, mode: str, size: Size = WHOLE) -> StepTrace:
-        """The step with this activation checkpointing and size of the micro-batch.
+    @property
+    def expert_units(self) -> frozenset[tuple[str, ...]]:
+        """The units of experts, as their modules."""
+        return frozenset((name,) for name in self.experts)
+
+    def get(self, mode: str, size: Size = WHOLE, expert_ranks: int = 1) -> StepTrace:
+        """The step with this activation checkpointing, size of the micro-batch, and expert ranks.
 
         Raises:
             ValueError: for operators without a cost, unless they are to be listed.
             RuntimeError: if the model fails.
         """
-        found = self._made.get((mode, size))
+        key = (mode, size, expert_ranks)
+        found = self._made.get(key)
         if found is None:
             sample = with_samples(self._sample_input, size.samples)
             found = self._trace(
@@ -91,9 +109,11 @@ class TracedSteps:
                 list(dict.fromkeys(self._names)),
                 activation_checkpointing=mode,
                 checkpoint_modules=self.blocks,
+                experts=self.experts,
+                expert_ranks=expert_ranks,
             )
             without_cost(found, self._unknown_costs)  # an error before more traces
-            self._made[mode, size] = found
+            self._made[key] = found
         return found
 
     def notes(self, trace: StepTrace, hardware: Hardware) -> list[str]:
@@ -105,6 +125,26 @@ class TracedSteps:
             if hardware.rate_of(dtype) != dtype
         ]
         return [*trace.notes, *without_cost(trace, "list"), *rates]
+
+
+def check_expert_ranks(ranks: Any, traces: TracedSteps) -> None:
+    """Check a number of ranks over which experts are distributed.
+
+    Raises:
+        ValueError: if it is less than 1 or more than there are experts, or there are none.
+        TypeError: if it is not an int.
+    """
+    check_number("expert_ranks", ranks)
+    if ranks > 1 and not traces.experts:
+        raise ValueError(
+            f"expert_ranks={ranks} needs experts=: the modules whose dim 0 of all parameters is "
+            "the expert"
+        )
+    if ranks > 1 and ranks > traces.num_experts:
+        raise ValueError(
+            f"expert_ranks={ranks} is more than the {traces.num_experts} experts: some ranks would "
+            "have none"
+        )
 
 
 def _label(wrap: Any) -> str:
