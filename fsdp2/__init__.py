@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from .describe.rank_checks import check_ranks_agree, watch_ranks
     from .estimation import Estimate, Kernels, estimate, register_cost
     from .optim import clip_grad_norm_, get_total_norm
-    from .planner import Hardware, Plan, Prediction, Sweep, plan, predict, sweep
+    from .planner import (
+        Hardware,
+        Plan,
+        Prediction,
+        Sweep,
+        TrainingCost,
+        plan,
+        predict,
+        sweep,
+        training_cost,
+    )
     from .policy import (
         CommPolicy,
         CPUOffloadPolicy,
@@ -67,6 +77,7 @@ __all__ = [
     "RanksDisagreeError",
     "ShardPlacementResult",
     "Sweep",
+    "TrainingCost",
     "UnitDescription",
     "UnshardHandle",
     "broadcast_replicas",
@@ -94,6 +105,7 @@ __all__ = [
     "share_comm_ctx",
     "split_batch",
     "sweep",
+    "training_cost",
     "units_of",
     "watch_hangs",
     "watch_ranks",
@@ -121,6 +133,7 @@ _HOME = {
     "RanksDisagreeError": "comm.store_exchange",
     "ShardPlacementResult": "policy",
     "Sweep": "planner",
+    "TrainingCost": "planner",
     "UnitDescription": "wrap",
     "UnshardHandle": "api.module",
     "broadcast_replicas": "api.initialization",
@@ -147,6 +160,7 @@ _HOME = {
     "share_comm_ctx": "api.functions",
     "split_batch": "batches",
     "sweep": "planner",
+    "training_cost": "planner",
     "units_of": "wrap",
     "watch_hangs": "describe.hangs",
     "watch_ranks": "describe.rank_checks",

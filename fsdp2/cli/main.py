@@ -23,6 +23,7 @@ from ..common.suggestions import did_you_mean
 from ..common.versions import __version__, installed_torch
 from ..render.text import BROKEN_PIPE, INTERRUPTED, fail
 from .ckpt import add_ckpt
+from .cost import add_cost
 from .doctor import add_doctor
 from .explain import add_explain
 from .plan import add_estimate, add_plan, add_predict
@@ -116,5 +117,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add_estimate(groups)
     add_predict(groups)
     add_plan(groups)
+    add_cost(groups)
     add_doctor(groups)
     return parser

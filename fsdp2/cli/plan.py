@@ -55,7 +55,7 @@ def add_estimate(groups: Any) -> None:
     parser.add_argument(
         "--expert-ranks", type=parse_number, default=1, metavar="N", help=f"{_EXPERTS} (default: 1)"
     )
-    _add_output(parser)
+    add_output(parser)
     parser.set_defaults(run=run_estimate)
 
 
@@ -85,7 +85,7 @@ def add_plan(groups: Any) -> None:
     )
     parser.add_argument(
         "--expert-ranks",
-        type=partial(_list_of, parse_number),
+        type=partial(list_of, parse_number),
         metavar="LIST",
         help=f"{_EXPERTS}, to choose from (default: three are tried)",
     )
@@ -104,7 +104,7 @@ def add_plan(groups: Any) -> None:
     )
     _add_step(parser)
     parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: plan.png")
-    _add_output(parser)
+    add_output(parser)
     parser.set_defaults(run=run_plan)
 
 
@@ -116,15 +116,23 @@ def add_predict(groups: Any) -> None:
         description=f"{about[0].upper()}{about[1:]}: options that take a LIST (8,64,512) make a "
         "table of all combinations",
     )
+    add_configurations(parser)
+    _add_hardware(parser)
+    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: step.png")
+    add_output(parser)
+    parser.set_defaults(run=run_predict)
+
+
+def add_configurations(parser: argparse.ArgumentParser) -> None:
+    """The model, and what may be a list of choices."""
     add_model_name(parser)
     parser.add_argument(
         "--world-size",
-        type=partial(_list_of, parse_number),
+        type=partial(list_of, parse_number),
         required=True,
         metavar="LIST",
         help="numbers of GPUs",
     )
-    _add_hardware(parser)
     strategies, modes = ", ".join(STRATEGIES), ", ".join(CHECKPOINTING)
     for name, parse, default, told in (
         ("--strategy", partial(_one_of, STRATEGIES), ["full"], strategies),
@@ -136,7 +144,7 @@ def add_predict(groups: Any) -> None:
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):
         parser.add_argument(
-            name, type=partial(_list_of, parse), default=default, metavar="LIST", help=told
+            name, type=partial(list_of, parse), default=default, metavar="LIST", help=told
         )
     parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
     parser.add_argument(
@@ -146,9 +154,6 @@ def add_predict(groups: Any) -> None:
         help="how gradients of micro-batches are summed: as of fsdp2 estimate",
     )
     _add_step(parser)
-    parser.add_argument("--picture", metavar="FILE", help="write the step as a picture: step.png")
-    _add_output(parser)
-    parser.set_defaults(run=run_predict)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -165,6 +170,11 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         help="of each node or rank, where they differ, as fsdp2 doctor prints them: 1,1,0.5,1 or "
         "1x62,0.5x2 (62 nodes, then two of half the speed)",
     )
+    add_precision(parser)
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """What a GPU may use, and the dtypes of computation and of the wire."""
     parser.add_argument(
         "--memory",
         type=parse_bytes,
@@ -189,7 +199,7 @@ def parse_reshard(text: str) -> bool | int | None:
     raise argparse.ArgumentTypeError(f"{text!r} is not default, true, false or a number of ranks")
 
 
-def _list_of(parse: Callable[[str], Any], text: str) -> list[Any]:
+def list_of(parse: Callable[[str], Any], text: str) -> list[Any]:
     return [parse(part) for part in text.split(",")]
 
 
@@ -267,7 +277,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -321,7 +331,7 @@ def run_estimate(args: argparse.Namespace) -> int:
                 **options,
             )
 
-    return _answer(args, make)
+    return answer(args, make)
 
 
 def run_predict(args: argparse.Namespace) -> int:
@@ -329,21 +339,7 @@ def run_predict(args: argparse.Namespace) -> int:
     from ..planner import predict, sweep
 
     def make() -> Any:
-        options = {
-            **_step_options(args),
-            "wrap": parse_wrap(args.wrap),
-            "memory_budget": args.memory,
-            "mp_policy": precision_of(args),
-            "comm_policy": comm_policy_of(args),
-            "accumulation": args.accumulation,
-        }
-        swept = {
-            "strategy": args.strategy,
-            "activation_checkpointing": args.checkpointing,
-            "reshard_after_forward": args.reshard,
-            "prefetch": args.prefetch,
-            "expert_ranks": args.expert_ranks,
-        }
+        options, swept = configurations(args)
         sizes = {"samples": args.samples, "context": args.context}
         sample, hardware = options.pop("sample_input"), _hardware_of(args)
         model = load_model(args.model)
@@ -360,7 +356,27 @@ def run_predict(args: argparse.Namespace) -> int:
                 model, sample, hardware, args.world_size, progress=show, **swept, **options
             )
 
-    return _answer(args, make, _draw if args.picture else None)
+    return answer(args, make, draw if args.picture else None)
+
+
+def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The arguments of `sweep` that are the same in all of them, and those that are lists."""
+    options = {
+        **_step_options(args),
+        "wrap": parse_wrap(args.wrap),
+        "memory_budget": args.memory,
+        "mp_policy": precision_of(args),
+        "comm_policy": comm_policy_of(args),
+        "accumulation": args.accumulation,
+    }
+    swept = {
+        "strategy": args.strategy,
+        "activation_checkpointing": args.checkpointing,
+        "reshard_after_forward": args.reshard,
+        "prefetch": args.prefetch,
+        "expert_ranks": args.expert_ranks,
+    }
+    return options, swept
 
 
 def _hardware_of(args: argparse.Namespace) -> Any:
@@ -402,22 +418,22 @@ def run_plan(args: argparse.Namespace) -> int:
                 **options,
             )
 
-    return _answer(args, make, _draw if args.picture else None)
+    return answer(args, make, draw if args.picture else None)
 
 
-def _draw(args: argparse.Namespace, made: Any) -> int:
+def draw(args: argparse.Namespace, made: Any) -> int:
     """Write the picture of a plan that has been printed: nothing of it is lost by an error here."""
     try:
         made.picture(args.picture)
     except (ImportError, OSError, ValueError) as error:  # ValueError: a name that is no picture's
-        what = "plan" if args.run is run_plan else "prediction"
+        what = {run_plan: "plan", run_predict: "prediction"}.get(args.run, "table")
         return fail(f"The {what} is whole, but its picture was not written: {one_line(error)}")
     if not args.json:
         print(f"\nWritten: {args.picture}")
     return 0
 
 
-def _answer(
+def answer(
     args: argparse.Namespace,
     make: Callable[[], Any],
     then: Callable[[argparse.Namespace, Any], int] | None = None,

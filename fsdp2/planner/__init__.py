@@ -7,10 +7,12 @@ from .predicting import predict, sweep
 from .prediction import Prediction, Sweep
 from .report import Plan, Split
 from .simulate import SimulatedStep, Simulator
+from .training_cost import Offer, TrainingCost, training_cost
 
 __all__ = [
     "PRESETS",
     "Hardware",
+    "Offer",
     "Outcome",
     "Plan",
     "Prediction",
@@ -18,8 +20,10 @@ __all__ = [
     "Simulator",
     "Split",
     "Sweep",
+    "TrainingCost",
     "find_hardware",
     "plan",
     "predict",
     "sweep",
+    "training_cost",
 ]

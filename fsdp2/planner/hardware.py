@@ -202,6 +202,23 @@ _H100 = Hardware(
     network_bandwidth=400 * GB,  # DGX H100: 8 NDR ports of 400 Gb/s
     host_bandwidth=50 * GB,  # PCIe 5
 )
+_B200 = replace(
+    _H100,
+    name="b200",
+    memory_bytes=180 * GB,
+    matmul_flops={
+        torch.float8_e4m3fn: 4500e12,
+        torch.float8_e5m2: 4500e12,
+        torch.bfloat16: 2250e12,
+        torch.float16: 2250e12,
+        torch.float32: 1125e12,
+    },
+    matmul_efficiency=0.66,
+    attention_flops=760e12,
+    memory_bandwidth=8000 * GB,
+    node_bandwidth=720 * GB,
+    multiprocessors=148,
+)
 
 PRESETS: dict[str, Hardware] = {
     hardware.name: hardware
@@ -222,6 +239,45 @@ PRESETS: dict[str, Hardware] = {
             memory_bytes=95 * GIB,
             matmul_efficiency=0.529,
             memory_bandwidth=2400 * GB,
+        ),
+        # NVIDIA DGX B200 data sheet: 72 PFLOPS FP8 with sparsity of 8, so 4,500 TFLOPS dense each,
+        # 2,250 bf16; 1,440 GB with 64 TB/s of 8; 8 ports of 400 Gb/s; 148 multiprocessors. NVLink
+        # 5: 900 GB/s each way, of which collectives are taken to reach as much as on an H100.
+        # Efficiency: S. Bekman (see above) measured about 0.78 of the data sheet at best, 0.80 on
+        # an H100. Attention: that of an H100, as a part of the data sheet. Nothing is calibrated.
+        _B200,
+        # NVIDIA GB200 NVL72 data sheet: 2,500 TFLOPS dense bf16, 13.4 TB with 576 TB/s of 72 GPUs,
+        # which NVLink connects; 400 Gb/s of network per GPU; C2C 450 GB/s each way.
+        replace(
+            _B200,
+            name="gb200",
+            memory_bytes=186 * GB,
+            matmul_flops={k: v * 2500 / 2250 for k, v in _B200.matmul_flops.items()},
+            attention_flops=840e12,
+            ranks_per_node=72,
+            network_bandwidth=72 * 50 * GB,
+            host_bandwidth=360 * GB,
+        ),
+        # AMD Instinct MI300X data sheet: 1,307 TFLOPS dense bf16, 2,615 FP8, 654 TF32; 192 GB with
+        # 5.3 TB/s; 304 compute units; 7 links of 64 GB/s each way, of which rings are taken to
+        # reach 0.7. Efficiency: S. Bekman measured 0.5 to 0.6 of the data sheet at best, 0.80 on an
+        # H100. Nothing is calibrated, and nothing of this package has run on ROCm.
+        replace(
+            _H100,
+            name="mi300x",
+            memory_bytes=192 * GB,
+            matmul_flops={
+                torch.float8_e4m3fn: 2615e12,
+                torch.float8_e5m2: 2615e12,
+                torch.bfloat16: 1307e12,
+                torch.float16: 1307e12,
+                torch.float32: 654e12,
+            },
+            matmul_efficiency=0.47,
+            attention_flops=300e12,
+            memory_bandwidth=5300 * GB,
+            node_bandwidth=310 * GB,
+            multiprocessors=304,
         ),
         # Two cores and gloo, for trying things out: measured here to the order of magnitude. Gloo
         # has no channels; 15 messages more took 0.4 to 0.7 ms longer.

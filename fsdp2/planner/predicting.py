@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..api.shard_model import find_strategy
@@ -296,6 +298,7 @@ class _Cells:
         self.budget = checked_budget(memory_budget, hardware)
         self._sample_input = sample_input
         self._simulator = Simulator(hardware, optimizer)
+        self._dtype = mp_policy.param_dtype or _main_dtype(model)
         self._options = {"mp_policy": mp_policy, **options}
         chosen = kernels_of(kernels, hardware.device_type)
         common: dict[str, Any] = {
@@ -369,6 +372,7 @@ class _Cells:
             fits=outcome.fits,
             samples=samples,
             context=context,
+            dtype=self._dtype,
             step=steps[0],
             padding=padding_of(trace, setup, steps[0]),
             notes=self.traces.notes(trace, self.hardware),
@@ -393,6 +397,14 @@ class _Cells:
             if value := self._options[name]:
                 told[name] = value if isinstance(value, int) else str(value)
         return told
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most elements of parameters."""
+    found: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        found[param.dtype] += param.numel()
+    return found.most_common(1)[0][0] if found else torch.float32
 
 
 def _mesh_of(num_ranks: Any, strategy: str, hardware: Hardware) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
@@ -33,6 +35,7 @@ class Prediction:
         fits: whether ``needed_bytes`` are within it.
         samples, context: sizes of a micro-batch of one rank, where they are known.
         padding: what uneven dims cost the fullest rank; None: nothing.
+        dtype: of computation: that of the policy, or of most parameters.
         step: the simulated step; of the slowest ranks, if they differ.
         notes: what the prediction assumes, as sentences.
     """
@@ -52,6 +55,7 @@ class Prediction:
     fits: bool
     samples: int | None
     context: int | None
+    dtype: torch.dtype
     step: SimulatedStep
     padding: Padding | None = None
     notes: list[str] = field(default_factory=list)

@@ -96,8 +96,8 @@ class Picture:
     note: str = ""
 
 
-def save(picture: Picture, path: Path) -> None:
-    """Write the picture to ``path``; the suffix selects the format.
+def pyplot_for_files() -> Any:
+    """``matplotlib.pyplot``, which then needs no display.
 
     Raises:
         ImportError: without matplotlib (``pip install fsdp2[train]``).
@@ -111,6 +111,16 @@ def save(picture: Picture, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def save(picture: Picture, path: Path) -> None:
+    """Write the picture to ``path``; the suffix selects the format.
+
+    Raises:
+        ImportError: without matplotlib (``pip install fsdp2[train]``).
+    """
+    pyplot = pyplot_for_files()
     scale, unit = (1.0, "s") if picture.seconds >= 2 else (1e3, "ms")
     figure, axes = pyplot.subplots(3, figsize=(15, 10), height_ratios=[1.5, 2, 1.5])
     whole = (0.0, picture.seconds)

@@ -1,0 +1,333 @@
+"""What training to a number of tokens takes: days and money, for predictions of many clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ..common.suggestions import did_you_mean
+from ..render.text import plural, table
+from .cost_picture import Point, draw
+from .prediction import Prediction, Sweep
+
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A configuration that fits, and what training with it takes.
+
+    Attributes:
+        prediction: of a step.
+        days: to all tokens.
+        gpu_hours: of all GPUs together.
+        cost: in the currency of the prices.
+        batch_tokens: of all ranks in a step.
+        efficiency: FLOP/s, with recomputation, as a part of what the data sheet says of the dtype
+            of computation (hardware FLOPs utilization).
+        best: no other offer is both sooner and cheaper.
+    """
+
+    prediction: Prediction
+    days: float
+    gpu_hours: float
+    cost: float
+    batch_tokens: int
+    efficiency: float
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What `training_cost` returns; ``print`` shows a table.
+
+    Attributes:
+        offers: by hardware in the order of the predictions, then by the number of GPUs and cost.
+        tokens, goodput: as given.
+        left_out: how many predictions do not fit, or have too large a batch.
+    """
+
+    offers: list[Offer]
+    tokens: float
+    goodput: float
+    left_out: dict[str, int]
+
+    @property
+    def cheapest(self) -> Offer:
+        """The offer that costs least; of equals, the soonest."""
+        return min(self.offers, key=lambda offer: (offer.cost, offer.days))
+
+    @property
+    def fastest(self) -> Offer:
+        """The offer that is done first; of equals, the cheapest."""
+        return min(self.offers, key=lambda offer: (offer.days, offer.cost))
+
+    def within(self, *, days: float | None = None, cost: float | None = None) -> Offer | None:
+        """The cheapest offer that is done in ``days``; or the fastest one for ``cost``.
+
+        Args:
+            days: at most.
+            cost: at most. With both, the cheapest of those that keep to both.
+
+        Returns:
+            None if there is none.
+        """
+        kept = [
+            offer
+            for offer in self.offers
+            if (days is None or offer.days <= days) and (cost is None or offer.cost <= cost)
+        ]
+        soonest_first = days is None and cost is not None
+        return min(
+            kept,
+            key=lambda o: (o.days, o.cost) if soonest_first else (o.cost, o.days),
+            default=None,
+        )
+
+    def best_number(self, extra_cost: float = 0.1) -> Offer:
+        """The soonest of the offers that cost at most a part ``extra_cost`` more than the cheapest.
+
+        More GPUs end sooner and, as more time goes to communication, cost more. This is where that
+        begins to be dear.
+        """
+        limit = self.cheapest.cost * (1 + extra_cost)
+        return min(
+            (offer for offer in self.offers if offer.cost <= limit),
+            key=lambda offer: (offer.days, offer.cost),
+        )
+
+    def picture(self, path: str | Path) -> None:
+        """Write days and cost over the number of GPUs as a picture.
+
+        Raises:
+            ImportError: without matplotlib (``pip install fsdp2[train]``).
+        """
+        lines: dict[str, dict[int, Point]] = {}
+        for offer in self.offers:  # of a number of GPUs, the cheapest comes first
+            made = offer.prediction
+            point = (made.num_ranks, offer.days, offer.cost)
+            lines.setdefault(made.hardware.name, {}).setdefault(made.num_ranks, point)
+        title = f"Training to {_short(self.tokens)} tokens"
+        draw({k: list(v.values()) for k, v in lines.items()}, Path(path), title=title)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON-compatible data."""
+        return {
+            "tokens": self.tokens,
+            "goodput": self.goodput,
+            "left_out": self.left_out,
+            "offers": [
+                {
+                    "days": offer.days,
+                    "gpu_hours": offer.gpu_hours,
+                    "cost": offer.cost,
+                    "batch_tokens": offer.batch_tokens,
+                    "efficiency": offer.efficiency,
+                    "best": offer.best,
+                    "prediction": offer.prediction.to_dict(),
+                }
+                for offer in self.offers
+            ],
+        }
+
+    def __str__(self) -> str:
+        columns = _columns(offer.prediction for offer in self.offers)
+        rows: list[tuple[str, ...]] = [
+            ("Hardware", "GPUs", *map(_title, columns), *_HEADER),
+            *(_row(offer, columns) for offer in self.offers),
+        ]
+        right = [str(i) for i in range(len(rows[0]) - 1) if i]
+        number = self.best_number()
+        lines = [
+            f"{_short(self.tokens)} tokens"
+            + (f", {self.goodput:.0%} of the time in steps" if self.goodput != 1 else ""),
+            table(rows, right=right, indent=0),
+            "*: no other is both sooner and cheaper",
+            f"Cheapest: {_told(self.cheapest)}",
+            f"Soonest for at most 10 % more than that: {_told(number)}",
+            f"Soonest: {_told(self.fastest)}",
+        ]
+        lines += [f"Left out: {plural(num, 'configuration')} {why}" for why, num in
+                  self.left_out.items() if num]  # fmt: skip
+        return "\n".join(lines)
+
+
+def training_cost(
+    predictions: Sweep | Iterable[Prediction | Sweep],
+    tokens: float,
+    price_per_gpu_hour: float | Mapping[str, float],
+    *,
+    goodput: float = 1.0,
+    max_batch_tokens: float | None = None,
+) -> TrainingCost:
+    """Work out how long, and for how much money, clusters train to a number of tokens.
+
+    Args:
+        predictions: what `sweep` or `predict` returned, of one kind of GPU or of several.
+        tokens: all that the model is to see.
+        price_per_gpu_hour: in any currency; or one price for each name of a `Hardware`.
+        goodput: the part of the time that is spent in steps. The rest are checkpoints, faults and
+            what is computed again after them.
+        max_batch_tokens: configurations with more tokens in a step are left out. Time and money are
+            for a number of tokens; beyond the critical batch size (arXiv 1812.06162), the same
+            tokens in larger batches train less.
+
+    Returns:
+        The table, and the offers to choose from.
+
+    Raises:
+        ValueError: for numbers that are not positive, if no configuration is left, and for
+            predictions whose sample input has no tokens.
+        KeyError: if a kind of GPU has no price.
+
+    Example:
+        >>> table = sweep(model, tokens, "h100", [64, 256, 1024], mp_policy=bf16, loss_fn=loss)
+        >>> made = training_cost(table, tokens=1e12, price_per_gpu_hour=2.5)
+        >>> print(made)
+        >>> made.within(days=30)
+    """
+    _check("tokens", tokens)
+    _check("goodput", goodput)
+    if goodput > 1:
+        raise ValueError(f"goodput is a part of the time, at most 1, got {goodput}")
+    if max_batch_tokens is not None:
+        _check("max_batch_tokens", max_batch_tokens)
+    found = _all_of(predictions)
+    prices = _prices(found, price_per_gpu_hour)
+    left_out = {"do not fit into memory": 0, "have more than max_batch_tokens": 0}
+    offers: list[Offer] = []
+    for made in found:
+        if not made.tokens_per_s:
+            raise ValueError(
+                "The sample input has no tokens to count: time to a number of tokens needs a "
+                "sample input of integers, (samples, positions)"
+            )
+        offer = _offer(made, tokens, prices[made.hardware.name], goodput)
+        if not made.fits:
+            left_out["do not fit into memory"] += 1
+        elif max_batch_tokens is not None and offer.batch_tokens > max_batch_tokens:
+            left_out["have more than max_batch_tokens"] += 1
+        else:
+            offers.append(offer)
+    if not offers:
+        why = "; ".join(f"{num} {why}" for why, num in left_out.items() if num)
+        raise ValueError(f"No configuration is left: {why or 'there are no predictions'}")
+    order = {name: i for i, name in enumerate(prices)}
+    offers.sort(key=lambda o: (order[o.prediction.hardware.name], o.prediction.num_ranks, o.cost))
+    return TrainingCost(_marked(offers), tokens, goodput, left_out)
+
+
+def _all_of(predictions: Sweep | Iterable[Prediction | Sweep]) -> list[Prediction]:
+    found: list[Prediction] = []
+    for each in [predictions] if isinstance(predictions, Sweep) else predictions:
+        if isinstance(each, Sweep):
+            found += each.predictions
+        elif isinstance(each, Prediction):
+            found.append(each)
+        else:
+            raise TypeError(f"training_cost takes what predict or sweep returned, got {each!r}")
+    return found
+
+
+def _prices(found: list[Prediction], given: float | Mapping[str, float]) -> dict[str, float]:
+    names = list(dict.fromkeys(made.hardware.name for made in found))
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(names, given)
+    for name in names:
+        if name not in given:
+            raise KeyError(
+                f"price_per_gpu_hour has no price of '{name}'{did_you_mean(name, given)}"
+            )
+        _check(f"price_per_gpu_hour of '{name}'", given[name])
+    return {name: given[name] for name in names}
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value > 0 and isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def _offer(made: Prediction, tokens: float, price: float, goodput: float) -> Offer:
+    assert made.tokens_per_s is not None
+    seconds = tokens / made.tokens_per_s / goodput
+    hours = seconds / 3600 * made.num_ranks
+    return Offer(
+        made,
+        seconds / _DAY_S,
+        hours,
+        hours * price,
+        round(made.tokens_per_s * made.seconds),
+        made.flops_per_s / _peak_flops(made),
+    )
+
+
+def _peak_flops(made: Prediction) -> float:
+    """FLOP/s of the data sheet in the dtype of computation."""
+    return made.hardware.matmul_flops[made.hardware.rate_of(made.dtype)]
+
+
+def _marked(offers: list[Offer]) -> list[Offer]:
+    """The same, with those marked that nothing beats in both days and cost."""
+    marked = []
+    for offer in offers:
+        beaten = any(
+            o.days <= offer.days and o.cost <= offer.cost
+            and (o.days < offer.days or o.cost < offer.cost)
+            for o in offers
+        )  # fmt: skip
+        marked.append(Offer(**{**vars(offer), "best": not beaten}))
+    return marked
+
+
+# -- as text -------------------------------------------------------------------------------------
+
+_HEADER = ("Batch", "Tokens/s", "of peak", "Days", "GPU hours", "Cost", "")
+
+
+def _columns(predictions: Iterable[Prediction]) -> list[str]:
+    """The choices in which the predictions differ."""
+    found: dict[str, set[str]] = {}
+    for made in predictions:
+        for name, value in {**made.choices, "context": made.context}.items():
+            found.setdefault(name, set()).add(str(value))
+    return [name for name, values in found.items() if len(values) > 1]
+
+
+def _row(offer: Offer, columns: Iterable[str]) -> tuple[str, ...]:
+    made = offer.prediction
+    choices = {**made.choices, "context": made.context}
+    assert made.tokens_per_s is not None
+    return (
+        made.hardware.name,
+        str(made.num_ranks),
+        *(str(choices.get(name, "-")) for name in columns),
+        _short(offer.batch_tokens),
+        f"{made.tokens_per_s:,.0f}",
+        f"{offer.efficiency:.0%}",
+        f"{offer.days:,.1f}",
+        f"{offer.gpu_hours:,.0f}",
+        f"{offer.cost:,.0f}",
+        "*" if offer.best else "",
+    )
+
+
+def _told(offer: Offer) -> str:
+    made = offer.prediction
+    return f"{made.num_ranks} {made.hardware.name}: {offer.days:,.1f} days, {offer.cost:,.0f}"
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _short(num: float) -> str:
+    """``1.5T``: with the suffix that such numbers of tokens are written with."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if num >= limit:
+            return f"{num / limit:.3g}{suffix}"
+    return f"{num:.3g}"
