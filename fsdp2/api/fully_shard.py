@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -252,7 +253,8 @@ def _make_unit(
 
 # -- modules ---------------------------------------------------------------------------------
 
-_sharded_classes: dict[type, type] = {}
+# Weak: a class that was made with its model, in a function, goes with it.
+_sharded_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def _sharded_class(module: nn.Module) -> type:
@@ -262,15 +264,16 @@ def _sharded_class(module: nn.Module) -> type:
     """
     # One for all modules of a class, so that two layers are still of the same type.
     cls = type(module)
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = class_for(
+    made = _sharded_classes.get(cls)
+    if made is None:
+        made = _sharded_classes[cls] = class_for(
             module,
             f"FSDP{cls.__name__}",
             {**refuse_own_deepcopy(cls), **refused_methods(cls)},
             before=(FSDPModule,),
             after=(TorchFSDPModule,),
         )
-    return _sharded_classes[cls]
+    return made
 
 
 def _move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -28,11 +28,33 @@ from .errors import CheckpointError
 # given an old nonce where a new store happens to lie at an old address, on some of the ranks only.
 _runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _alone: list[str] = []  # the nonce without a store, once there is one
-_attempts: Counter[str] = Counter()
-_questions: Counter[str] = Counter()
 _numbers: Counter[str] = Counter()  # without a store
 _looks = itertools.count()
 TIMEOUT = timedelta(minutes=10)
+MAX_COUNTS = 4096  # names that are remembered, so that a long run does not fill the memory
+
+
+class Counts:
+    """How often some ranks have done something together, by what it was.
+
+    Of the last `MAX_COUNTS` different things. Each set of ranks has counts of its own, so all of
+    them forget the same things at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, ...], dict[str, int]] = {}
+
+    def next(self, ranks: tuple[int, ...], what: str) -> int:
+        """Count ``what`` once more."""
+        counts = self._of.setdefault(ranks, {})
+        count = counts.pop(what, 0) + 1
+        counts[what] = count  # last: dictionaries keep the order
+        if len(counts) > MAX_COUNTS:
+            del counts[next(iter(counts))]
+        return count
+
+
+_attempts, _questions = Counts(), Counts()
 
 
 def the_store() -> dist.Store | None:
@@ -74,12 +96,11 @@ def next_nonce(path: Path, ranks: tuple[int, ...]) -> str:
     on their own host, so after some faults hosts differ, and no save of theirs would ever be whole.
     """
     who = _digest(ranks)
-    key = f"{os.path.abspath(path)}/{who}"
-    _attempts[key] += 1
+    attempt = _attempts.next(ranks, os.path.abspath(path))
     restart = 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return f"{run_nonce()}{restart:04x}{who}-{_attempts[key]}"
+    return f"{run_nonce()}{restart:04x}{who}-{attempt}"
 
 
 def _digest(ranks: tuple[int, ...]) -> str:
@@ -91,16 +112,34 @@ def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
     store = the_store()
     if store is None or len(ranks) == 1:
         return value
-    # Of these ranks: others may ask the same, as stages of a pipeline do that save to one folder.
-    key = f"{key}/{_digest(ranks)}"
-    _questions[key] += 1
-    full_key = f"fsdp2/{key}/{_questions[key]}"
+    full_key = _question(key, ranks)
     if this_rank() == ranks[0]:
         store.set(full_key, value)
         return value
     with explained(f"agreeing on the checkpoint ({key})", ranks[:1]):
         store.wait([full_key], TIMEOUT)
-    return store.get(full_key).decode()
+    said = store.get(full_key).decode()
+    _forget(store, full_key, len(ranks) - 1)
+    return said
+
+
+def _question(key: str, ranks: tuple[int, ...]) -> str:
+    """The key of the next question of this kind."""
+    # Of these ranks: others may ask the same, as stages of a pipeline do that save to one folder.
+    return f"fsdp2/{key}/{_digest(ranks)}/{_questions.next(ranks, key)}"
+
+
+def _forget(store: dist.Store, key: str, num_readers: int) -> None:
+    """The last of so many that have read what is under ``key`` removes it."""
+    with suppress(RuntimeError):  # its host may have ended: all has been said
+        if store.add(f"{key}/read", 1) == num_readers:
+            for each in (key, f"{key}/read"):
+                _delete(store, each)
+
+
+def _delete(store: dist.Store, key: str) -> None:
+    with suppress(RuntimeError):  # not all stores can
+        store.delete_key(key)
 
 
 def told_by_all(key: str, value: str, ranks: tuple[int, ...]) -> list[str]:
@@ -111,8 +150,7 @@ def told_by_all(key: str, value: str, ranks: tuple[int, ...]) -> list[str]:
     store = the_store()
     if store is None or len(ranks) == 1:
         return [value]
-    _questions[key] += 1
-    full_key = f"fsdp2/{key}/{_questions[key]}"
+    full_key = _question(key, ranks)
     with explained(f"exchanging what ranks know ({key})", ranks):
         store.set(f"{full_key}/{this_rank()}", value)
         if this_rank() == ranks[0]:
@@ -121,11 +159,12 @@ def told_by_all(key: str, value: str, ranks: tuple[int, ...]) -> list[str]:
             found = [store.get(each).decode() for each in keys]
             store.set(f"{full_key}/all", json.dumps(found))
             for each in keys:
-                with suppress(RuntimeError):  # not all stores can
-                    store.delete_key(each)
+                _delete(store, each)
             return found
         store.wait([f"{full_key}/all"], TIMEOUT)
-    return json.loads(store.get(f"{full_key}/all").decode())
+    told = json.loads(store.get(f"{full_key}/all").decode())
+    _forget(store, f"{full_key}/all", len(ranks) - 1)
+    return told
 
 
 def added(key: str, num: int) -> int:
@@ -135,6 +174,14 @@ def added(key: str, num: int) -> int:
         return store.add(f"fsdp2/{key}", num)
     _numbers[key] += num
     return _numbers[key]
+
+
+def forget(key: str) -> None:
+    """Remove a number of `added` that no rank needs any more."""
+    store = the_store()
+    if store is not None:
+        _delete(store, f"fsdp2/{key}")
+    _numbers.pop(key, None)
 
 
 def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
@@ -162,6 +209,7 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
             f"Rank {this_rank()} does not see in {folder} what rank {ranks[0]} wrote there: a "
             "checkpoint needs a folder that all nodes share"
         )
-    store = the_store()
-    if store is not None and store.add(f"fsdp2/seen/{name}/{folder}", 1) == len(ranks):
+    store, seen = the_store(), f"fsdp2/seen/{name}/{folder}"
+    if store is not None and store.add(seen, 1) == len(ranks):
         (folder / name).unlink(missing_ok=True)
+        _delete(store, seen)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..common.host import memory_bytes
 from ..dtensor.placement import all_ranks, this_rank
-from .agreement import added, said_by_first, told_by_all
+from .agreement import added, forget, said_by_first, told_by_all
 from .checkpointer import Checkpointer
 from .errors import CheckpointError
 from .loading.training import Loaded, load_training
@@ -213,6 +213,8 @@ class MemorySnapshots:
         first, generation = self._pending is None, self._session.generation(step)
         self._pending = generation
         self._count += 1
+        # All ranks have begun the last one, since it is over, and look at none before it.
+        self._forget(self._count - 2)
         try:
             captured, error = None, None
             try:
@@ -269,7 +271,16 @@ class MemorySnapshots:
     @property
     def _key(self) -> str:
         """Of the numbers in the store that say how far all ranks are with the last snapshot."""
-        return f"snapshots/{self._session.nonce}/{self._count}"
+        return self._key_of(self._count)
+
+    def _key_of(self, count: int) -> str:
+        return f"snapshots/{self._session.nonce}/{count}"
+
+    def _forget(self, count: int) -> None:
+        """Remove what the store knows of a snapshot, on the first rank."""
+        if count > 0 and self.rank == self.ranks[0]:
+            for name in ("written", "copied", "ended"):
+                forget(f"{self._key_of(count)}/{name}")
 
     @staticmethod
     def _name(generation: Generation | None) -> str:
@@ -510,6 +521,8 @@ class MemorySnapshots:
             # as it has heard of all others, and with it the store, before these hear of it.
             with suppress(RuntimeError):
                 self._told("closed")
+                for count in (self._count - 1, self._count):
+                    self._forget(count)
         finally:
             self._end()
 

@@ -46,6 +46,7 @@ _LONGEST = 1 << 16  # bytes of a message
 _FULL = 8000  # numbers of a message, two for a range
 _LATE_S = 0.004  # after which the thread serves
 _SLICE_S = 0.05  # of waiting, after which a thread looks whether another one was told
+USES_OF_TAG = 8  # keys per message tag
 _RECORD = 256  # bytes that ranks exchange to meet
 _CPU = torch.device("cpu")
 
@@ -109,9 +110,15 @@ class _Channel:
         self.posts: dict[int, deque[Ranges]] = {peer: deque() for peer in peers}
         self.begun: Posts = {peer: [] for peer in peers}  # posts of which there is more to come
         self.num_read = dict.fromkeys(peers, 0)
-        self.num_begun = 0
+        self.num_begun = 0  # of those that are acknowledged
         self.num_ready = 0  # ranks of which there is a post
         self.unread: deque[Operation] = deque()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way. A new channel would do as well then."""
+        if self.unread or self.num_ready or any(self.begun.values()):
+            return False
+        return all(num == self.num_begun for num in self.num_read.values())
 
 
 class HostLinks:
@@ -176,7 +183,7 @@ class HostLinks:
         with _lock:
             self.check(())
             channel = self._channel(key)
-            channel.num_begun += 1
+            channel.num_begun += is_acknowledged
             operation = Operation(self, channel, read_all, is_acknowledged)
             channel.unread.append(operation)
             _served.note_unread(1)
@@ -252,8 +259,18 @@ class HostLinks:
     def _channel(self, key: int) -> _Channel:
         channel = self._channels.get(key)
         if channel is None:
+            if _forgotten:
+                _drop_forgotten()
             channel = self._channels[key] = _Channel(self.peers)
         return channel
+
+    def drop_idle(self, tags: Sequence[range]) -> bool:
+        """Drop the channels of these tags; returns whether some are still in use."""
+        chosen = [k for k in self._channels if any(k // USES_OF_TAG in some for some in tags)]
+        for key in chosen:
+            if self._channels[key].is_idle():
+                del self._channels[key]
+        return any(key in self._channels for key in chosen)
 
     def _send(self, peer: int, message: bytes) -> None:
         deadline = None
@@ -413,6 +430,29 @@ def _start_anew() -> None:
     _served, _lock = _Served(), threading.RLock()
 
 
+def forget_tags(tags: range) -> None:
+    """Note that nothing will be sent with these tags any more, on whatever group it was."""
+    # Only noted: garbage is collected at any moment, in any thread, while channels are in use. Who
+    # makes the next new channel drops those. Other groups may use the same tags: what is dropped
+    # there is idle and will be made anew.
+    _forgotten.append(tags)
+
+
+def _drop_forgotten() -> None:
+    taken = sorted((_forgotten.popleft() for _ in range(len(_forgotten))), key=lambda r: r.start)
+    joined: list[range] = []
+    for tags in taken:  # those of the units of a model follow each other
+        if joined and joined[-1].stop >= tags.start:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, tags.stop))
+        else:
+            joined.append(tags)
+    # (All of them, also after one that still uses some.)
+    left = [each.drop_idle(joined) for each in list(_found.values()) if each is not None]
+    if any(left):
+        _forgotten.extend(joined)
+
+
+_forgotten: deque[range] = deque()
 _served = _Served()
 _lock = threading.RLock()
 _found: WeakKeyDictionary[dist.ProcessGroup, HostLinks | None] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from ..sharding.gather_plan import GatherPlan, RowGather
 from .cross_memory import Ranges
-from .host_links import HostLinks, Operation, Posts
+from .host_links import USES_OF_TAG, HostLinks, Operation, Posts
 from .means import BLOCK_NUMEL, cut, mean_in_order
 from .streams import Finish
 
@@ -156,4 +156,4 @@ def ranges_of(tensors: Sequence[torch.Tensor]) -> Ranges:
 
 
 def key(tag: int, use: int) -> int:
-    return 8 * tag + use
+    return USES_OF_TAG * tag + use

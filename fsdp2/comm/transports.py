@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .exchange import Exchange
+from .host_links import forget_tags
 from .means import Mean, as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for
 
@@ -142,14 +143,20 @@ def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend is not None and backend.name().lower() not in ("gloo", "fake")
 
 
-def take_tags(groups: Sequence[dist.ProcessGroup], count: int) -> int:
-    """Reserve ``count`` message tags in all of ``groups``."""
+def take_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = None) -> int:
+    """Reserve ``count`` message tags in all of ``groups``, and return the first.
+
+    Args:
+        owner: with whose end what is kept for these tags is freed.
+    """
     # Untagged messages of several units in flight would swap data without an error. All ranks of a
     # group come to the same numbers, since they make units in the same order. And they are reserved
     # once, not counted message by message: a rank that plans its buckets anew alone (it loaded a
     # checkpoint by assignment) must go on with the tags of the others.
     start = max(_next_tag.get(group, 0) for group in groups)
     _next_tag.update(dict.fromkeys(groups, start + count))
+    if owner is not None:
+        finalize(owner, forget_tags, range(start, start + count)).atexit = False
     return start
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -91,13 +92,15 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
         _count_for_schedulers(optimizer)
 
 
-_classes: dict[tuple[type, Runner], type] = {}
+# Weak: a class that was made in a function goes with its optimizers.
+_classes: WeakValueDictionary[tuple[type, Runner], type] = WeakValueDictionary()
 
 
 def _subclass(optimizer: Optimizer, prefix: str, runner: Runner) -> type:
     kind: Any = type(optimizer)
-    if (kind, runner) in _classes:
-        return _classes[kind, runner]
+    known = _classes.get((kind, runner))
+    if known is not None:
+        return known
     raw = raw_step(kind)
 
     # torch puts the step hooks around this function. `wraps`: gradient scalers read signatures.

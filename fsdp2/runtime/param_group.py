@@ -89,6 +89,10 @@ class ParamGroup:
         self._gather_batches: dict[tuple[GatherPlan, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
+        # What is compared to see what was frozen or thawed since: `is_trained` is of the first.
+        self._planned: list[ShardedParam] = []
+        self._shown: list[nn.Parameter] = []
+        self._trains: tuple[bool, ...] = ()
         self._versioned: list[torch.Tensor] = []
         # What the parameters to show were made for.
         self._secondary_for: tuple[int, list[bool]] | None = None
@@ -406,7 +410,7 @@ class ParamGroup:
             # buckets as parameters are provided for: a replan makes more of them after a freeze,
             # and new tags would have to be taken by all ranks together.
             count = 2 + 2 * sum(MAX_TENSORS if param.extension else 1 for param in self.params)
-            first = take_tags(self._groups(), count * max(1, len(self.params)))
+            first = take_tags(self._groups(), count * max(1, len(self.params)), self)
             self._reserved_tags = (first, count)
         first, count = self._reserved_tags
         self.gather_tags = [first + count * i for i in range(len(self.buckets))]
@@ -427,6 +431,7 @@ class ParamGroup:
 
     def plan_registration(self) -> None:
         """Make the lists over the present parameters, here and in the registration."""
+        self.take_freezing()
         self._registration.plan(self.params)
         self._sharded = [p.sharded for p in self.params]
         self.unsharded = [p.unsharded for p in self.params]
@@ -434,7 +439,7 @@ class ParamGroup:
         # A wrapper subclass can be written through its inner tensors: its own counter stays then.
         inner = [t for p in self.params if p.extension for t in inner_tensors(p.local)]
         self._versioned = [*locals_, *inner]
-        self.is_trained = tuple(map(_requires_grad, self._sharded))
+        self._show_freezing()
 
     def register_sharded(self) -> None:
         """Register sharded parameters that were made again or have other owners now."""
@@ -461,35 +466,51 @@ class ParamGroup:
         self.plan_registration()
 
     def follow_freezing(self) -> bool:
-        """Freeze and thaw unsharded parameters as users did with the sharded ones.
+        """Freeze and thaw what modules show instead of sharded parameters as users did with either.
 
         Returns:
             Whether anything had changed.
         """
-        now = tuple(map(_requires_grad, self._sharded))
-        if now == self.is_trained:
+        # (All in one list: one comparison, however many kinds there are.)
+        if tuple(map(_requires_grad, self._shown)) == self._trains:
             return False
-        self.is_trained = now
+        self.take_freezing()
         # Hooks and autograd nodes were noted for what was trained before: they are looked up again.
         self.generation += 1
-        for param in self.params:
-            if param.unsharded is not None:  # else it will be made like the sharded one
-                param.unsharded.requires_grad_(param.sharded.requires_grad)
+        self._show_freezing()
         return True
 
     def take_freezing(self) -> bool:
         """Freeze and thaw sharded parameters as users did with those that modules show instead.
 
         Returns:
-            Whether anything had changed; `follow_freezing` then has to see it.
+            Whether users have frozen or thawed either; `follow_freezing` then has to see it.
         """
-        changed = False
-        for param, was_trained in zip(self.params, self.is_trained, strict=True):
+        if tuple(map(_requires_grad, self._shown)) == self._trains:
+            return False
+        for param, was_trained in zip(self._planned, self.is_trained, strict=True):
             for shown in (param.unsharded, param.secondary):
-                if shown is not None and shown.requires_grad != was_trained:
+                if shown is None or not shown.is_floating_point():
+                    continue
+                if shown.requires_grad != was_trained:
                     param.sharded.requires_grad_(not was_trained)
-                    changed = True
-        return changed
+        return True
+
+    def _show_freezing(self) -> None:
+        """Freeze and thaw what modules show like the sharded parameters, and note what is so now.
+
+        All of them at once: one that was left behind would count as frozen or thawed by the user.
+        """
+        self._planned, self._shown = list(self.params), list(self._sharded)
+        for param in self.params:
+            for shown in (param.unsharded, param.secondary):
+                if shown is None or not shown.is_floating_point():
+                    continue
+                self._shown.append(shown)
+                if shown.requires_grad != param.sharded.requires_grad:
+                    shown.requires_grad_(param.sharded.requires_grad)
+        self.is_trained = tuple(map(_requires_grad, self._sharded))
+        self._trains = tuple(map(_requires_grad, self._shown))
 
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on

@@ -57,6 +57,7 @@ class Registration:
         registered: "sharded", "unsharded" or "secondary".
         overrides: inside `torch.func.functional_call`, the parameters that it replaced, with their
             replacements.
+        registered_before: what was registered when that call came, and will be again afterwards.
         check_is_due: only followers were looked at since the last whole `check`.
     """
 
@@ -69,7 +70,7 @@ class Registration:
         self.unit_name = type(unit_modules[0]).__name__
         self.registered = "sharded"
         self.overrides: list[tuple[ShardedParam, torch.Tensor]] = []
-        self._registered_before = ""  # when functional_call replaced some
+        self.registered_before = ""
         self._proxies: list[tuple[ShardedParam, FreedParameterProxy]] = []
         self._params: Sequence[ShardedParam] = ()
         self._fast: dict[str, list[tuple[dict[str, Any], str, nn.Parameter]]] = {}
@@ -180,7 +181,7 @@ class Registration:
             shown = getattr(param, self.registered)
             self._check_param(param, param.sharded if shown is None else shown)
         if not self._lent:
-            self._registered_before = self.registered
+            self.registered_before = self.registered
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
         """What each module of the unit, with those inside it, should hold while it computes."""
@@ -246,7 +247,7 @@ class Registration:
         its own forward looks for overrides: when it is planned again after a move, when what was
         kept gathered is out of date, or when it is freed to make room.
         """
-        self._registered_before = self.registered
+        self.registered_before = self.registered
         rows = zip(*self._expected[self.registered], strict=True)
         self._lent = [
             (dictionary, name, given)
@@ -291,8 +292,8 @@ class Registration:
         """After forward, put back what `torch.func.functional_call` registered."""
         # On its way out it puts back what it found, which are parameters of the kind that was
         # registered when it came. A unit that stays gathered would take those for a user's writes.
-        if self.registered != self._registered_before:
-            self.register(self._registered_before)
+        if self.registered != self.registered_before:
+            self.register(self.registered_before)
         for param, given in self.overrides:
             for module, name in param.owners:
                 module._parameters[name] = given  # type: ignore[assignment]

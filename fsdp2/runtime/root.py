@@ -223,6 +223,9 @@ class Runtime:
             and position == len(order)
             and self._this_forward[-1] is unit,
         )
+        if unit.registration.overrides:
+            # torch puts back the tensors that it found: they must not be without memory then.
+            after = _AS_FOUND.get(unit.registration.registered_before, after)
         if after is AfterForward.KEEP:
             if runs_next and unit.reshard_after_forward is not False:
                 self._kept_unit = unit
@@ -580,6 +583,8 @@ class Runtime:
         # After a failed forward: what is in flight is of earlier backwards, which were good.
         self.reductions.complete(self.streams)
         for unit in self.units:
+            if unit.state is not State.SHARDED:
+                unit.param_group.take_freezing()  # done since, to what is gathered
             unit.reshard(self.streams)
             unit.drop_cache(self.streams)
             unit.backward_began = False
@@ -596,6 +601,10 @@ class Runtime:
         # Last: a caller that goes on without these gradients finds a tree that works.
         if lost:
             raise accumulation_lost(lost)
+
+
+# After a forward with others, by what of its own parameters `torch.func.functional_call` found.
+_AS_FOUND = {"unsharded": AfterForward.KEEP, "secondary": AfterForward.FREE_TO_SECONDARY}
 
 
 def runtime_of(unit: Unit) -> Runtime:

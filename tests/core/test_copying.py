@@ -484,6 +484,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
         "_reserved_tags",
         "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
+        "_planned", "_shown", "_trains",
     }  # fmt: skip
     given = {"mesh", "device", "_config", "_registration"}
     mesh: Any = None

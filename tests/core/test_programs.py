@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from harness import ours_only, run_on
-from programs import Program, programs, run
+from programs import Operation, Program, programs, run
+from random_models import Layer
 
 pytestmark = ours_only("settings and functions that torch does not have")
 
@@ -25,6 +26,30 @@ QUICK = settings(
 @given(programs())
 def test_programs(program: Program) -> None:
     run_on(program.world_size, run, program)
+
+
+FAILS = ("fail", 0, "before forward", "error")
+FAILS_LATE, TWICE = ("fail", 1, "early in backward", "error"), ("twice",)
+FUNCTIONAL, ALONE = ("functional",), ("alone", 0, "encode")
+COPY, FREEZE, FREEZE_INNER = ("copy",), ("freeze", 0), ("freeze", 1)
+# What random programs have found; each failed once.
+FOUND: dict[str, tuple[Operation, ...]] = {
+    "frozen before a state dict": (("step",), FREEZE, ("state_dict", "sharded")),
+    "frozen after functional_call": (FUNCTIONAL, FREEZE_INNER),
+    "frozen after functional_call, thawed": (FUNCTIONAL, FREEZE_INNER, TWICE, FREEZE_INNER),
+    "frozen after a failed backward, thawed": (FAILS_LATE, FREEZE, TWICE, FREEZE),
+    "frozen while gathered, and copied": (("drop",), FREEZE, COPY, ("step",)),
+    "frozen while gathered, and moved": (("drop",), FREEZE, FREEZE_INNER, ("move",), ("step",)),
+    "functional_call after a failure": (FAILS, FUNCTIONAL, ALONE),
+}
+
+
+@pytest.mark.parametrize("reshard", [None, 1, 2])
+@pytest.mark.parametrize("name", FOUND)
+def test_found_programs(name: str, reshard: int | None) -> None:
+    inner = Layer("linear", bias=False, unit="sharded", reshard=reshard)
+    model = Layer("linear", bias=False, inside=(inner,))
+    run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", FOUND[name]))
 
 
 @pytest.mark.long

@@ -213,7 +213,7 @@ class Run:
                 self.model.set_requires_gradient_sync(False)
             with context:
                 self.backward(*self.forward(*self.batch()))
-            if mode == "reduce":
+            if mode == "reduce" and self.had_backward:
                 self.after_backward()
             self.model.set_accumulate_sharded(False)
             self.model.set_requires_gradient_sync(True)

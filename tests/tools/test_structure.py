@@ -53,9 +53,10 @@ def test_the_core_stays_small() -> None:
     # to gathered parameters, and freezing of them; 131 and 24 for which ranks share a host and what
     # is sent between them, half of them moved from `estimation/`; 29 and 6 for gathers in fewer
     # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs;
-    # 4 and 1 for whether sums are added host by host, which `deterministic` asks.
-    assert core().code_lines <= 8933
-    assert core().functions <= 952
+    # 4 and 1 for whether sums are added host by host, which `deterministic` asks; 51 and 5 for
+    # channels that end with their model, and freezing in every state.
+    assert core().code_lines <= 8984
+    assert core().functions <= 957
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -67,8 +68,9 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
 ) -> None:
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 49 + OLDER_TORCH
-    # Three of them ask whether there is a `CommPolicy`, three look for what would be lost.
-    assert len(measured[FIRST].functions) <= 340
+    # Three of them ask whether there is a `CommPolicy`, three look for what would be lost, two for
+    # what was frozen.
+    assert len(measured[FIRST].functions) <= 342
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

@@ -1,0 +1,145 @@
+"""What a process holds: counted before and after, to see what is left of what came in between."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2.comm import host_links
+
+# What must be equal; the others are numbers of bytes and of objects, which have some noise.
+EXACT = (
+    "file descriptors",
+    "threads",
+    "threads of the library",
+    "DTensors",
+    "modules",
+    "optimizers",
+    "hooks",
+    "meshes",
+    "process groups",
+    "keys of the store",
+    "mapped files",
+)
+
+SIZES = ("tensors", "objects", "blocks of Python", "bytes of malloc", "resident bytes")
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def count() -> Counter[str]:
+    """What this process holds after a garbage collection, by name; comparable by `left`.
+
+    ``cache ...`` are the lengths of the containers in the globals of the library's modules,
+    ``object ...`` the objects that the garbage collector knows, by type.
+    """
+    for _ in range(3):  # what a finalizer lets go of
+        gc.collect()
+    with host_links._lock:  # else the next new channel does
+        host_links._drop_forgotten()
+    found: Counter[str] = Counter()
+    objects = gc.get_objects()
+    kinds = Counter(map(type, objects))
+    found["file descriptors"] = len(os.listdir("/proc/self/fd"))
+    found["threads"] = len(os.listdir("/proc/self/task"))
+    found["threads of the library"] = sum("fsdp2" in t.name for t in threading.enumerate())
+    for name, kind in (("modules", nn.Module), ("optimizers", torch.optim.Optimizer)):
+        found[name] = sum(num for each, num in kinds.items() if issubclass(each, kind))
+    found["tensors"] = sum(num for each, num in kinds.items() if issubclass(each, torch.Tensor))
+    found["DTensors"] = sum(num for each, num in kinds.items() if issubclass(each, DTensor))
+    found["meshes"] = kinds[DeviceMesh]
+    found["hooks"] = sum(map(_num_hooks, objects))
+    found["process groups"] = len(c10d._world.pg_map)
+    found["keys of the store"] = c10d._get_default_store().num_keys()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found["mapped files"] = sum("/dev/shm" in line or "(deleted)" in line for line in lines)
+    for kind, num in kinds.items():
+        found[f"object {kind.__module__}.{kind.__qualname__}"] += num
+    found["objects"] = len(objects)
+    del objects, kinds, lines
+    found.update(_caches())
+    found["blocks of Python"] = sys.getallocatedblocks()
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _MallocInfo
+    info = libc.mallinfo2()
+    found["bytes of malloc"] = info.uordblks + info.hblkhd
+    libc.malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found["resident bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _num_hooks(thing: Any) -> int:
+    kind = type(thing)
+    if issubclass(kind, torch.Tensor):
+        holders = ["_backward_hooks"]
+        if thing.is_leaf and not thing.is_inference():
+            holders.append("_post_accumulate_grad_hooks")
+        return sum(len(getattr(thing, name) or ()) for name in holders)
+    if issubclass(kind, nn.Module):
+        return sum(len(held) for name, held in vars(thing).items() if name.endswith("_hooks"))
+    return 0
+
+
+def _caches() -> dict[str, int]:
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] != "fsdp2":
+            continue
+        for name, value in list(vars(module).items()):
+            where = f"cache {module_name}.{name}"
+            if name.startswith("__") or isinstance(value, type):
+                continue
+            if hasattr(value, "cache_info"):
+                found[where] = value.cache_info().currsize
+            elif isinstance(value, Sized) and hasattr(value, "__iter__"):
+                found[where] = _length(value)
+    return found
+
+
+def _length(value: Any) -> int:
+    """Of a container and of those in it."""
+    inner = list(value.values()) if hasattr(value, "values") else []
+    return len(value) + sum(_length(each) for each in inner if isinstance(each, dict | list | set))
+
+
+def left(before: Counter[str], after: Counter[str], *, objects: int) -> dict[str, str]:
+    """What there is more of afterwards, and must not.
+
+    Args:
+        objects: how many more there may be of one type, of tensors too: a group may hold on to what
+            it has sent last.
+    """
+    return {
+        name: f"{before[name]} -> {after[name]}"
+        for name in {**after, **before}
+        if (
+            (name in EXACT and after[name] != before[name])
+            or (name.startswith("cache ") and after[name] > before[name])
+            or (name == "tensors" and after[name] > before[name] + objects)
+            or (name.startswith("object ") and after[name] > before[name] + _noise(name, objects))
+        )
+    }
+
+
+def _noise(name: str, objects: int) -> int:
+    # Python and torch make lists and tuples now and then that have nothing to do with a model.
+    return max(objects, 20) if name.startswith("object builtins.") else objects
