@@ -236,6 +236,44 @@ def test_ranks_may_wait_in_different_orders() -> None:
 
 
 @distributed(4)
+def test_an_exchange_is_over_when_the_others_have_read() -> None:
+    """Then inputs, and outputs that others of the host read too, may change or be freed."""
+    group = dist.new_group(list(range(4)))
+    assert isinstance(group, dist.ProcessGroup)
+    way, _ = relays(group, [0, 0, 1, 1])
+    me = group.rank()
+    real = HostLinks.read
+
+    def late(*args: Any) -> None:
+        time.sleep(0.1)
+        real(*args)
+
+    inputs, outputs = [torch.full((4,), 10.0 + me)], [torch.zeros(16)]
+    plan: Any = SimpleNamespace(inputs=inputs, outputs=outputs, rows=[[4] * 4], messages=None)
+    terms, out = term(me, 160_000, torch.float32), torch.zeros(40_000)
+    with mock.patch.object(HostLinks, "read", late if me % 2 else real):
+        way.gather(plan, 1)()
+        found = outputs[0].clone()
+        inputs[0].fill_(-1)
+        outputs[0].fill_(-1)
+        way.scatter([terms.split(40_000)], [out], 2)()
+        terms.fill_(-1)
+        replicated = term(me, 160_000, torch.float32)
+        assert replicated.nbytes >= WHOLE_BYTES
+        way.all_reduce([replicated], 10)()
+        summed = replicated.clone()
+        replicated.fill_(-1)
+        dist.barrier()
+    for rank in {0, 1, 2, 3} - {me}:
+        assert (found[4 * rank : 4 * rank + 4] == 10.0 + rank).all()
+    whole = [term(r, 160_000, torch.float32).split(40_000)[me] for r in range(4)]
+    assert torch.equal(out, mean(whole, torch.float32, [0, 0, 1, 1]))
+    whole = [term(r, 160_000, torch.float32) for r in range(4)]
+    assert torch.equal(summed, mean(whole, torch.float32, [0, 0, 1, 1]))
+    dist.barrier()
+
+
+@distributed(4)
 def test_an_error_between_hosts_is_raised_on_all_ranks_of_a_host() -> None:
     """Rank 3 gives up, and ranks of the other host wait for what it would send."""
     group = dist.new_group(list(range(4)), timeout=datetime.timedelta(seconds=2))
