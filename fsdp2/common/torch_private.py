@@ -66,6 +66,10 @@ AUTOGRAD = (
         "torch.Tensor._backward_hooks",
     ),
     *_names(
+        "one dictionary of hooks for many tensors",
+        "torch._C._FunctionBase._register_hook_dict",
+    ),
+    *_names(
         "which gradients a backward is asked for by ``inputs``",
         "torch.autograd._engine_run_backward",
         "torch.autograd.graph._engine_run_backward",

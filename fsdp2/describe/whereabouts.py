@@ -101,7 +101,7 @@ def look(units: Sequence[Unit], names: Mapping[Unit, str], thread: int) -> Where
             current = current or next((names[u] for u in begun if u in names), "")
         elif seen.forward_root is not None:
             phase = "forward"
-            order = list(seen._this_forward)
+            order = list(seen.this_forward)
             done += len(order)
             current = names.get(order[-1], "") if order else ""
     return Whereabouts(step, phase, done, current or _gathered(units, names, phase), waits_for, at)

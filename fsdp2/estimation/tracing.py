@@ -306,6 +306,8 @@ class _TracedUnit:
 class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
+    middle = None
+
     def __init__(self, trace: StepTrace, meter: StorageMeter) -> None:
         self.trace = trace
         self.meter = meter
@@ -362,6 +364,8 @@ class _Recorder:
 
 class _RecordingHooks(UnitHooks):
     """The hooks of a unit, which also report whether an input needs a gradient."""
+
+    marks_all = True
 
     def _enter_backward(self, forward: Any) -> None:
         unit: Any = self.unit

@@ -10,16 +10,19 @@ _ABSENT = object()
 
 
 class Patches:
-    """The replaced methods and their originals. Classes are never modified."""
+    """The replaced methods and attributes, and their originals. Classes are never modified."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Calls of ``owner.name(...)`` become ``around(owner, original, ...)``."""
-        original = getattr(owner, name)
+        self.set(owner, name, partial(around, owner, getattr(owner, name)))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until `undo`."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        vars(owner)[name] = partial(around, owner, original)
+        vars(owner)[name] = value
 
     def undo(self) -> None:
         """Restore all originals; may be called again."""

@@ -97,6 +97,7 @@ class Recorder:
             make_reductions = partial(self._make_reductions, unit)
             self._patches.wrap(unit.gradients, "make_reductions", make_reductions)
             self._patches.wrap(unit.hooks, "_gather", partial(self._forward_begins, unit))
+            self._patches.set(unit.hooks, "marks_all", True)
             if unit.runtime is not None:
                 self._watch(runtime_of(unit))
                 self._held.measure(unit)

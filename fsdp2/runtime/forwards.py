@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from types import FrameType
+from typing import Protocol
 
 from torch import nn
 
@@ -21,6 +23,16 @@ _METHODS = __package__ + ".hooks"  # the file with the function that calls regis
 # Forwards without a graph that are remembered; more of them are never recomputed.
 MAX_UNGRAPHED = 4096
 MIN_FORWARDS = 8  # of a unit, before those that are over are looked for
+
+
+class Pass(Protocol):
+    """What the runtime keeps of a pass over the modules of one unit: a `middle.Middle`."""
+
+    unit: Unit
+
+    def skips_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> bool: ...
+
+    def skips_post_forward(self, args: tuple, output: object) -> bool: ...
 
 
 class Forwards:
@@ -106,13 +118,13 @@ class Forwards:
         self._ungraphed.clear()
 
 
-def modules_being_called() -> set[nn.Module]:
-    """The modules whose forward, or a registered method, is on the stack of any thread.
+def modules_being_called() -> Counter[nn.Module]:
+    """How often the forward of each module, or a registered method, is on the stack of any thread.
 
     Any thread, since autograd calls hooks from threads of its own where there is an accelerator.
     """
     # A flag that hooks set and clear cannot tell: no hook runs at the end of a forward that raised.
-    found: set[nn.Module] = set()
+    found: Counter[nn.Module] = Counter()
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
@@ -122,6 +134,6 @@ def modules_being_called() -> set[nn.Module]:
             elif frame.f_globals.get("__name__") == _METHODS and frame.f_code.co_name == "call":
                 module = frame.f_locals.get("module")
             if isinstance(module, nn.Module):
-                found.add(module)
+                found[module] += 1
             frame = frame.f_back
     return found

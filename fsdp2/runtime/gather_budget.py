@@ -157,7 +157,7 @@ class GatherBudget:
             return _is_unseen(unit)
         if needed is not None and unit in needed.enclosing:
             return False
-        return modules_being_called().isdisjoint(unit.modules)
+        return modules_being_called().keys().isdisjoint(unit.modules)
 
     # -- what to say ------------------------------------------------------------------------
 

@@ -23,13 +23,21 @@ from torch.utils.hooks import RemovableHandle
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from .building import build_runtime
+from .middle import Middle, watch_base
 from .root import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit
 
 
 class UnitHooks:
-    """Hooks of one unit, registered on its modules."""
+    """Hooks of one unit, registered on its modules.
+
+    Attributes:
+        marks_all: whether those of each module do all they can, as whatever watches a step wants.
+            Otherwise those in the middle of a unit do not: see `Middle`.
+    """
+
+    marks_all = False
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -100,6 +108,15 @@ class UnitHooks:
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._inside_method:
             return self._cast_inputs(args, kwargs)
+        middle = None if self.unit.runtime is None else runtime_of(self.unit).middle
+        if (
+            middle is not None
+            and middle.unit is self.unit
+            and middle.skips_pre_forward(module, args, kwargs)
+        ):
+            if self._cast_input is not None:
+                args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+            return args, kwargs
         outside_torch_modes(self._gather, module)
         # Inside the modes again: making overrides whole and casting inputs is part of the user's
         # computation, which transforms and autograd have to see.
@@ -132,6 +149,9 @@ class UnitHooks:
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         unit = self.unit
         runtime = runtime_of(unit)
+        middle = runtime.middle
+        if middle is not None and middle.unit is unit and middle.skips_post_forward(args, output):
+            return output if self._cast_output is None else map_tensors(self._cast_output, output)
         differentiable = False
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
@@ -146,10 +166,12 @@ class UnitHooks:
                     tensor.register_hook(enter)
                     differentiable = True
                     if tensor._base is not None:
-                        self._watch_base(tensor._base, args, enter)
+                        watch_base(tensor._base, args, enter)
         outside_torch_modes(
             runtime.post_forward, unit, differentiable=differentiable, forward=forward
         )
+        if len(unit.modules) > 2 and not self.marks_all:
+            Middle.begin(self, forward, differentiable=differentiable)
         if self._cast_output is not None:
             return map_tensors(self._cast_output, output)
         return output
@@ -211,26 +233,20 @@ class UnitHooks:
         accumulates = unit.gradients.are_accumulated()
         runtime.pre_backward(unit, forward, accumulates=accumulates)
 
-    def _watch_base(self, base: torch.Tensor, args: tuple, enter: Callable[..., None]) -> None:
-        """Watch the node that made ``base``, of which an output is a view.
-
-        Changing the view in place rewrites its history, and the hook on it is lost.
-        """
-        # If the base is an input, another module made it, and backward gets there after this unit.
-        inputs = [t for t in tensors_in(args) if t is base or t._base is base]
-        if base.grad_fn is not None and not inputs:
-            base.grad_fn.register_prehook(enter)
-
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Backward left the unit through its inputs, whose gradients are ``grads``."""
         outside_torch_modes(runtime_of(self.unit).post_backward, self.unit)
         if torch.is_grad_enabled():
-            # With create_graph=True. A second backward goes through the first one, and enters the
-            # unit where that left it: by the gradients of its inputs. It reads the weights again.
-            enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
-            for grad in grads:
-                if grad is not None and grad.requires_grad:
-                    grad.register_hook(enter)
+            self.watch_second_backward(grads)
+
+    def watch_second_backward(self, grads: Iterable[torch.Tensor | None]) -> None:
+        """With create_graph=True: ``grads`` are what backward left this unit with."""
+        # A second backward goes through the first one, and enters the unit where that left it: by
+        # the gradients of its inputs. It reads the weights again.
+        enter = functools.partial(self._enter_again, Forward(self.unit, entered=True))
+        for grad in grads:
+            if grad is not None and grad.requires_grad:
+                grad.register_hook(enter)
 
     def _enter_again(self, forward: Forward, grad: Any) -> None:
         """A second backward reached the unit, through the graph of the first."""

@@ -22,7 +22,7 @@ from ..common.failures import accumulation_lost
 from .deferred_reductions import run_deferred
 from .finalization import Finalization
 from .first_forward import FirstForward
-from .forwards import Forwards, modules_being_called
+from .forwards import Forwards, Pass, modules_being_called
 from .frozen_cache import choose_cached
 from .functional_call import in_functional_call
 from .gather_budget import MAX_AHEAD, GatherBudget, units_before
@@ -73,8 +73,8 @@ class Runtime:
         self.forward_root: Unit | None = None
         self.orders: dict[Unit, list[Unit]] = {}  # by the outermost unit
         self.forward_order: list[Unit] = []
-        self._this_forward: list[Unit] = []
-        self._predicted = False
+        self.this_forward: list[Unit] = []
+        self.predicted = False
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
@@ -87,6 +87,8 @@ class Runtime:
         self._entered: Forward | None = None  # that backward reached last; with a budget
         self.limit_gathered(root.config.max_gathered_bytes)
         self._borrows = False  # whether this forward is inside `torch.func.functional_call`
+        # Of the unit between two of whose modules forward is. Whatever happens here ends it.
+        self.middle: Pass | None = None
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -96,6 +98,7 @@ class Runtime:
         Args:
             module: the module that is called, if ``unit`` has several.
         """
+        self.middle = None
         # Autograd calls nothing at the end of a backward that raised, so the first moment at which
         # that can be seen is now.
         backward_raised = self.in_backward and not autograd_is_running()
@@ -112,21 +115,21 @@ class Runtime:
             self._begin_forward(unit)
         if self._kept_unit is not None:
             self._free_kept(beside=unit)
-        order, position = self.forward_order, len(self._this_forward)
-        follows = position > 0 and self._this_forward[-1] is unit
+        order, position = self.forward_order, len(self.this_forward)
+        follows = position > 0 and self.this_forward[-1] is unit
         unit.registration.check(module if follows else None)
         unit.unshard(self.streams)
         unit.running += 1
-        self._this_forward.append(unit)
+        self.this_forward.append(unit)
         by_hand = unit.forward_prefetch
         if by_hand:
             self._prefetch(by_hand)
             return
-        if self._predicted:
+        if self.predicted:
             if position < len(order) and order[position] is unit:
                 self._prefetch(order[position + 1 : position + 1 + self._ahead])
             else:
-                self._predicted = False
+                self.predicted = False
 
     def _begin_forward(self, unit: Unit) -> None:
         self._borrows = in_functional_call()
@@ -154,8 +157,8 @@ class Runtime:
         # It marks one optimizer step and no later write: the next forward waits for all of compute.
         self.optimizer_event = None
         self.forward_order = self.orders.get(unit, [])
-        self._predicted = bool(self.forward_order)
-        self._this_forward = []
+        self.predicted = bool(self.forward_order)
+        self.this_forward = []
         for other in self.units:
             if other.state is not State.SHARDED or other.config.keep_frozen is not None:
                 self.free_written(other)
@@ -204,24 +207,31 @@ class Runtime:
             differentiable: whether backward may reach this forward.
             forward: the object that the hooks on its outputs hold.
         """
+        self.middle = None
         if self.in_backward:
             return
         unit.running = max(0, unit.running - 1)
+        if unit.running:
+            # A module of the unit inside another one, or inside itself; or one has raised, and its
+            # caller went on. This one is still on the stack.
+            called = modules_being_called()
+            unit.running = max(0, sum(called[module] for module in unit.modules) - 1)
         unit.has_graph = differentiable
         if differentiable or (unit.recomputes_all and self._leads_to_backward):
             self.forwards.note(unit, forward if differentiable else None)
-        outermost = self.forward_root is unit
-        order, position = self.forward_order, len(self._this_forward)
-        runs_next = self._predicted and position < len(order) and order[position] is unit
+        outermost = self.forward_root is unit and not unit.running
+        order, position = self.forward_order, len(self.this_forward)
+        runs_next = self.predicted and position < len(order) and order[position] is unit
+        runs_next = runs_next or unit.running > 0
         if unit.registration.check_is_due and not runs_next:
             unit.registration.check()
         after = unit.after_forward(
             differentiable=differentiable,
             runs_next=runs_next,
-            ends_forward=self._predicted
+            ends_forward=self.predicted
             and not outermost
             and position == len(order)
-            and self._this_forward[-1] is unit,
+            and self.this_forward[-1] is unit,
         )
         if unit.registration.overrides:
             # torch puts back the tensors that it found: they must not be without memory then.
@@ -245,7 +255,7 @@ class Runtime:
             unit.reshard(self.streams, to_secondary=secondary)
         if unit.registration.overrides:
             unit.registration.put_back_overrides()
-        if self.budget is not None and self._predicted and not unit.forward_prefetch:
+        if self.budget is not None and self.predicted and not unit.forward_prefetch:
             # What did not fit when this unit began may fit now.
             self._prefetch(order[position : position + self._ahead])
         if outermost:
@@ -270,7 +280,7 @@ class Runtime:
             for unit in self.units:
                 unit.registration.forget_lent()
         assert self.forward_root is not None
-        self.orders[self.forward_root] = self._this_forward
+        self.orders[self.forward_root] = self.this_forward
         self.forward_root = None
 
     def _prefetch(self, units: Iterable[Unit]) -> None:
@@ -340,6 +350,7 @@ class Runtime:
         if self.forward_root is not None:
             self._notice_failed_forward()
         self.in_backward = True
+        self.middle = None
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
@@ -363,7 +374,7 @@ class Runtime:
         """
         running = modules_being_called()
         for unit in self.units:
-            if not running.intersection(unit.modules):
+            if not any(module in running for module in unit.modules):
                 unit.running = 0
         if self.forward_root is not None and not self.forward_root.running:
             self.forward_root = None
@@ -594,7 +605,7 @@ class Runtime:
             self.streams.synchronize()
         self.forwards.forget_ungraphed()
         self.forwards.end_pass()
-        self._carried_unit = self._kept_unit = self._entered = None
+        self._carried_unit = self._kept_unit = self._entered = self.middle = None
         self.in_backward = False
         self.finalization.end()
         self.forward_root = None

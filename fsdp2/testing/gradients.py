@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime import by_hand
+from ..runtime.middle import Middle
 from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import Unit
@@ -111,6 +112,14 @@ def _post_forward(original: Any, runtime: Runtime, unit: Unit, **kwargs: Any) ->
     if account and forward and kwargs["differentiable"] and not runtime.in_backward:
         account.forward_ended(forward, len(unit.modules))
     original(unit, **kwargs)
+
+
+def _skips_post_forward(original: Any, middle: Middle, *args: Any) -> bool:
+    skips = original(*args)
+    account = account_of(middle.unit.gradients)
+    if account and skips and middle.graph:
+        account.forward_skipped()
+    return skips
 
 
 def _pre_backward(
@@ -290,6 +299,7 @@ _FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
     (Unit, "start_unshard", _start_unshard),
     (Unit, "wait_unshard", _wait_unshard),
     (Runtime, "post_forward", _post_forward),
+    (Middle, "skips_post_forward", _skips_post_forward),
     (Runtime, "pre_backward", _pre_backward),
     (UnitGrads, "take", _take),
     (UnitGrads, "accumulate", _accumulate),

@@ -114,6 +114,10 @@ class Account:
         self._numbers[forward] = self._num_forwards // num_modules
         self._num_forwards += 1
 
+    def forward_skipped(self) -> None:
+        """One ended that shares the object of an earlier one."""
+        self._num_forwards += 1
+
     def backward_entered(self, forward: Forward | None, *, owes: bool, shown: bool) -> None:
         if forward is not None:
             self.current = self._numbers.get(forward, self.current)

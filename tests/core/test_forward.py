@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from harness import distributed
+from harness import distributed, ours_only
 from models import (
     BY_NAME,
     EVEN_MLP,
@@ -401,3 +401,53 @@ def test_several_modules_as_one_unit() -> None:
         run_both(case, model, plain, step)
         assert_sharded(model)
         assert_same_gradients(model, plain)
+
+
+class Nested(nn.Module):
+    """Modules that call another one, or themselves, between two uses of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.inside = (nn.Linear(6, 6) for _ in range(3))
+        self.others: list[Nested] = []  # not in a `ModuleList`: beside this one in the tree
+
+    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+        x = self.first(x).tanh()
+        for other in self.others:
+            x = other(x).sin()
+        if depth:
+            x = self(x, depth - 1).sin()
+        return self.last(x) + self.inside(x)
+
+
+def nested(*calls: tuple[int, int]) -> nn.Sequential:
+    model = nn.Sequential(*(Nested() for _ in range(4)))
+    for outer, inner in calls:
+        model[outer].others.append(model[inner])
+    return model
+
+
+@pytest.mark.parametrize("calls", [((0, 1),), ((1, 2), (2, 3)), ((3, 0), (2, 0))])
+@pytest.mark.parametrize("mode", [True, False])
+@distributed(2)
+def test_modules_of_one_unit_that_call_each_other(
+    calls: tuple[tuple[int, int], ...], mode: bool
+) -> None:
+    """The unit stays gathered until the outer one has ended."""
+    case = Case("calls", lambda: nested(*calls), lambda m: [list(m)], normal_batch(4, 6))
+    check_training(case, Training(steps=4), reshard_after_forward=mode)
+
+
+@pytest.mark.parametrize("root", [False, True])
+@distributed(2)
+def test_a_module_that_calls_itself(root: bool) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model if root else model[0])(x, 2).square().mean()
+
+    build = Nested if root else nested
+    units: Callable[[Any], Any] = (lambda m: []) if root else children
+    check_training(Case("itself", build, units, normal_batch(4, 6), loss), Training(steps=3))
+
+
+for _test in (test_modules_of_one_unit_that_call_each_other, test_a_module_that_calls_itself):
+    globals()[_test.__name__] = ours_only("torch frees it when the inner one ends")(_test)

@@ -223,7 +223,7 @@ def _drop_in_flight(unit: Unit, *_: Any, **__: Any) -> None:
 
 def _end_forward_early(runtime: Runtime) -> None:
     assert runtime.forward_root is not None
-    runtime.orders[runtime.forward_root] = runtime._this_forward
+    runtime.orders[runtime.forward_root] = runtime.this_forward
     runtime.forward_root = None
 
 

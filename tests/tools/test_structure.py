@@ -40,7 +40,7 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
     # which was in `comm/host_relays.py`.
-    assert core().files <= 60
+    assert core().files <= 61
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -54,9 +54,10 @@ def test_the_core_stays_small() -> None:
     # is sent between them, half of them moved from `estimation/`; 29 and 6 for gathers in fewer
     # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs;
     # 4 and 1 for whether sums are added host by host, which `deterministic` asks; 51 and 5 for
-    # channels that end with their model, and freezing in every state.
-    assert core().code_lines <= 8984
-    assert core().functions <= 957
+    # channels that end with their model, and freezing in every state; 134 and 12 for what modules
+    # in the middle of a unit skip (`runtime/middle.py`).
+    assert core().code_lines <= 9118
+    assert core().functions <= 969
 
 
 def test_no_function_of_the_core_is_long() -> None:
