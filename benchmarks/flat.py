@@ -5,9 +5,9 @@
 
 `stack` has 576 small parameters in 64 units, `lm` is the 34M language model; rank 0 of a `fake`
 group of two, so nothing is communicated. "plain" steps as many plain tensors, each of a shard's
-size. Before every timed step its model runs forward and backward, as in training: caches are cold,
-and what a step has to look at counts. `--parts` times what `flat_step` does around the step of the
-flat tensors, and writes nothing.
+size; "floor" as many plain tensors as `flat_step` shows. Before every timed step its model runs
+forward and backward, as in training: caches are cold, and what a step has to look at counts.
+`--parts` times what `flat_step` does around the step of the flat tensors, and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -40,15 +40,15 @@ from .hooks import make_stack, seconds_of
 from .models import LMConfig, StackConfig, lm_loss
 from .ranks import progress, run_ranks
 from .steps import make_lm, random_tokens
-from .variants import OURS, Variant, build
+from .variants import OURS, Variant, build, local_part
 
 IMPLEMENTATIONS = {
     "loop": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-PLAIN, FSDP1, LOCAL, FLAT = "plain", "FSDP1", "local_step", "flat_step"
-STEPS = (PLAIN, FSDP1, LOCAL, FLAT)
+PLAIN, FSDP1, LOCAL, FLAT, FLOOR = "plain", "FSDP1", "local_step", "flat_step", "floor"
+STEPS = (PLAIN, FSDP1, LOCAL, FLAT, FLOOR)
 TARGETS = {"stack": (FSDP1, 1.10), "lm": (PLAIN, 1.0)}
 WARM_UP_STEPS = 3
 # What `flat_step` does around the step of the flat tensors; a part may contain others.
@@ -84,17 +84,14 @@ def measure(model: str, implementation: str, rounds: int, iters: int) -> dict[st
     make, forward_backward = make_model(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     variants = {name: build(name, make, mesh, bf16=False) for name in (FSDP1, OURS)}
-    plain = [nn.Parameter(p.clone()) for p in variants[OURS].local_parameters()]
     adamw = partial(torch.optim.AdamW, lr=1e-6, **IMPLEMENTATIONS[implementation])
     ours = variants[OURS].model.parameters
     optimizers: dict[str, torch.optim.Optimizer] = {
-        PLAIN: adamw(plain),
+        PLAIN: adamw(with_gradients(p.numel() for p in variants[OURS].local_parameters())),
         FSDP1: adamw(variants[FSDP1].model.parameters()),
         LOCAL: fsdp2.optim.local_step(adamw(ours())),
         FLAT: fsdp2.optim.flat_step(adamw(ours())),
     }
-    for p in plain:
-        p.grad = torch.zeros_like(p)
 
     def step(name: str) -> float:
         variant = variants[FSDP1 if name == FSDP1 else OURS]
@@ -103,6 +100,8 @@ def measure(model: str, implementation: str, rounds: int, iters: int) -> dict[st
         zero(variant)
         return seconds_of(optimizers[name].step)
 
+    step(FLAT)
+    optimizers[FLOOR] = adamw(with_gradients(shown_numels(optimizers[FLAT])))
     found: dict[str, list[list[float]]] = {name: [] for name in STEPS}
     for name in STEPS * WARM_UP_STEPS:
         step(name)
@@ -111,6 +110,21 @@ def measure(model: str, implementation: str, rounds: int, iters: int) -> dict[st
         for name in (*STEPS[i % len(STEPS) :], *STEPS[: i % len(STEPS)]):
             found[name].append([step(name) for _ in range(iters)])
     return found
+
+
+def with_gradients(numels: Iterable[int]) -> list[nn.Parameter]:
+    """Plain parameters, each with a gradient."""
+    params = [nn.Parameter(torch.randn(numel)) for numel in numels]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    return params
+
+
+def shown_numels(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The elements of the tensors that a flat step saw in its last step."""
+    plans = vars(optimizer)["_local_view"]._plans.values()
+    flat = [run.plain.numel() for plan in plans for run in plan.runs]
+    return flat + [local_part(p).numel() for plan in plans for p in plan.others]
 
 
 @contextmanager
@@ -145,7 +159,7 @@ def measure_parts(model: str, implementation: str, rounds: int, iters: int) -> d
     parts = {name: statistics.median(found[name]) for name in PARTS}
     whole = {
         f"{name}, whole": statistics.median(chain.from_iterable(steps[name]))
-        for name in (FSDP1, FLAT)
+        for name in (FSDP1, FLAT, FLOOR)
     }
     return {**whole, **parts}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -85,3 +86,22 @@ _published: weakref.WeakSet[Pack] = weakref.WeakSet()
 def packs() -> dict[int, Pack]:
     """All packs, by the ids of their DTensors."""
     return {id(dtensor): pack for pack in _published for dtensor in pack.dtensors}
+
+
+# Not weak references to the parameters: a tensor that has some cannot be swapped, and `to_empty`
+# swaps.
+_asking: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def ask_side_by_side(optimizer: Any) -> None:
+    """Tell those who own the memory of its parameters that side by side they would be of more use.
+
+    They may do nothing about it, or later, when nobody has seen the memory yet.
+    """
+    _asking.add(optimizer)
+
+
+def asked_side_by_side() -> set[int]:
+    """Ids of the parameters for which optimizers have asked."""
+    groups = [group for optimizer in _asking for group in optimizer.param_groups]
+    return {id(param) for group in groups for param in group["params"]}

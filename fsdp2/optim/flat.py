@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..dtensor.memory import ask_side_by_side
 from .flat_plan import History, Plan
 from .local import LocalView, elementwise_trial, step_in, step_with
 from .probe import Trial
@@ -29,7 +30,8 @@ def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
 
     Like `local_step`, and faster where parameters are small: parameters of a group that lie side by
     side, as those of a unit do, are one tensor during the step, so the time no longer depends on
-    how many there are. For optimizers that treat every element independently of the others and of
+    how many there are. Small units are put side by side too, at the first forward, if this was
+    called before. For optimizers that treat every element independently of the others and of
     the shape of its parameter. Both are tested by stepping on small parameters, before anything is
     changed and again when the options change. The results are those of `local_step`
     (docs/optimizers.md).
@@ -64,7 +66,9 @@ def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
     trials = []
     if not elementwise:
         trials = [elementwise_trial(), Trial("independent of shapes", _ADVICE, why_not_flat)]
-    return step_with(optimizer, "Flat", _run, trials)
+    stepping = step_with(optimizer, "Flat", _run, trials)
+    ask_side_by_side(stepping)
+    return stepping
 
 
 _ADVICE = (

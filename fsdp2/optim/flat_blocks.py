@@ -15,7 +15,8 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from operator import attrgetter, is_, itemgetter, sub
 from typing import Any
 
@@ -30,6 +31,38 @@ spec_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
 # What torch keeps in the ``__dict__`` of a DTensor.
 OWN = {"_local_tensor", "_spec"}
 _kind_of = attrgetter("__class__", "dtype", "device")
+
+
+@dataclass
+class History:
+    """What the steps so far have shown about the parameters of a group.
+
+    Attributes:
+        uses: of plans.
+        misses: looks that found gradients outside of packs.
+        apart: ids of parameters whose gradients were side by side by chance: blocks of their own.
+        alone: ids of parameters that had no gradient while others of their run had one: they may
+            be one tensor with their block, not with others.
+        firsts: ids of parameters where blocks begin, since only they or only those that lie before
+            them had gradients in some step.
+    """
+
+    uses: int = 0
+    misses: int = 0
+    apart: set[int] = field(default_factory=set)
+    alone: set[int] = field(default_factory=set)
+    firsts: set[int] = field(default_factory=set)
+
+    def may_join(self, before: Tensor, own: Tensor) -> bool:
+        """Whether two parameters may be in one block, if they lie side by side."""
+        return id(own) not in self.firsts and self.apart.isdisjoint((id(before), id(own)))
+
+    def note_missing(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Of a block: where gradients begin or end to be missing, blocks will begin."""
+        # A unit of several that are side by side may take turns with them, as experts do.
+        missing = [grad is None for grad in grads]
+        changes = zip(params[1:], pairwise(missing), strict=True)
+        self.firsts.update(id(param) for param, (before, own) in changes if before != own)
 
 
 class Piece:
@@ -194,17 +227,13 @@ def _those_at(places: Sequence[int]) -> Callable[[list[Tensor]], Sequence[Tensor
 
 
 def find_blocks(
-    pieces: Sequence[Piece], packs: Mapping[int, Pack], apart: set[int]
+    pieces: Sequence[Piece], packs: Mapping[int, Pack], history: History
 ) -> list[tuple[Signature, Block]]:
-    """The blocks of pieces, each with what must agree between the pieces of a run.
-
-    Args:
-        apart: ids of parameters that are blocks of their own, wherever they lie.
-    """
+    """The blocks of pieces, each with what must agree between the pieces of a run."""
     chains: list[list[Piece]] = []
     for piece in sorted((p for p in pieces if p.numel), key=lambda p: p.address):
         last = chains[-1][-1] if chains else None
-        if last and apart.isdisjoint((id(piece.param), id(last.param))) and piece.follows(last):
+        if last and history.may_join(last.param, piece.param) and piece.follows(last):
             chains[-1].append(piece)
         else:
             chains.append([piece])

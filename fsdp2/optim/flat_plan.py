@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -19,29 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensor.memory import Pack, packs
-from .flat_blocks import local_of
+from .flat_blocks import History, local_of
 from .flat_runs import Run, State, find_pieces, find_runs
 
 _grad_of = attrgetter("grad")
 _END = object()  # behind the last of several values: comparing it compares their number
-
-
-@dataclass
-class History:
-    """What the steps so far have shown about the parameters of a group.
-
-    Attributes:
-        uses: of plans.
-        misses: looks that found gradients outside of packs.
-        apart: ids of parameters whose gradients were side by side by chance.
-        alone: ids of parameters that had no gradient while others of their run had one: they may
-            be one tensor with their block, not with others.
-    """
-
-    uses: int = 0
-    misses: int = 0
-    apart: set[int] = field(default_factory=set)
-    alone: set[int] = field(default_factory=set)
 
 
 class Numbers:
@@ -88,7 +69,7 @@ class Plan:
     def __init__(self, params: Sequence[Tensor], state: State, history: History) -> None:
         self.all = list(params)
         self._history = history
-        self.runs = find_runs(find_pieces(params, state), history.apart, history.alone)
+        self.runs = find_runs(find_pieces(params, state), history)
         self._params = [param for run in self.runs for param in run.params]
         in_runs = set(map(id, self._params))
         self.others = [param for param in params if id(param) not in in_runs]
@@ -158,6 +139,8 @@ class Plan:
                 if not block.look(grads[start:stop], ids[start:stop]):
                     if all(grad is not None for grad in grads[start:stop]):
                         self._history.apart.update(map(id, block.params))
+                    else:
+                        self._history.note_missing(block.params, grads[start:stop])
                     return False
                 start = stop
             if run.is_split():

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.memory import at_address, packs, with_own_storage
 from ..dtensor.parts import laid_out_like, local_part, placed_like
-from .flat_blocks import OWN, Block, Piece, Signature, find_blocks
+from .flat_blocks import OWN, Block, History, Piece, Signature, find_blocks
 from .local import not_elementwise
 from .values import NUMBERS, is_container, map_tensors
 
@@ -251,16 +251,12 @@ def _is_simple(tensor: Tensor) -> bool:
     return strided and tensor.is_contiguous()
 
 
-def find_runs(pieces: Sequence[Piece], apart: set[int], alone: set[int]) -> list[Run]:
-    """The runs of at least two parameters.
-
-    Args:
-        apart, alone: as in `flat_plan.History`.
-    """
+def find_runs(pieces: Sequence[Piece], history: History) -> list[Run]:
+    """The runs of at least two parameters."""
     joined: dict[Signature, list[Block]] = {}
     found: list[list[Block]] = []
-    for signature, block in find_blocks(pieces, packs(), apart):
-        if block.nbytes > SMALL_BYTES or not alone.isdisjoint(map(id, block.params)):
+    for signature, block in find_blocks(pieces, packs(), history):
+        if block.nbytes > SMALL_BYTES or not history.alone.isdisjoint(map(id, block.params)):
             found.append([block])
             continue
         blocks = joined.setdefault(signature, [])

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from ..dtensor.memory import asked_side_by_side
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
 from .optimizer_checks import (
@@ -19,6 +20,7 @@ from .optimizer_checks import (
     watch_quantized,
 )
 from .root import Runtime, runtime_of
+from .side_by_side import place_side_by_side
 from .unit import ORIGINS, Unit, unit_of, units_in
 from .unwritten import check_meta_buffers
 
@@ -56,6 +58,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
             other.modules[0] in members[unit] for other in units if other is not unit
         )
         unit.choose_reshard(is_root=unit is root)
+    if asked := asked_side_by_side():
+        place_side_by_side(units, asked)
     # All units now, not each before its own first gather: message tags are handed out here, in the
     # order of the tree, which ranks share even if their first forwards run other units (experts).
     # And what is still on the meta device is an error before any rank waits in a collective.

@@ -344,6 +344,12 @@ class ParamGroup:
 
     # -- what the first gather needs --------------------------------------------------------
 
+    def settle(self) -> None:
+        """Plan again what users have changed since the buckets were made."""
+        self.note_grad_dtypes()
+        if self.dirty or mixes_frozen(self.buckets):
+            self.reshard_storage()
+
     def materialize(self, *, secondary_size: bool | int, split: bool) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
@@ -355,9 +361,7 @@ class ParamGroup:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
-        self.note_grad_dtypes()
-        if self.dirty or mixes_frozen(self.buckets):
-            self.reshard_storage()
+        self.settle()
         self._check_materialized()
         # The first forward may be an evaluation in inference mode: parameters that are made there
         # could never be trained.

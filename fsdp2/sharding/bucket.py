@@ -22,6 +22,7 @@ from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
 from .mesh import DataParallelMesh
+from .neighbours import Place
 from .param import ShardedParam, own_rows
 from .reduce_plan import ReducePlan
 from .references import References
@@ -109,7 +110,12 @@ class GradientStore(Pack):
     """
 
     def __init__(
-        self, layout: BucketLayout, rank: int, params: Sequence[ShardedParam], flat: torch.Tensor
+        self,
+        layout: BucketLayout,
+        rank: int,
+        params: Sequence[ShardedParam],
+        flat: torch.Tensor,
+        place: Place | None = None,
     ) -> None:
         self.params = params
         self.flat = flat
@@ -124,9 +130,12 @@ class GradientStore(Pack):
             p.sharded_spec.wrap(local) for p, local in zip(params, self.locals, strict=True)
         ]
         self._outputs: dict[ReducePlan, list[torch.Tensor]] = {}
+        if place is None:
+            self.publish()
+        else:  # one pack, of all neighbours; before references to the gradients are counted
+            place.note(self.dtensors)
         self._baseline = self._references(range(len(self.locals)))
         self._storage_uses = self._count_storage_uses()
-        self.publish()
 
     def _references(self, which: Collection[int]) -> list[tuple[int, int, int]]:
         """How often the DTensors, the local tensors and their storages are referred to."""
@@ -189,7 +198,7 @@ class GradientStore(Pack):
         """Free it, where that pays; to be called while nothing outside refers to a gradient."""
         self.is_free = True
         if not self.storage.resizable():
-            return  # page-locked, in a block with others: to unlock and lock again exceeds a step
+            return  # in a block with others; if page-locked, to lock it again exceeds a step
         if self._moves and self.flat.nbytes < FREE_MIN_BYTES * len(self.locals):
             return  # following a new address takes longer than these few bytes are worth
         resize(self.storage, 0)
@@ -270,6 +279,7 @@ class Bucket:
         self.cached = False
         self.cache_valid = False
         self._cached_versions = (0, 0)
+        self.place: Place | None = None  # beside other buckets, if an optimizer asked for it
 
     # -- sharding ---------------------------------------------------------------------------
 
@@ -292,6 +302,18 @@ class Bucket:
                 local.copy_(own_rows(source, slot, self.rank) if whole else source)
             param.attach(local)
         self.shards = shards
+
+    def move_to(self, place: Place) -> None:
+        """Move the shards beside those of other buckets; to be called before `materialize`."""
+        # The tensor objects stay, since users may hold them (without gradients, ``to_local()``
+        # returns them). The caller has seen that nothing else refers to their memory.
+        shards = place.shards()
+        shards.copy_(self.shards)
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            if param.local.numel():
+                part = storage_part(_shard_of(shards, slot, self.rank))
+                param.local.set_(part, 0, param.local.shape, param.local.stride())
+        self.shards, self.place = shards, place
 
     @property
     def is_meta(self) -> bool:
@@ -523,12 +545,16 @@ class Bucket:
         write = detached is None or len(detached) > 0
         if grads is None or (write and grads.referenced_outside(detached, idle=not self.in_flight)):
             numel, dtype = self.layout.shard_numel, self.grad_dtype
-            if self.pin_memory:
+            place = self.place
+            flat = None if place is None else place.gradients(dtype)
+            if flat is not None:
+                pass  # beside those of other buckets
+            elif self.pin_memory:
                 # A storage of its own, as the block is shared: references to it are counted here.
                 flat = with_own_storage(pinned_arena(self.device).zeros(numel, dtype))
             else:
-                flat = torch.zeros(numel, dtype=dtype, device=self.shard_device)
-            grads = self.grads = GradientStore(self.layout, self.rank, self.params, flat)
+                flat, place = torch.zeros(numel, dtype=dtype, device=self.shard_device), None
+            grads = self.grads = GradientStore(self.layout, self.rank, self.params, flat, place)
         grads.allocate()
         return grads
 

@@ -517,7 +517,14 @@ def test_gradients_that_are_never_a_units_own_are_found_without_new_plans() -> N
 @distributed(2)
 @in_place_and_copied
 def test_gradients_whose_memory_moves_are_followed() -> None:
-    nets, optimizers = both(torch.optim.AdamW, ADAM)
+    nets = make_net(), make_net()
+    with torch.no_grad():  # now their units have memory of their own
+        for net in nets:
+            net(torch.ones(4, 6))
+    optimizers = tuple(
+        wrap(torch.optim.AdamW(net.parameters(), **ADAM))
+        for wrap, net in zip((flat_step, local_step), nets, strict=True)
+    )
     addresses, in_the_way = set(), []
     for step in range(5):
         for net, optimizer in zip(nets, optimizers, strict=True):

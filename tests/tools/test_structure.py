@@ -39,8 +39,8 @@ def core() -> Size:
 
 def test_the_core_stays_small() -> None:
     # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
-    # which was in `comm/host_relays.py`.
-    assert core().files <= 61
+    # which was in `comm/host_relays.py`. Two that only models with `flat_step` enter.
+    assert core().files <= 63
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -55,9 +55,10 @@ def test_the_core_stays_small() -> None:
     # bytes by reads of memory; 45 and 5 for all-reduces whose sums are sent while backward runs;
     # 4 and 1 for whether sums are added host by host, which `deterministic` asks; 51 and 5 for
     # channels that end with their model, and freezing in every state; 134 and 12 for what modules
-    # in the middle of a unit skip (`runtime/middle.py`).
-    assert core().code_lines <= 9118
-    assert core().functions <= 969
+    # in the middle of a unit skip (`runtime/middle.py`); 130 and 15 for units that lie side by side
+    # for `flat_step`.
+    assert core().code_lines <= 9249
+    assert core().functions <= 984
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -70,8 +71,9 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # With `api/torch_errors.py`, which is entered once in a process.
     assert len(measured[FIRST].files) <= 49 + OLDER_TORCH
     # Three of them ask whether there is a `CommPolicy`, three look for what would be lost, two for
-    # what was frozen.
-    assert len(measured[FIRST].functions) <= 342
+    # what was frozen; one whether an optimizer wants units side by side, and one was a part of
+    # another.
+    assert len(measured[FIRST].functions) <= 344
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
