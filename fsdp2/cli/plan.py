@@ -140,6 +140,12 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
         ("--reshard", parse_reshard, [None], _RESHARD),
         ("--prefetch", parse_number, [1], "units gathered ahead (default: 1)"),
         ("--expert-ranks", parse_number, [1], f"{_EXPERTS} (default: 1)"),
+        (
+            "--tensor-ranks",
+            parse_number,
+            [1],
+            "consecutive ranks that share operators (default: 1)",
+        ),
         ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):
@@ -147,6 +153,11 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
             name, type=partial(list_of, parse), default=default, metavar="LIST", help=told
         )
     parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
+    parser.add_argument(
+        "--parallelize",
+        metavar="FUNCTION",
+        help="function of the model and a mesh that makes it tensor-parallel, named like MODEL",
+    )
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
@@ -368,6 +379,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "mp_policy": precision_of(args),
         "comm_policy": comm_policy_of(args),
         "accumulation": args.accumulation,
+        "parallelize": None if args.parallelize is None else find_object(args.parallelize),
     }
     swept = {
         "strategy": args.strategy,
@@ -375,6 +387,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "reshard_after_forward": args.reshard,
         "prefetch": args.prefetch,
         "expert_ranks": args.expert_ranks,
+        "tensor_ranks": args.tensor_ranks,
     }
     return options, swept
 

@@ -267,6 +267,18 @@ TRACING = (
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
     ),
     *_names(
+        "a tensor-parallel step over ranks that do not exist",
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        without="no predictions for tensor_ranks",
+    ),
+    *_names(
+        "the operators that DTensor tries on whole shapes",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator"
+        "._propagate_tensor_meta_non_cached",
+        without="steps are not traced",
+    ),
+    *_names(
         "watching the operations of a step",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",

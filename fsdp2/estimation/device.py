@@ -27,6 +27,7 @@ class Transfer:
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
             "replicate", or "within" and "across": the two hops of a reduction. "expert shard" and
             "experts": ranks with the same experts, and those over which experts are distributed.
+            "tensor": ranks that share the operators of a tensor-parallel model.
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
@@ -127,7 +128,7 @@ class LaunchDevice:
         self.launches: list[Launch] = []
         self.phase = ""
         self._names = iter(("all-gather", "reduce-scatter", "all-reduce"))
-        self._exchanges: LaunchStream | None = None
+        self._exchanges: dict[str, LaunchStream] = {}
         self.compute = LaunchStream(self, "compute")
         self.streams = [self.compute]
         self._current = self.compute
@@ -143,13 +144,15 @@ class LaunchDevice:
 
     def exchange(self, work: Transfer, unit: str = "") -> None:
         """Put a collective beside compute that begins after it, and that it then waits for."""
-        if self._exchanges is None:
-            self._exchanges = LaunchStream(self, "all-to-all")
-            self.streams.append(self._exchanges)
-        self._exchanges.wait_stream(self.compute)
-        with self.stream(self._exchanges):
+        name = "tensor parallel" if work.group == "tensor" else "all-to-all"
+        stream = self._exchanges.get(name)
+        if stream is None:
+            stream = self._exchanges[name] = LaunchStream(self, name)
+            self.streams.append(stream)
+        stream.wait_stream(self.compute)
+        with self.stream(stream):
             self.launch(work, unit)
-        self.compute.wait_stream(self._exchanges)
+        self.compute.wait_stream(stream)
 
     def Stream(self, device: Any = None, priority: int = 0) -> LaunchStream:  # noqa: N802
         stream = LaunchStream(self, next(self._names))

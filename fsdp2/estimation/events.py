@@ -107,15 +107,21 @@ class Compute:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tokens travel between the ranks of experts: an all-to-all that compute waits for.
+    """A collective of the model itself, which compute waits for.
+
+    Tokens that travel between the ranks of experts, or what tensor parallelism adds up and gathers.
 
     Attributes:
-        nbytes: bytes of the rows that a rank sends, to itself too.
-        ranks: over which experts are distributed.
+        nbytes: bytes of the whole data that is gathered, scattered or reduced; of an all-to-all,
+            those that a rank sends, to itself too.
+        ranks: of the group.
+        kind, group: as in `Transfer`.
     """
 
     nbytes: int
     ranks: int
+    kind: str = "all_to_all"
+    group: str = "experts"
 
 
 @dataclass(frozen=True)

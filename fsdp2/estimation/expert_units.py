@@ -13,17 +13,32 @@ from ..wrap import UnitDescription, as_policy
 
 
 @dataclass(frozen=True)
-class ExpertTopology(Topology):
-    """The placement of ranks, also on the mesh of experts, whose last dim has consecutive ranks.
+class InnerTopology(Topology):
+    """The placement of ranks where a mesh has one more dim, the last, of consecutive ranks.
 
     Attributes:
         experts: ranks over which experts are distributed.
+        tensor: ranks that share the operators of a tensor-parallel model; the other dims count
+            such groups.
     """
 
     experts: int = 1
+    tensor: int = 1
 
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
-        """As in `Topology`; also over "experts", and "expert shard": ranks with the same ones."""
+        """As in `Topology`; also over "tensor", "experts", and "expert shard": ranks with the same
+        ones."""
+        data_ranks = self.num_shards * self.num_replicas
+        if group == "tensor":
+            return Topology(self.tensor, data_ranks, self.ranks_per_node).ring("shard")
+        if self.tensor > 1:  # a node has fewer ranks of each group, and more groups
+            node = min(self.ranks_per_node, data_ranks * self.tensor)
+            groups = min(self.tensor, node)
+            outer = Topology(
+                self.num_shards, self.num_replicas, max(node // self.tensor, 1), self.hop
+            )
+            found = outer.ring(group, secondary_size)
+            return Ring(found.size, found.per_node, found.groups_per_node * groups)
         if group not in ("experts", "expert shard"):
             return super().ring(group, secondary_size)
         alike = self.num_shards * self.num_replicas // self.experts

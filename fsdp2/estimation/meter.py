@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,6 +27,8 @@ class StorageMeter(TorchDispatchMode):
 
     Args:
         device_type: the device whose kernels fake tensors stand for.
+        on_collective: called with the kind of each functional collective and the bytes of its whole
+            data, after what came before it was counted.
 
     Attributes:
         live: bytes of the storages that live now.
@@ -41,8 +44,13 @@ class StorageMeter(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        on_collective: Callable[[str, int], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._on_collective = on_collective
         self._device_type = device_type
         self.live = 0
         self.nbytes = 0
@@ -59,9 +67,14 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if DTensor in types:  # it calls operators on its local tensors, which come here
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._paused:
+            return result
+        if func.namespace == "_c10d_functional":
+            self._collective(func, args, result)
             return result
         result = with_workspace(func, args, kwargs, result)
         if self._device_type == "cpu":
@@ -74,6 +87,20 @@ class StorageMeter(TorchDispatchMode):
             if cost is not None:
                 self.count(cost.operation, None if cost.known else operator_name(func))
         return result
+
+    def _collective(self, func: Any, args: tuple, result: Any) -> None:
+        name = operator_name(func).partition("::")[2].rstrip("_")
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            if name.startswith(kind):
+                assert self._on_collective is not None, "no collectives without DTensors"
+                whole = result if kind == "all_gather" else args[0]
+                self._on_collective(kind, nbytes_of(whole))
+                break
+        else:
+            if name != "wait_tensor":
+                raise ValueError(f"The model calls the collective {name}, whose cost nobody knows")
+        if isinstance(result, torch.Tensor):
+            self.track(result)
 
     def count(self, operation: Operation, without_cost: str | None = None) -> None:
         """Add an operation; ``without_cost`` is the name of an operator of unknown cost."""

@@ -26,7 +26,7 @@ from .account import Account
 from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .events import Call, Compute, Exchange, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
-from .expert_units import ExpertTopology
+from .expert_units import InnerTopology
 from .optimizers import NO_OPTIMIZER, OptimizerCost
 from .stand_ins import CountedBucket, CountedUnit
 
@@ -56,6 +56,7 @@ class Setup:
         ranks_per_node: which determines what leaves a node.
         expert_ranks: over which experts are distributed, of the parameters that the trace says
             belong to experts; these are sharded over the ranks that have the same ones.
+        tensor_ranks: that share the operators of a tensor-parallel model, beside ``num_ranks``.
     """
 
     units: tuple[UnitDescription, ...]
@@ -76,9 +77,11 @@ class Setup:
     max_gathered_bytes: int | None = None
     ranks_per_node: int = 8
     expert_ranks: int = 1
+    tensor_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:
+        """Data-parallel ranks: those that get batches of their own."""
         return self.num_shards * self.num_replicas
 
     @property
@@ -90,8 +93,13 @@ class Setup:
     def topology(self) -> Topology:
         """Where its ranks are."""
         hop = 1 if self.comm_policy is None else hops_of(self.comm_policy, self.num_shards)
-        return ExpertTopology(
-            self.num_shards, self.num_replicas, self.ranks_per_node, hop, self.expert_ranks
+        return InnerTopology(
+            self.num_shards,
+            self.num_replicas,
+            self.ranks_per_node,
+            hop,
+            self.expert_ranks,
+            self.tensor_ranks,
         )
 
 
@@ -385,7 +393,9 @@ class _Player:
 
     def _exchange(self, event: Exchange) -> None:
         sent = event.nbytes * (event.ranks - 1) // event.ranks
-        work = Transfer("all_to_all", "experts", event.nbytes, sent, 1, self._inside)
+        if event.kind == "all_reduce":
+            sent *= 2
+        work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self._inside)
         self.replay.exchange(work)
 
     def _call(self, event: Call) -> None:

@@ -17,8 +17,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as _DynamicShape
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from ..common.pytree import map_tensors, tensors_in
+from ..dtensor.from_local import dtensor_over, local_of
 from ..experts import PlannedRouting, planned_routing
 from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of, sum_dtype
 from ..runtime.hooks import UnitHooks
@@ -47,6 +50,7 @@ def trace_step(
     fake: bool = True,
     experts: Sequence[str] = (),
     expert_ranks: int = 1,
+    tensor_ranks: int = 1,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
@@ -67,12 +71,18 @@ def trace_step(
         experts: names of the modules that ``shard_experts`` gets. Their parameters have the experts
             of one rank, and tokens travel where the model makes a ``TokenExchange``.
         expert_ranks: over which experts are distributed.
+        tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
 
     Raises:
         ValueError: if the model's shapes depend on data (with ``fake``), or nothing needs a
             gradient.
         TypeError: for parameters that are tensor subclasses.
     """
+    if tensor_ranks == 1 and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise TypeError(
+            "Parameters of the model are DTensors already; only plain parameters can be estimated: "
+            "pass the plain model, and to predict the function that makes it tensor-parallel"
+        )
     if expert_ranks > 1 and not fake:
         raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
     by_name = dict(model.named_modules())
@@ -82,7 +92,9 @@ def trace_step(
         embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
         params=describe_params(model, mp_policy, experts, expert_ranks),
     )
-    meter = StorageMeter(device_type)
+    meter = StorageMeter(
+        device_type, lambda kind, nbytes: recorder.collective(kind, nbytes, tensor_ranks)
+    )
     recorder = _Recorder(trace, meter)
     units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
     recorder.root = units[-1]
@@ -91,6 +103,7 @@ def trace_step(
         stack.enter_context(_without_side_effects(model))
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_without_propagation(meter))
             chosen = kernels_of(kernels, device_type)
             stack.enter_context(traced_kernels(chosen, meter, trace.notes))
             routing = PlannedRouting(expert_ranks, recorder.exchange(expert_ranks))
@@ -102,7 +115,7 @@ def trace_step(
         inputs = list(tensors_in((args, kwargs)))
         trace.input_bytes = sum(t.nbytes for t in inputs)
         for tensor in (*params, *model.buffers(), *inputs):
-            meter.ignore(tensor)
+            meter.ignore(local_of(tensor))
         for param, i in params.items():
             if device_type == "cpu" and _keeps_grad_dtype(trace.params[i], mp_policy):
                 param.grad_dtype = None
@@ -159,11 +172,12 @@ def describe_params(
     described = []
     prefixes = tuple(f"{name}." for name in experts)
     for name, param, owners in parameters_of(model):
-        shape, num_experts = tuple(param.shape), None
+        shape, num_experts = tuple(local_of(param).shape), None
         if prefixes and name.startswith(prefixes) and shape:
             num_experts = shape[0]
             shape = (-(-num_experts // expert_ranks), *shape[1:])
-        if type(param) not in (nn.Parameter, torch.Tensor) and not _is_fake(param):
+        plain = type(param) in (nn.Parameter, torch.Tensor) or isinstance(param, DTensor)
+        if not plain and not _is_fake(param):
             raise TypeError(
                 f"Parameter '{name}' is a {type(param).__name__}; only plain parameters can be "
                 "estimated"
@@ -230,6 +244,10 @@ def _replace_tensors(
         dtype = compute_dtype(param.dtype, param_dtype_of(mp_policy, param))
         if fake or param.is_meta:
             data = torch.empty(trace.params[i].shape, dtype=dtype, device="cpu")
+            if isinstance(param, DTensor):
+                data = dtensor_over(
+                    data, param.device_mesh, param.placements, param.shape, param.stride()
+                )
         else:
             data = param.detach().to("cpu", dtype, copy=True)
         stand_in = nn.Parameter(data, requires_grad=param.requires_grad)
@@ -269,6 +287,23 @@ def _without_side_effects(model: nn.Module) -> Iterator[None]:
         for holder, before in kept:
             holder.clear()
             holder.update(before)
+
+
+@contextmanager
+def _without_propagation(meter: StorageMeter) -> Iterator[None]:
+    """Leave out the operators that DTensor tries on whole shapes, to know those of its results."""
+    propagator: Any = ShardingPropagator
+    real = propagator._propagate_tensor_meta_non_cached
+
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        with meter.paused():
+            return real(*args, **kwargs)
+
+    propagator._propagate_tensor_meta_non_cached = uncounted
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = real
 
 
 def _default_loss(output: Any) -> torch.Tensor:
@@ -347,14 +382,20 @@ class _Recorder:
 
         return record
 
+    def collective(self, kind: str, nbytes: int, ranks: int) -> None:
+        """Record a collective of tensor parallelism."""
+        self.flush()
+        self.trace.events.append(Exchange(nbytes, ranks, kind, "tensor"))
+
     def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
         """A hook that records the gradient of a parameter and removes it."""
 
         def hook(param: torch.Tensor) -> None:
             assert param.grad is not None
             self.flush()
-            storage, dtype = self.meter.number_of(param.grad), param.grad.dtype
-            nbytes = self.meter.ignore(param.grad)
+            local = local_of(param.grad)
+            storage, dtype = self.meter.number_of(local), local.dtype
+            nbytes = self.meter.ignore(local)
             self.trace.events.append(Gradient(number, nbytes, dtype, storage))
             param.grad = None
             self.meter.begin()

@@ -155,7 +155,7 @@ def plan(
     traces = TracedSteps(
         model,
         sample_input,
-        partial(trace_step, model, **common),
+        partial(trace_step, **common),
         wrap=wrap,
         experts=experts,
         unknown_costs=unknown_costs,

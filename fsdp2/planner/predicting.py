@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ from .loads import even_load, sizes_of, speeds_of
 from .outcomes import bound_of, outcome_of, simulate_ranks
 from .prediction import Prediction, Sweep
 from .simulate import Simulator
-from .traces import WHOLE, Size, TracedSteps, check_expert_ranks
+from .tensor_parallel import Parallelize
+from .traces import WHOLE, Size, TracedSteps, check_expert_ranks, check_tensor_ranks
 
 
 def predict(
@@ -56,6 +58,8 @@ def predict(
     checkpoint_modules: Sequence[str] | None = None,
     experts: Any = None,
     expert_ranks: int = 1,
+    parallelize: Parallelize | None = None,
+    tensor_ranks: int = 1,
     micro_batches: int = 1,
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
@@ -74,8 +78,8 @@ def predict(
     Args:
         model, sample_input, hardware: as in `plan`. Where `Hardware.speeds` differ, batches are
             equal and all wait for the slowest rank.
-        num_ranks: the number of GPUs, or (replicas, shards). For the strategy ``"hybrid"``, a
-            number means that nodes are replicas, as in `shard_model`.
+        num_ranks: the number of GPUs, or the data-parallel mesh, (replicas, shards). For the
+            strategy ``"hybrid"``, a number means that nodes are replicas, as in `shard_model`.
         strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
         prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
         comm_policy, max_gathered_bytes: as in `shard_model`.
@@ -87,6 +91,13 @@ def predict(
             and at most the number of experts; those with the same experts shard them. Forward must
             make a `TokenExchange` (without a mesh here), whose tokens are taken to be spread evenly
             over experts; each of its all-to-alls is waited for.
+        parallelize: makes the model tensor-parallel: a function of the model (a copy of it on the
+            meta device) and a mesh of ``tensor_ranks``, as the training script calls
+            ``parallelize_module``; it may return the model. Operators and collectives of DTensors
+            are then those of one rank; each collective is waited for.
+        tensor_ranks: consecutive ranks that share the operators, a divisor of ``num_ranks``. The
+            other ranks are data-parallel; ``sample_input`` is the batch of one group of
+            ``tensor_ranks``.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs: as in `estimate`.
@@ -120,6 +131,7 @@ def predict(
         max_gathered_bytes=max_gathered_bytes,
         checkpoint_modules=checkpoint_modules,
         experts=experts,
+        parallelize=parallelize,
         optimizer=optimizer,
         loss_fn=loss_fn,
         memory_budget=memory_budget,
@@ -137,6 +149,7 @@ def predict(
         micro_batches=micro_batches,
         accumulation=accumulation,
         expert_ranks=expert_ranks,
+        tensor_ranks=tensor_ranks,
     )
 
 
@@ -155,14 +168,15 @@ def sweep(
     micro_batches: int | list[int] = 1,
     accumulation: str | list[str] = "unsharded",
     expert_ranks: int | list[int] = 1,
+    tensor_ranks: int | list[int] = 1,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """Predict the combinations of several ranks, batches, contexts, checkpointing and strategies.
 
     Each argument may be one value or a list of them. A step is traced once for each size of the
-    micro-batch, kind of checkpointing and number of expert ranks, not for each combination: 20
-    numbers of ranks take one trace.
+    micro-batch, kind of checkpointing and number of expert or tensor ranks, not for each
+    combination: 20 numbers of ranks take one trace.
 
     Args:
         model, hardware: as in `predict`.
@@ -174,7 +188,7 @@ def sweep(
             but dim 0 of that length. None: that of ``sample_input``. The model must be able to work
             on this length.
         activation_checkpointing, strategy, reshard_after_forward, prefetch: as in `predict`.
-        micro_batches, accumulation, expert_ranks: as in `predict`.
+        micro_batches, accumulation, expert_ranks, tensor_ranks: as in `predict`.
         progress: called with (current task, number done, total).
         options: the other arguments of `predict`, for all combinations.
 
@@ -203,6 +217,7 @@ def sweep(
         "micro_batches": micro_batches,
         "accumulation": accumulation,
         "expert_ranks": expert_ranks,
+        "tensor_ranks": tensor_ranks,
     }
     values = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
     for name, given in values.items():
@@ -263,6 +278,7 @@ _OPTIONS: dict[str, Any] = {
     "max_gathered_bytes": None,
     "checkpoint_modules": None,
     "experts": None,
+    "parallelize": None,
     "optimizer": "adamw",
     "loss_fn": None,
     "memory_budget": None,
@@ -285,6 +301,7 @@ class _Cells:
         mp_policy: MixedPrecisionPolicy,
         checkpoint_modules: Sequence[str] | None,
         experts: Any,
+        parallelize: Parallelize | None,
         optimizer: Any,
         loss_fn: LossFn | None,
         memory_budget: float | None,
@@ -310,10 +327,11 @@ class _Cells:
         self.traces = TracedSteps(
             model,
             sample_input,
-            partial(trace_step, model, **common),
+            partial(trace_step, **common),
             wrap=wrap,
             checkpoint_modules=checkpoint_modules,
             experts=experts,
+            parallelize=parallelize,
             unknown_costs=unknown_costs,
         )
         [(self._label, self._units)] = self.traces.units.items()
@@ -326,12 +344,14 @@ class _Cells:
         activation_checkpointing: str,
         strategy: str,
         expert_ranks: int,
+        tensor_ranks: int,
         **choices: Any,
     ) -> Prediction:
         """Simulate one configuration."""
         _check_mode(activation_checkpointing)
         check_expert_ranks(expert_ranks, self.traces)
-        mesh = _mesh_of(num_ranks, strategy, self.hardware)
+        check_tensor_ranks(tensor_ranks, self.traces)
+        mesh = _mesh_of(num_ranks, strategy, self.hardware, tensor_ranks)
         shape: Any = mesh[0] if len(mesh) == 1 else mesh
         setup = make_setup(
             self._units,
@@ -339,11 +359,12 @@ class _Cells:
             strategy=strategy,
             experts=self.traces.expert_units,
             expert_ranks=expert_ranks,
+            tensor_ranks=tensor_ranks,
             **choices,
             **self._options,
         )
-        trace = self.traces.get(activation_checkpointing, size, expert_ranks)
-        loads = even_load(speeds_of(self.hardware, setup.num_ranks))
+        trace = self.traces.get(activation_checkpointing, size, expert_ranks, tensor_ranks)
+        loads = even_load(speeds_of(self.hardware, setup.num_ranks * tensor_ranks))
         work = [(trace, load.speed) for load in loads]
         steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
         candidate = Candidate(strategy, mesh, activation_checkpointing, self._label)
@@ -356,9 +377,12 @@ class _Cells:
         told = {"strategy": strategy, "wrap": self._label, **choices}
         if self.traces.experts:
             told["expert_ranks"] = expert_ranks
+        if self.traces.parallelize is not None:
+            told["tensor_ranks"] = tensor_ranks
         return Prediction(
             hardware=self.hardware,
             mesh_shape=mesh,
+            tensor_ranks=tensor_ranks,
             choices=self._told(told, activation_checkpointing),
             seconds=outcome.seconds,
             samples_per_s=rate,
@@ -407,17 +431,22 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
     return found.most_common(1)[0][0] if found else torch.float32
 
 
-def _mesh_of(num_ranks: Any, strategy: str, hardware: Hardware) -> tuple[int, ...]:
-    """The mesh for a number of ranks, or the mesh that is given."""
+def _mesh_of(
+    num_ranks: Any, strategy: str, hardware: Hardware, tensor_ranks: int = 1
+) -> tuple[int, ...]:
+    """The mesh of data-parallel ranks for a number of ranks, or the mesh that is given."""
     if isinstance(num_ranks, list | tuple):
         mesh = checked_mesh(num_ranks)
-        check_ranks(mesh[0] * (mesh[1] if len(mesh) > 1 else 1), hardware)
+        check_ranks(prod(mesh) * tensor_ranks, hardware)
         return mesh
     check_ranks(num_ranks, hardware)
+    if num_ranks % tensor_ranks:
+        raise ValueError(f"tensor_ranks={tensor_ranks} must divide num_ranks={num_ranks}")
+    data_ranks = num_ranks // tensor_ranks
     if find_strategy(strategy).hybrid:
-        node = min(hardware.ranks_per_node, num_ranks)
-        return (num_ranks // node, node)
-    return (num_ranks,)
+        node = max(1, min(hardware.ranks_per_node // tensor_ranks, data_ranks))
+        return (data_ranks // node, node)
+    return (data_ranks,)
 
 
 def _check_mode(mode: Any) -> None:

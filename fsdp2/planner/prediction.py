@@ -34,6 +34,7 @@ class Prediction:
         memory_budget: bytes that a rank may use.
         fits: whether ``needed_bytes`` are within it.
         samples, context: sizes of a micro-batch of one rank, where they are known.
+        tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
         padding: what uneven dims cost the fullest rank; None: nothing.
         dtype: of computation: that of the policy, or of most parameters.
         step: the simulated step; of the slowest ranks, if they differ.
@@ -58,12 +59,13 @@ class Prediction:
     dtype: torch.dtype
     step: SimulatedStep
     padding: Padding | None = None
+    tensor_ranks: int = 1
     notes: list[str] = field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole mesh."""
-        num = 1
+        """All of them."""
+        num = self.tensor_ranks
         for size in self.mesh_shape:
             num *= size
         return num

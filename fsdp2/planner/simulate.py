@@ -16,8 +16,11 @@ from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
 from .hardware import Hardware
 from .schedule import Span, Task, schedule
 
-STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
-_GROUPS = ("shard", "secondary", "replicate", "all", "within", "across", "experts", "expert shard")
+STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "tensor parallel")
+_GROUPS = (
+    *("shard", "secondary", "replicate", "all", "within", "across"),
+    *("experts", "expert shard", "tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,9 @@ class Simulator:
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
-        waiting_s = stragglers_s(kernels_s, made.setup.num_ranks, hardware)
+        waiting_s = stragglers_s(
+            kernels_s, made.setup.num_ranks * made.setup.tensor_ranks, hardware
+        )
         return SimulatedStep(
             seconds=end + waiting_s + optimizer_s,
             compute_s=compute,

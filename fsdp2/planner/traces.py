@@ -16,6 +16,7 @@ from ..wrap import UnitDescription, units_of
 from .candidates import wraps_of
 from .hardware import Hardware
 from .loads import with_context, with_samples
+from .tensor_parallel import Parallelize, parallel_copy
 
 
 class Size(NamedTuple):
@@ -37,11 +38,12 @@ class TracedSteps:
     the same whoever asks (`plan` or `predict`).
 
     Args:
-        trace: ``trace_step`` of the model with all that is the same for all traces; takes the
-            sample input, the names of the modules that may be units, and keyword arguments.
+        trace: ``trace_step`` with all that is the same for all traces; takes the model, the sample
+            input, the names of the modules that may be units, and keyword arguments.
         wrap: the one choice of units; None: all of `wraps_of`.
         checkpoint_modules: names of modules to recompute; None: the blocks.
         experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
+        parallelize: makes a model tensor-parallel over a mesh; None: it is not.
 
     Attributes:
         blocks: names of the modules to recompute.
@@ -61,6 +63,7 @@ class TracedSteps:
         wrap: Any = None,
         checkpoint_modules: Any = None,
         experts: Any = None,
+        parallelize: Parallelize | None = None,
         unknown_costs: str = "error",
     ) -> None:
         check_choice(unknown_costs)
@@ -79,10 +82,12 @@ class TracedSteps:
         modules = dict(model.named_modules())
         sizes = [next(modules[name].parameters()).shape[0] for name in self.experts]
         self.num_experts = min(sizes, default=0)
+        self.parallelize = parallelize
+        self._model = model
         self._sample_input = sample_input
         self._trace = trace
         self._unknown_costs = unknown_costs
-        self._made: dict[tuple[str, Size, int], StepTrace] = {}
+        self._made: dict[tuple[str, Size, int, int], StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
@@ -93,25 +98,31 @@ class TracedSteps:
         """The units of experts, as their modules."""
         return frozenset((name,) for name in self.experts)
 
-    def get(self, mode: str, size: Size = WHOLE, expert_ranks: int = 1) -> StepTrace:
-        """The step with this activation checkpointing, size of the micro-batch, and expert ranks.
+    def get(
+        self, mode: str, size: Size = WHOLE, expert_ranks: int = 1, tensor_ranks: int = 1
+    ) -> StepTrace:
+        """The step with this activation checkpointing and size of the micro-batch on one of so many
+        ranks of experts and of tensor parallelism.
 
         Raises:
             ValueError: for operators without a cost, unless they are to be listed.
             RuntimeError: if the model fails.
         """
-        key = (mode, size, expert_ranks)
+        key = (mode, size, expert_ranks, tensor_ranks)
         found = self._made.get(key)
         if found is None:
             sample = with_samples(self._sample_input, size.samples)
-            found = self._trace(
-                with_context(sample, size.context),
-                list(dict.fromkeys(self._names)),
-                activation_checkpointing=mode,
-                checkpoint_modules=self.blocks,
-                experts=self.experts,
-                expert_ranks=expert_ranks,
-            )
+            with parallel_copy(self._model, self.parallelize, tensor_ranks) as model:
+                found = self._trace(
+                    model,
+                    with_context(sample, size.context),
+                    list(dict.fromkeys(self._names)),
+                    activation_checkpointing=mode,
+                    checkpoint_modules=self.blocks,
+                    experts=self.experts,
+                    expert_ranks=expert_ranks,
+                    tensor_ranks=tensor_ranks,
+                )
             without_cost(found, self._unknown_costs)  # an error before more traces
             self._made[key] = found
         return found
@@ -145,6 +156,23 @@ def check_expert_ranks(ranks: Any, traces: TracedSteps) -> None:
             f"expert_ranks={ranks} is more than the {traces.num_experts} experts: some ranks would "
             "have none"
         )
+
+
+def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
+    """Check a number of ranks of tensor parallelism.
+
+    Raises:
+        ValueError: if it is less than 1, or more without a function that makes models parallel.
+        TypeError: if it is not an int.
+    """
+    check_number("tensor_ranks", ranks)
+    if ranks > 1 and traces.parallelize is None:
+        raise ValueError(
+            f"tensor_ranks={ranks} needs parallelize=: a function of the model and a mesh of these "
+            "ranks, as with torch's parallelize_module"
+        )
+    if ranks > 1 and traces.experts:
+        raise ValueError("Experts on a mesh of their own and tensor parallelism do not go together")
 
 
 def _label(wrap: Any) -> str:

@@ -22,6 +22,7 @@ _LANES = {
     "all-gather": ("all-gather:\nfetch parameters", ("#5fb386", "#a4d8bb")),
     "reduce-scatter": ("reduce-scatter:\nsum gradients", ("#df8a55", "#f2c0a0")),
     "all-reduce": ("all-reduce:\nacross replicas", ("#a07cc5", "#cdb8e4")),
+    "tensor parallel": ("collectives of\nthe model", ("#8d8f3f", "#c9ca8c")),
     "all-to-all": ("all-to-all:\ntokens to experts", ("#c4607a", "#e3adbb")),
 }
 _PHASES = {

@@ -47,6 +47,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Blocks of Python that are not run on one rank, by a line of theirs.
 NOT_RUN = {
     "import torch.distributed as dist": "the first script: it has a test of its own",
+    "tensor_ranks=[1, 2, 4, 8]": "it makes a process group, and the pages run in one",
     "@distributed(2, 3)": "a test, as tests are written; it needs the harness",
 }
 

@@ -21,7 +21,7 @@ from benchmarks.published_models import DeepSeek, deepseek_batch, next_token_los
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fully_shard, plan, predict
 from fsdp2.comm.topology import Ring
 from fsdp2.estimation.events import Compute, Exchange
-from fsdp2.estimation.expert_units import ExpertTopology
+from fsdp2.estimation.expert_units import InnerTopology
 from fsdp2.estimation.tracing import trace_step
 from fsdp2.experts import TokenExchange, local_experts, shard_experts
 from fsdp2.planner import find_hardware
@@ -115,11 +115,11 @@ def test_a_rank_has_its_experts_and_the_tokens_of_all_ranks_for_them(
 
 def test_where_the_ranks_of_experts_are() -> None:
     """Consecutive, those over which experts are distributed; not those with the same ones."""
-    topology = ExpertTopology(64, 1, 8, experts=4)
+    topology = InnerTopology(64, 1, 8, experts=4)
     assert topology.ring("experts") == Ring(4, 4, 2)
     assert topology.ring("expert shard") == Ring(16, 2, 4)
     assert topology.ring("shard") == Ring(64, 8, 1)
-    wide = ExpertTopology(64, 1, 8, experts=16)
+    wide = InnerTopology(64, 1, 8, experts=16)
     assert wide.ring("experts") == Ring(16, 8, 1)
     assert wide.ring("expert shard") == Ring(4, 1, 8)
 
@@ -138,12 +138,16 @@ def test_without_an_exchange_more_ranks_are_refused() -> None:
 # -- beside a run --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("expert_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("expert_ranks", "num_experts"),
+    # With two experts, there are fewer on a rank than shards: these are on dim 1.
+    [(1, 8), (2, 8), (4, 8), (1, 2), (2, 2)],
+)
 @distributed(4)
-def test_shards_and_traffic_are_those_of_a_run(expert_ranks: int) -> None:
+def test_shards_and_traffic_are_those_of_a_run(expert_ranks: int, num_experts: int) -> None:
     torch.manual_seed(0)
     made = estimate(
-        on_meta(),
+        on_meta(num_experts=num_experts),
         4,
         torch.empty(32, 16),
         wrap=["0", "1"],
@@ -152,7 +156,7 @@ def test_shards_and_traffic_are_those_of_a_run(expert_ranks: int) -> None:
         device_type="cpu",
         ranks_per_node=4,
     )
-    model = build()
+    model = build(num_experts=num_experts)
     mesh = cached_mesh(4 // expert_ranks, expert_ranks, names=("efsdp", "ep"))
     data = cached_mesh(4, names=("dp",))
     for block in model:
@@ -183,9 +187,11 @@ def test_shards_and_traffic_are_those_of_a_run(expert_ranks: int) -> None:
     exchanged = [row for row in made.traffic if row.group == "experts"]
     assert sum(row.sent for row in exchanged) == sum(sent) * (expert_ranks - 1) // expert_ranks
     assert sum(row.calls for row in exchanged) == len(sent)
-    assert made.num_params == sum(p.numel() for p in on_meta().parameters())
+    assert made.num_params == sum(p.numel() for p in on_meta(num_experts=num_experts).parameters())
     gathers = {r.group: r.sent for r in made.traffic if r.kind == "all_gather"}
-    own = sum(p.numel() for n, p in on_meta().named_parameters() if "experts" in n)
+    own = sum(
+        p.numel() for n, p in on_meta(num_experts=num_experts).named_parameters() if "experts" in n
+    )
     if expert_ranks < 4:  # all but the own shard, twice, sent to the others that have these
         alike = 4 // expert_ranks
         # (The last unit, the experts of the second block, stays gathered.)

@@ -1,0 +1,274 @@
+"""`predict` for tensor-parallel models: a function that makes them so; ranks that share them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard, predict, sweep
+from fsdp2.cli.main import main
+from fsdp2.comm.topology import Ring
+from fsdp2.estimation.events import Exchange
+from fsdp2.estimation.expert_units import InnerTopology
+from fsdp2.estimation.tracing import trace_step
+from fsdp2.planner import find_hardware
+from fsdp2.planner.tensor_parallel import parallel_copy
+from harness import cached_mesh, distributed
+
+H100 = find_hardware("h100")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer; heads are counted by their width."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.head = head
+        self.norm, self.ffn_norm = nn.LayerNorm(width), nn.Sequential(nn.LayerNorm(width))
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        parts = (
+            p(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        made = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(made.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.ffn_norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 32, head: int = 8, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Block(width, head) for _ in range(num_blocks))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def plan_of(block: Block) -> dict[str, Any]:
+    colwise = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+    return {**colwise, "out": RowwiseParallel(), "down": RowwiseParallel()}
+
+
+def parallelize(model: Model, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        parallelize_module(block, mesh, plan_of(block))
+
+
+def in_sequence(model: Model, mesh: DeviceMesh) -> None:
+    """The norms of feed-forward layers work on a part of the sequence."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        plan = {
+            **plan_of(block),
+            "ffn_norm": PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(1)
+            ),
+            "ffn_norm.0": SequenceParallel(sequence_dim=1),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def batch(samples: int = 2, length: int = 16) -> Tensor:
+    return torch.empty(samples, length, 5, device="meta")
+
+
+def on_meta(**sizes: int) -> Model:
+    with torch.device("meta"):
+        return Model(**sizes)
+
+
+def traced(ranks: int, how: Any = parallelize, **options: Any) -> Any:
+    with parallel_copy(on_meta(), how, ranks) as model:
+        names = ["blocks.0", "blocks.1"]
+        return trace_step(model, batch(), names, tensor_ranks=ranks, **options)
+
+
+def collectives(trace: Any) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for event in trace.events:
+        if isinstance(event, Exchange):
+            assert event.group == "tensor"
+            found.setdefault(event.kind, []).append(event.nbytes)
+    return found
+
+
+def test_a_rank_has_its_part_of_operators_and_parameters() -> None:
+    one, four = traced(1), traced(4)
+    outside = 2 * 2 * 16 * 5 * 32 * 2 + 3 * 2 * 2 * 16 * 32 * 3  # the first and the last layer
+    assert four.flops - outside == pytest.approx((one.flops - outside) / 4, rel=0.01)
+    shapes = {p.name: p.shape for p in four.params}
+    assert shapes["blocks.0.q.weight"] == (8, 32)
+    assert shapes["blocks.1.down.weight"] == (32, 32)
+    assert shapes["blocks.1.down.bias"] == shapes["blocks.0.norm.weight"] == (32,)
+    assert collectives(one) == {}
+    # After each of two row-wise layers, and in backward before each of two groups of column-wise
+    # ones, of all activations of a block.
+    whole = 2 * 16 * 32 * 4
+    assert set(collectives(four)["all_reduce"]) == {whole}
+    assert 8 <= len(collectives(four)["all_reduce"]) <= 2 * (2 + 4)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_communicates_again(mode: str) -> None:
+    again = traced(2, activation_checkpointing=mode, checkpoint_modules=["blocks.0", "blocks.1"])
+    assert len(collectives(again)["all_reduce"]) > len(collectives(traced(2))["all_reduce"])
+
+
+def test_the_model_and_the_process_stay_as_they_are() -> None:
+    model = on_meta()
+    before = dict(model.named_parameters())
+    predict(model, batch(), H100, 8, parallelize=parallelize, tensor_ranks=2)
+    assert not dist.is_initialized()
+    after = dict(model.named_parameters())
+    assert all(after[name] is param for name, param in before.items())
+
+
+@pytest.mark.parametrize("how", [parallelize, in_sequence])
+@distributed(4)
+def test_shards_and_collectives_are_those_of_a_run(how: Any) -> None:
+    with pytest.raises(ValueError, match="there is one already"):
+        predict(on_meta(), batch(), H100, 4, parallelize=how, tensor_ranks=2)
+    mesh = cached_mesh(2, 2, names=("data", "tensor"))
+    planned = on_meta()
+    how(planned, mesh["tensor"])
+    expected = collectives(trace_step(planned, batch(), ["blocks.0", "blocks.1"], tensor_ranks=2))
+    torch.manual_seed(0)
+    model = Model()
+    how(model, mesh["tensor"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    x = torch.randn(2, 16, 5)
+    with CommDebugMode() as mode:
+        model(x).sum().backward()
+    counts = {str(k).rpartition(".")[2]: n for k, n in mode.get_comm_counts().items() if n}
+    functional = {
+        kind: sum(n for name, n in counts.items() if name.startswith(kind)) for kind in expected
+    }
+    assert functional == {kind: len(each) for kind, each in expected.items()}
+    held = {n: tuple(p.to_local().shape) for n, p in model.named_parameters()}
+    assert held["blocks.0.q.weight"] == (8, 32)  # of 32 rows, a half of a half
+
+
+def test_where_the_ranks_are() -> None:
+    topology = InnerTopology(16, 1, 8, tensor=4)
+    assert topology.ring("tensor") == Ring(4, 4, 2)
+    assert topology.ring("shard") == Ring(16, 2, 4)
+    assert InnerTopology(8, 1, 8, tensor=8).ring("shard") == Ring(8, 1, 8)
+    assert InnerTopology(4, 2, 8, tensor=4).ring("replicate") == Ring(2, 1, 8)
+    across = InnerTopology(4, 1, 8, tensor=16)
+    assert across.ring("tensor") == Ring(16, 8, 1)
+    assert across.ring("shard") == Ring(4, 1, 8)
+    assert InnerTopology(1, 1, 8, tensor=4).ring("tensor") == Ring(4, 4, 1)
+
+
+def test_degrees_side_by_side() -> None:
+    sizes = {"width": 2048, "head": 128, "num_blocks": 4}
+    made = sweep(
+        on_meta(**sizes),
+        batch(1, 2048),
+        H100,
+        [64, 128],
+        tensor_ranks=[1, 2, 8],
+        parallelize=parallelize,
+        mp_policy=BF16,
+        activation_checkpointing="full",
+    )
+    assert made.num_traced == 3
+    table = {(p.num_ranks, p.tensor_ranks): p for p in made.predictions}
+    assert set(table) == {(n, t) for n in (64, 128) for t in (1, 2, 8)}
+    for ranks in (64, 128):
+        one, two, eight = (table[ranks, t] for t in (1, 2, 8))
+        assert two.mesh_shape == (ranks // 2,)
+        assert one.step.compute_s > two.step.compute_s > eight.step.compute_s
+        assert one.peak_bytes > eight.peak_bytes
+        assert "tensor parallel" not in one.step.stream_s
+        assert eight.step.stream_s["tensor parallel"] > 0
+        assert eight.samples_per_s == pytest.approx(ranks // 8 / eight.seconds)
+    across = predict(
+        on_meta(**sizes), batch(1, 2048), H100, 64, tensor_ranks=16, parallelize=parallelize,
+        mp_policy=BF16, activation_checkpointing="full",
+    )  # fmt: skip
+    # The same bytes take longer over the network than within a node.
+    eight = table[64, 8]
+    assert across.step.stream_s["tensor parallel"] > 1.5 * eight.step.stream_s["tensor parallel"]
+    assert "Tensor ranks" in str(made)
+    hybrid = predict(
+        on_meta(), batch(), H100, 64, strategy="hybrid", tensor_ranks=2, parallelize=parallelize
+    )
+    assert (hybrid.mesh_shape, hybrid.num_ranks) == ((8, 4), 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tensor_ranks": 2}, "tensor_ranks=2 needs parallelize="),
+        ({"tensor_ranks": 3, "parallelize": parallelize}, "must divide num_ranks=8"),
+        ({"tensor_ranks": 0, "parallelize": parallelize}, "tensor_ranks must be at least 1"),
+        (
+            {"tensor_ranks": 2, "parallelize": lambda model, mesh: model},
+            "left all parameters of the model plain",
+        ),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        predict(on_meta(), batch(), H100, 8, **options)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("parallel_models", None)
+    path = tmp_path / "parallel_models.py"
+    path.write_text(
+        "import test_predict_tensor as tests\n"
+        "model, batch = tests.Model, tests.batch\n"
+        "parallelize = tests.parallelize\n"
+    )
+    sys.path.insert(0, str(Path(__file__).parent))
+    code = main(
+        ("predict", f"{path}:model", "--input", f"{path}:batch", "--hardware", "h100",
+         "--world-size", "8,16", "--tensor-ranks", "1,2", "--parallelize", f"{path}:parallelize",
+         "--json")
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert [p["tensor_ranks"] for p in data["predictions"]] == [1, 2, 1, 2]
+    assert [p["num_ranks"] for p in data["predictions"]] == [8, 8, 16, 16]
+    assert data["num_traced"] == 2
