@@ -27,7 +27,6 @@ from .unit import Forward, Unit
 class Borders(Protocol):
     """What is needed of the hooks of a unit: of `hooks.UnitHooks`."""
 
-    marks_all: bool
     unit: Unit
 
     def enter_backward(self, forward: Forward, grad: object) -> None: ...
@@ -46,7 +45,7 @@ class Middle:
         graph: whether backward may reach it.
     """
 
-    __slots__ = ("_hooks", "_inputs", "_order", "_outputs", "_ran", "graph", "unit")
+    __slots__ = ("_inputs", "_order", "_outputs", "_ran", "graph", "unit")
 
     def __init__(self, hooks: Borders, forward: Forward | None) -> None:
         """
@@ -54,7 +53,6 @@ class Middle:
             forward: of the first module, which stands for all of the pass; None without a graph.
         """
         self.unit = hooks.unit
-        self._hooks = hooks
         runtime = runtime_of(self.unit)
         # Both are of this forward of the tree, and a `Middle` does not outlive it.
         self._order, self._ran = runtime.forward_order, runtime.this_forward
@@ -97,10 +95,7 @@ class Middle:
             return False  # the last: it ends the pass
         graph = self.graph
         if torch.is_grad_enabled() is not graph:
-            # Some modules are recomputed, or frozen, by themselves: backward enters and leaves the
-            # unit among them, and does least if all are marked.
-            self._hooks.marks_all = True
-            return False
+            return False  # the marks of this pass are for the other case
         registration = unit.registration
         if unit.state is not State.UNSHARDED or registration.registered != "unsharded":
             return False

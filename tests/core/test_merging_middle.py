@@ -19,12 +19,13 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, merge_units
 from fsdp2.runtime import root
 from fsdp2.runtime.middle import Middle
 from fsdp2.runtime.unit import unit_of
-from gathers import counting
+from gathers import bytes_held, counting
 from harness import cached_mesh, distributed, ours_only
 from merged_chain import NUM, build, outputs, plain
 from merged_programs import (
     PROGRAMS,
     UNFIT,
+    going_on,
     loss_of_the_middle,
     losses_of_the_middle_and_of_the_end,
     recomputed,
@@ -40,6 +41,9 @@ def train(model: Any, program: Callable[[Any, Tensor], list[Tensor]]) -> list[Te
     for step, run in enumerate((plain, plain, program, program, plain)):
         torch.manual_seed(100 * step + dist.get_rank())
         found += [each.detach() for each in run(model, torch.randn(4, 6, dtype=torch.float64))]
+        for unit in model._units(True):
+            assert unit.running == 0
+            assert unit.runtime.forward_root is None
         params = [param for param in model.parameters() if param.requires_grad]
         grads = [param.grad for param in params if param.grad is not None]
         if run is plain:
@@ -149,6 +153,7 @@ def test_what_is_skipped_is_gathered_and_reduced_once() -> None:
     # As many times as backward comes to it by itself.
     assert counted(losses_of_the_middle_and_of_the_end)[:2] <= (1, 5)
     assert counted(plain) == (1, 1, 1)
+    assert skipped == [True] * (NUM - 2)
     everywhere = recomputed(range(NUM), reentrant=True)
     everywhere(model, x)
     assert counted(everywhere) == (1, 1, 1)
@@ -156,6 +161,32 @@ def test_what_is_skipped_is_gathered_and_reduced_once() -> None:
     plain(model, x)
     assert counted(plain) == (1, 1, 1)
     assert skipped == [True] * (NUM - 2)
+
+
+@distributed(2)
+def test_a_forward_that_is_left_in_the_middle_is_over() -> None:
+    """What is gathered for it is not what modules compute with after the next optimizer step."""
+    x = torch.ones(4, 6, dtype=torch.float64)
+    model = build(merged=True, reshard_after_forward=False)
+    for _ in range(2):
+        model(x, outputs)
+        with torch.no_grad():
+            model(x, lambda model, x: outputs(model, x)[:0])
+    with torch.no_grad():
+        model(x, lambda model, x: model.layers[1](model.layers[0](model.before(x))))
+        for param in model.parameters():
+            param.zero_()
+        assert not model.layers[2](x).any()
+
+
+@distributed(2)
+def test_a_unit_in_whose_forward_a_module_raised_is_freed_after_the_last() -> None:
+    x = torch.ones(4, 6, dtype=torch.float64)
+    model = build(merged=True, reshard_after_forward=True)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x, going_on)
+            assert not bytes_held(model)
 
 
 @distributed(2)

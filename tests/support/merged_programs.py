@@ -269,6 +269,24 @@ def penalty_on_the_middle(model: Any, x: Tensor) -> list[Tensor]:
     return [*grads, penalty]
 
 
+def penalty_where_gradients_begin(model: Any, x: Tensor) -> list[Tensor]:
+    """The same of layers after others that ran under `no_grad`."""
+
+    def body(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            x = model.layers[1](model.layers[0](model.before(x)))
+        x = start = x.detach().requires_grad_() * 2
+        for layer in model.layers[2:]:
+            x = layer(x).sin()
+        return start, model.after(x)
+
+    start, end = model(x, body)
+    (grad,) = torch.autograd.grad(end.square().mean(), [start], create_graph=True)
+    with torch.no_grad():
+        model(x, outputs)
+    return [grad, *loss_and_backward(grad)]
+
+
 def with_other_weights(model: Any, x: Tensor) -> list[Tensor]:
     """`functional_call` of a module in the middle."""
 
@@ -539,18 +557,20 @@ def penalty_on_the_input(model: Any, x: Tensor) -> list[Tensor]:
     return [loss, grad, x.grad]  # type: ignore[list-item]
 
 
-def raised_and_left_out(model: Any, x: Tensor) -> list[Tensor]:
-    def body(model: Any, x: Tensor) -> Tensor:
-        x = model.before(x)
-        for i, layer in enumerate(model.layers):
-            if i in (1, 3):
-                with pytest.raises(RuntimeError):
-                    layer(x[:, :2])
-            else:
-                x = layer(x).tanh()
-        return model.after(x)
+def going_on(model: Any, x: Tensor) -> Tensor:
+    """A forward that goes on after modules that raised."""
+    x = model.before(x)
+    for i, layer in enumerate(model.layers):
+        if i in (1, 3):
+            with pytest.raises(RuntimeError):
+                layer(x[:, :2])
+        else:
+            x = layer(x).tanh()
+    return model.after(x)
 
-    return loss_and_backward(model(x, body))
+
+def raised_and_left_out(model: Any, x: Tensor) -> list[Tensor]:
+    return loss_and_backward(model(x, going_on))
 
 
 def freed_in_backward_that_went_on(model: Any, x: Tensor) -> list[Tensor]:
@@ -594,7 +614,8 @@ PROGRAMS: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
             with_keywords, micro_batches, reused, gradients_turned_on, resharded_in_forward,
             resharded_in_backward, gathered_anew_in_the_middle, saved_in_vain, other_outputs,
             with_hooks_of_the_user, evaluated_before_backward, recomputed_inside,
-            penalty_on_the_input, raised_and_left_out, freed_in_backward_that_went_on,
+            penalty_where_gradients_begin, penalty_on_the_input, raised_and_left_out,
+            freed_in_backward_that_went_on,
         )
     },
 }  # fmt: skip
@@ -603,5 +624,7 @@ PROGRAMS: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
 UNFIT = {
     "frozen": {"called alone"},
     "frozen first": {"backward raised", "gradients of inputs"},
-    "kept": {"called alone"},  # it looks at what is freed after forward
+    # It looks at what is freed after forward.
+    "kept": {"called alone"},
+    "secondary": {"called alone"},
 }
