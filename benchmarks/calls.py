@@ -100,7 +100,7 @@ def _count(name: str, num_blocks: int) -> Counts:
         _next_step(variant)
         step()
     _next_step(variant)
-    python, c = _called_by(step)
+    python, c = called_by(step)
     _next_step(variant)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         step()
@@ -118,7 +118,7 @@ def _next_step(variant: Variant) -> None:
     variant.model.zero_grad()
 
 
-def _called_by(function: Callable[[], None]) -> tuple[Counter[str], Counter[str]]:
+def called_by(function: Callable[[], None]) -> tuple[Counter[str], Counter[str]]:
     """The Python and the C functions that ``function`` calls in this thread."""
     python: Counter[str] = Counter()
     c: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Times on the host and on a device's streams, on one time axis.
 
-A *mark* stands for a moment and is read after the profile. On the host it is a number, on a stream
-an event, so a step never waits for its marks.
+A *mark* is a number that stands for a moment and is read after the profile. On the host it is the
+time, on a stream the number of an event, so a step never waits for its marks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ..comm.streams import device_module
 
-Mark = Any
+Mark = float
 
 
 class Clock(Protocol):
@@ -22,8 +22,9 @@ class Clock(Protocol):
 
     stream_ordered: bool
 
-    def host_s(self) -> float:
-        """Now, on the host."""
+    @property
+    def host(self) -> Callable[[], float]:
+        """Call it for the time on the host, which `host_s` converts."""
         ...
 
     @property
@@ -39,6 +40,10 @@ class Clock(Protocol):
         """The time of a mark."""
         ...
 
+    def host_s(self, host: float) -> float:
+        """The time of what ``host`` returned."""
+        ...
+
 
 class HostClock:
     """The clock for devices on which the host orders the work."""
@@ -46,18 +51,19 @@ class HostClock:
     stream_ordered = False
 
     def __init__(self) -> None:
-        # Marks are what the system returns: twenty per unit and step, with no Python around them.
+        # Marks are what the system returns: thirty per unit and step, with no Python around them.
         self.mark: Callable[[], Mark] = perf_counter
+        self.host: Callable[[], float] = perf_counter
         self._start_s = perf_counter()
-
-    def host_s(self) -> float:
-        return perf_counter() - self._start_s
 
     def wait(self) -> None:
         pass
 
     def read(self, mark: Mark) -> float:
         return mark - self._start_s
+
+    def host_s(self, host: float) -> float:
+        return host - self._start_s
 
 
 class DeviceClock:
@@ -72,24 +78,27 @@ class DeviceClock:
     def __init__(self, device: torch.device, module: Any) -> None:
         self._device = device
         self._module = module
+        self._events: list[Any] = []
         module.synchronize(device)
-        self._base = self.mark()
-        self._base.synchronize()
+        self.mark()
+        self._events[0].synchronize()
+        self.host: Callable[[], float] = perf_counter
         self._start_s = perf_counter()
-
-    def host_s(self) -> float:
-        return perf_counter() - self._start_s
 
     def mark(self) -> Mark:
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
-        return event
+        self._events.append(event)
+        return len(self._events) - 1
 
     def wait(self) -> None:
         self._module.synchronize(self._device)
 
     def read(self, mark: Mark) -> float:
-        return self._base.elapsed_time(mark) * 1e-3
+        return self._events[0].elapsed_time(self._events[int(mark)]) * 1e-3
+
+    def host_s(self, host: float) -> float:
+        return host - self._start_s
 
 
 def make_clock(device: torch.device) -> Clock:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 _ABSENT = object()
@@ -15,12 +13,8 @@ class Patches:
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Calls of ``owner.name(...)`` become ``around(owner, original, ...)``."""
-        self.set(owner, name, partial(around, owner, getattr(owner, name)))
-
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute until `undo`."""
+        """Set an attribute until `undo`; a method that replaces another calls that one itself."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         vars(owner)[name] = value
 

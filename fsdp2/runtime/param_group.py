@@ -324,6 +324,10 @@ class ParamGroup:
             batch = self._gather_batches[key] = GatherBatch(plans)
         return batch
 
+    def known_reduce_plans(self) -> list[tuple[int, ReducePlan]]:
+        """The plans that backwards have needed so far, and the indices of their buckets."""
+        return [(key[0], plan) for key, plan in self._reduce_plans.items()]
+
     def reduce_plan(self, index: int, present: Collection[int], *, sums: bool) -> ReducePlan:
         """How to reduce the gradients of bucket ``index`` that are ``present``.
 
