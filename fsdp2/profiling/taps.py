@@ -106,7 +106,7 @@ class UnitTap:
         unit, group, recorder = self.unit, self._param_group, self.recorder
         self._planned = group.buckets
         self._sizes[(), False] = recorder.size_gather(unit, (), False)
-        for index, plan in group.known_reduce_plans():
+        for (index, *_), plan in group.reduce_plans.items():
             bucket = group.buckets[index]
             self._reductions[plan] = recorder.size_reduction(unit, bucket, plan)
         self.sample(only_measure=True)

@@ -85,7 +85,7 @@ class ParamGroup:
         self.materialized = False
         self.incomplete = False
         self.generation = 0
-        self._reduce_plans: dict[tuple[int, bool, torch.dtype, tuple[int, ...]], ReducePlan] = {}
+        self.reduce_plans: dict[tuple[int, bool, torch.dtype, tuple[int, ...]], ReducePlan] = {}
         self._gather_batches: dict[tuple[GatherPlan, ...], GatherBatch] = {}
         self._reserved_tags = (-1, 0)  # the first one, and how many each bucket has
         self._sharded: list[nn.Parameter] = []
@@ -308,7 +308,7 @@ class ParamGroup:
 
     def _forget_plans(self) -> None:
         self.materialized = False
-        self._reduce_plans.clear()
+        self.reduce_plans.clear()
         self._gather_batches.clear()
         if self._config.comm_options.policy is not None:
             # They keep what rounding took from gradients, laid out as the buckets were.
@@ -324,10 +324,6 @@ class ParamGroup:
             batch = self._gather_batches[key] = GatherBatch(plans)
         return batch
 
-    def known_reduce_plans(self) -> list[tuple[int, ReducePlan]]:
-        """The plans that backwards have needed so far, and the indices of their buckets."""
-        return [(key[0], plan) for key, plan in self._reduce_plans.items()]
-
     def reduce_plan(self, index: int, present: Collection[int], *, sums: bool) -> ReducePlan:
         """How to reduce the gradients of bucket ``index`` that are ``present``.
 
@@ -337,13 +333,13 @@ class ParamGroup:
         bucket = self.buckets[index]
         # With the dtype, which gradients that are wider than any before them change.
         key = (index, sums, bucket.reduce_dtype, tuple(present))
-        plan = self._reduce_plans.get(key)
+        plan = self.reduce_plans.get(key)
         if plan is None:
             scatter = self.transports[index].scatter
             must_copy_in = () if scatter is None else scatter.must_copy_in(bucket)
             casts = scatter is not None and not sums and scatter.casts(bucket)
             plan = ReducePlan(bucket.layout, sorted(present), must_copy_in, casts=casts, sums=sums)
-            self._reduce_plans[key] = plan
+            self.reduce_plans[key] = plan
         return plan
 
     # -- what the first gather needs --------------------------------------------------------
