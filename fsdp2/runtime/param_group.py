@@ -56,6 +56,8 @@ class ParamGroup:
         materialized: whether everything that a gather needs has been made.
         incomplete: whether the next gather makes unsharded parameters (of tensor subclasses).
         generation: a counter that grows when unsharded parameters are made, frozen or thawed.
+        reduce_plans: those that backwards have needed so far; each key begins with the index of the
+            bucket.
     """
 
     bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory

@@ -481,7 +481,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     }  # fmt: skip
     planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",
-        "dirty", "materialized", "incomplete", "generation", "_reduce_plans", "_gather_batches",
+        "dirty", "materialized", "incomplete", "generation", "reduce_plans", "_gather_batches",
         "_reserved_tags",
         "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
         "_planned", "_shown", "_trains",

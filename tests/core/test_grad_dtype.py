@@ -138,7 +138,7 @@ def test_a_wider_gradient_makes_another_plan() -> None:
     with pytest.MonkeyPatch.context() as patch:
         scatter = group.transports[0].scatter
         patch.setattr(scatter, "casts", lambda bucket: asked.append(bucket.reduce_dtype))
-        group._reduce_plans.clear()
+        group.reduce_plans.clear()
         for wide in (FULL, torch.float64):
             bucket.widen([torch.zeros(1, dtype=wide)])
             plan = group.reduce_plan(0, [0, 1], sums=False)
