@@ -73,7 +73,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("offloaded", "a slow network")))
+        for name in SETTINGS
+    ],
+)
 def test_a_prediction_of_what_is_planned_is_what_was_planned(setting: str) -> None:
     """Exactly: of the chosen configuration, of the slowest and of one that is not the default."""
     options = dict(SETTINGS[setting])

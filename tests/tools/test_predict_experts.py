@@ -141,7 +141,11 @@ def test_without_an_exchange_more_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("expert_ranks", "num_experts"),
     # With two experts, there are fewer on a rank than shards: these are on dim 1.
-    [(1, 8), (2, 8), (4, 8), (1, 2), (2, 2)],
+    [
+        (2, 8),
+        (1, 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 8), (4, 8), (2, 2))),
+    ],
 )
 @distributed(4)
 def test_shards_and_traffic_are_those_of_a_run(expert_ranks: int, num_experts: int) -> None:

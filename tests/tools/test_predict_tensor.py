@@ -158,7 +158,7 @@ def test_the_model_and_the_process_stay_as_they_are() -> None:
     assert all(after[name] is param for name, param in before.items())
 
 
-@pytest.mark.parametrize("how", [parallelize, in_sequence])
+@pytest.mark.parametrize("how", [pytest.param(parallelize, marks=pytest.mark.long), in_sequence])
 @distributed(4)
 def test_shards_and_collectives_are_those_of_a_run(how: Any) -> None:
     with pytest.raises(ValueError, match="there is one already"):
