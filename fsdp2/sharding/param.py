@@ -182,6 +182,7 @@ class ShardedParam:
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
         self.secondary: nn.Parameter | None = None
+        self._found_by: set[int] = set()  # keys of `_managed`
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -225,7 +226,7 @@ class ShardedParam:
         attach_attributes(self.sharded, self.attributes)
         (self.user_hooks or UserHooks(sharded)).carry_to(sharded, self)
         self.user_hooks = None  # carried; a deep copy has none, as of plain parameters
-        _managed[id(sharded)] = self
+        self._manage(sharded)
 
     def replace_sharded(
         self, new: nn.Parameter, slot: Slot, rank: int, *, keep_object: bool
@@ -263,7 +264,7 @@ class ShardedParam:
         else:
             self.sharded = nn.Parameter(data, requires_grad=new.requires_grad)
         UserHooks(new).carry_to(self.sharded, self)
-        _managed[id(self.sharded)] = self
+        self._manage(self.sharded)
         self.note_grad_dtype(new)
         self.set_grad_dtype(self.sharded)
 
@@ -277,7 +278,7 @@ class ShardedParam:
         attach_attributes(self.unsharded, self.attributes)
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)
-        _managed[id(self.unsharded)] = self
+        self._manage(self.unsharded)
 
     def make_secondary(self, local: torch.Tensor, mesh: DeviceMesh, slot: Slot) -> None:
         """Make the DTensor that users see while the parameter is resharded to a smaller group."""
@@ -291,7 +292,16 @@ class ShardedParam:
         self.secondary = nn.Parameter(
             spec.wrap(local), requires_grad=self.sharded.requires_grad and local.is_floating_point()
         )
-        _managed[id(self.secondary)] = self
+        self._manage(self.secondary)
+
+    def _manage(self, made: nn.Parameter) -> None:
+        """Let `managed_param` find this by ``made``, and not by what was made before."""
+        forms = {id(form) for form in (self.sharded, self.unsharded, self.secondary)}
+        for number in self._found_by - forms:
+            if _managed.get(number) is self:  # not given out again
+                del _managed[number]
+        self._found_by = {*(self._found_by & forms), id(made)}
+        _managed[id(made)] = self
 
     def summed_over(self, grad: torch.Tensor) -> dist.ProcessGroup | None:
         """The ranks over which ``grad`` must be summed to be laid out like the parameter.

@@ -145,6 +145,10 @@ class Account:
         hooks.update(earlier)
         return handle
 
+    def leave(self, handle: Any) -> None:
+        """Keep no handle of a hook on a tensor that was replaced: the two end together."""
+        self._handles.remove(handle)
+
     def close(self) -> None:
         """Stop following gradients and forget the account.
 
@@ -278,6 +282,8 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
         if tensor is None or record.tensor is tensor:
             continue
         record.lose(record.on_param, "its unsharded parameter was replaced by another")
+        if record.watching is not None:
+            account.leave(record.watching)
         record.watching = record.seen = None
         if tensor.requires_grad:  # else it may be thawed later
             record.watching = account.follow(tensor, _reporting(account, record, on_made))
