@@ -38,7 +38,7 @@ TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 .PHONY: help setup train train-2d train-pipeline train-moe train-resnet train-weather \
 	train-recommender test test-all test-versions test-device cuda lint format dist-check bench \
 	bench-gpu gpu bench-ckpt bench-clip bench-estimate bench-choosing bench-faults bench-policies bench-links \
-	bench-uneven optimizers subclasses docs clean
+	bench-offload bench-uneven optimizers subclasses docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## *' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -138,6 +138,9 @@ bench-links: $(FOR_TRAIN)  ## strategies on two hosts with a link of limited spe
 
 bench-uneven: $(FOR_TRAIN)  ## batches by speed on two hosts, one of them slow (needs root)
 	$(PY) -m benchmarks.uneven $(ARGS)
+
+bench-offload: $(FOR_TRAIN)  ## bytes and time with activations or optimizer state in host memory
+	$(PY) -m benchmarks.offload --write docs/offload.md $(ARGS)
 
 bench-choosing: $(FOR_EXAMPLES)  ## time and memory of every strategy on the examples
 	$(PY) -m benchmarks.choosing $(ARGS)

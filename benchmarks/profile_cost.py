@@ -3,12 +3,16 @@
 Steps with and without take turns in the same processes. `lm`: forward and backward of the language
 model on two ranks over gloo. `hooks`: 64 tiny blocks over a process group that communicates
 nothing, so that almost only the host's work is left: the most that a profile can cost, as CPU time.
+
+Page faults are counted too: pages that a step is the first to touch. If a step has as many
+without a profile as with one, they are not what a profile costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -33,23 +37,30 @@ WARM_UP_STEPS = 5
 def take_turns(
     model: torch.nn.Module, step: Callable[[], object], clock: Callable[[], float], rounds: int
 ) -> dict[str, Any]:
-    """Seconds of each step, without and with a profile, one after the other."""
+    """Seconds and page faults of each step, without and with a profile, one after the other."""
+
+    def timed() -> tuple[float, int]:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        begin = clock()
+        step()
+        seconds = clock() - begin
+        return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+
     for _ in range(WARM_UP_STEPS):
         step()
-    off, on = [], []
+    off: list[tuple[float, int]] = []
+    on: list[tuple[float, int]] = []
     gc.disable()
     for i in range(2 * rounds):
         gc.collect()
         if (i + i // 2) % 2:
             with fsdp2.profile(model):
-                begin = clock()
-                step()
-                on.append(clock() - begin)
+                on.append(timed())
         else:
-            begin = clock()
-            step()
-            off.append(clock() - begin)
-    return {"off_s": off, "on_s": on, "units": len(fsdp2.explain(model).units)}
+            off.append(timed())
+    seconds = {"off_s": [s for s, _ in off], "on_s": [s for s, _ in on]}
+    faults = {"off_faults": [n for _, n in off], "on_faults": [n for _, n in on]}
+    return {**seconds, **faults, "units": len(fsdp2.explain(model).units)}
 
 
 def lm(rounds: int) -> dict[str, Any]:
@@ -84,15 +95,19 @@ def main() -> None:
         "lm, 1 rank": run_ranks(lm, 1, {"rounds": rounds}),
         "hooks, host only": run_ranks(hooks, 2, {"rounds": rounds}, fake=True),
     }
-    print("| measure | units | step without, ms | with, ms | ratio of medians | middle half |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| measure | units | step without, ms | with, ms | ratio of medians | middle half "
+        "| page faults without | with |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name, measured in found.items():
         off, on = (1e3 * statistics.median(measured[key]) for key in ("off_s", "on_s"))
+        faults = [statistics.median(measured[key]) for key in ("off_faults", "on_faults")]
         pairs = [b / a for a, b in zip(measured["off_s"], measured["on_s"], strict=True)]
         low, _, high = statistics.quantiles(pairs, n=4)
         print(
             f"| {name} | {measured['units']} | {off:.1f} | {on:.1f} | {on / off:.3f} "
-            f"| {low:.3f} to {high:.3f} |"
+            f"| {low:.3f} to {high:.3f} | {faults[0]:.0f} | {faults[1]:.0f} |"
         )
 
 

@@ -12,6 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from fsdp2.experts import TokenExchange, local_experts
 
@@ -92,6 +100,32 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, rotation)
         return self.output(self.norm(x))
+
+
+def llama_405b() -> Llama:
+    """Llama 3.1 405B (arXiv 2407.21783)."""
+    return Llama(width=16384, hidden=53248, num_layers=126, num_heads=128)
+
+
+def parallelize_llama(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor parallelism with norms and residuals on parts of the sequence, as in torchtitan."""
+    ends = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, ends)
+    columns = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
+    rows = dict.fromkeys(("wo", "w2"), RowwiseParallel(output_layouts=Shard(1)))
+    norms = dict.fromkeys(("attention_norm", "ffn_norm"), SequenceParallel())
+    whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    for block in model.layers:
+        assert isinstance(block, LlamaBlock)
+        parallelize_module(block, mesh, {**columns, **rows, **norms})
+        for norm in (block.attention_norm, block.ffn_norm):  # once for all that read it
+            parallelize_module(norm, mesh, whole)
+        block.num_heads //= mesh.size()
+        block.num_kv_heads //= mesh.size()
 
 
 # -- GPT, as minGPT has it -------------------------------------------------------------------------

@@ -6,6 +6,8 @@ operators. They are the transport's, whoever calls it, and must not be booked as
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +17,8 @@ from unittest import mock
 import torch.distributed as dist
 
 import fsdp2.comm.host_links
+import fsdp2.comm.messages
+from fsdp2.comm.followers import Step, follow
 from fsdp2.comm.host_links import HostLinks
 from fsdp2.comm.host_relays import HostRelays
 from fsdp2.comm.messages import Messages
@@ -77,27 +81,30 @@ def counting_sent(places: Sequence[int] | None = None) -> Iterator[Counter[str]]
         `BETWEEN` those of them that go to other hosts.
     """
     sent: Counter[str] = Counter()
-    kinds: list[str] = []  # of the calls that are running, the outermost first
+    running = threading.local()  # in each thread the kinds of its calls, the outermost first
+
+    def kinds() -> list[str]:
+        return running.__dict__.setdefault("kinds", [])
+
+    def inside(kind: str, function: Callable[..., Any], *args: Any) -> Any:
+        kinds().append(kind)
+        try:
+            return function(*args)
+        finally:
+            kinds().pop()
 
     def counting(name: str, kind: str) -> Any:
         original = getattr(Messages, name)
 
-        def inside(function: Callable[..., Any], *args: Any) -> Any:
-            kinds.append(kind)
-            try:
-                return function(*args)
-            finally:
-                kinds.pop()
-
         def method(self: Messages, *args: Any) -> Any:
-            finish = inside(original, self, *args)
-            return lambda: inside(finish)
+            finish = inside(kind, original, self, *args)
+            return lambda: inside(kind, finish)
 
         return method
 
     def counted_start(self: Messages, sends: Any, receives: Any) -> Any:
         for tensors, peer, _ in sends:
-            count(self.group, kinds[0], tensors[0].nbytes, peer)
+            count(self.group, kinds()[0], tensors[0].nbytes, peer)
         return start(self, sends, receives)
 
     def counted_send(self: HostRelays, message: Any, use: int) -> Any:
@@ -116,11 +123,17 @@ def counting_sent(places: Sequence[int] | None = None) -> Iterator[Counter[str]]
             if there != places[dist.get_rank()]:
                 sent[kind + BETWEEN] += nbytes
 
+    def counted_follow(owner: object, purpose: str, job: Callable[[], Any]) -> Step:
+        # What follows is part of the same, whatever runs here by then.
+        return follow(owner, purpose, functools.partial(inside, kinds()[0], job))
+
     start, send, post = Messages._start, HostRelays._send, HostLinks.post
     names = ("gather", "scatter", "all_reduce")
     methods = {name: counting(name, kind) for name, kind in zip(names, KINDS, strict=True)}
+    methods |= {name: counting(name, "all_reduce") for name in ("in_one", "in_two_phases")}
     with (
         mock.patch.multiple(Messages, _start=counted_start, **methods),
+        mock.patch.object(fsdp2.comm.messages, "follow", counted_follow),
         mock.patch.object(HostRelays, "_send", counted_send),
         mock.patch.object(HostLinks, "post", counted_post),
     ):

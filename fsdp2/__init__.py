@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
     from .estimation import Estimate, Kernels, estimate, register_cost
+    from .offload.activations import ActivationBytes, offload_activations
+    from .offload.optimizer_state import offload_optimizer
     from .optim import clip_grad_norm_, get_total_norm
     from .planner import (
         Hardware,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from .wrap import UnitDescription, units_of
 
 __all__ = [
+    "ActivationBytes",
     "CPUOffloadPolicy",
     "CommPolicy",
     "DataParallelMeshDims",
@@ -94,6 +97,8 @@ __all__ = [
     "load_full_state_dict",
     "materialize",
     "merge_units",
+    "offload_activations",
+    "offload_optimizer",
     "optim",
     "plan",
     "predict",
@@ -114,6 +119,7 @@ __all__ = [
 
 # The file or folder that defines each name.
 _HOME = {
+    "ActivationBytes": "offload.activations",
     "CPUOffloadPolicy": "policy",
     "CommPolicy": "policy",
     "DataParallelMeshDims": "policy",
@@ -150,6 +156,8 @@ _HOME = {
     "load_full_state_dict": "api.full_state",
     "materialize": "api.initialization",
     "merge_units": "api.merging",
+    "offload_activations": "offload.activations",
+    "offload_optimizer": "offload.optimizer_state",
     "plan": "planner",
     "predict": "planner",
     "profile": "profiling",

@@ -164,8 +164,9 @@ class CommPolicy:
       Optimizers, ``state_dict`` and checkpoints see the sharded values, which stay exact.
     - *Gradients* are sent to their owners in an all-to-all and added there, in float32 or wider, in
       rank order: nothing is rounded between additions. What a rank contributes to its own shard
-      is exact. An all-reduce over replicas (HSDP, `replicate`) is done in two such phases: the
-      means are sent back in the same format, and all replicas get the same bits.
+      is exact (not to a 0-dim parameter, of which all ranks get the same bits). An all-reduce over
+      replicas (HSDP, `replicate`) is done in two such phases: the means are sent back in the same
+      format, and all replicas get the same bits.
 
     A gradient with a NaN or an infinity arrives as one, in a whole block, so a ``GradScaler`` skips
     the same steps.

@@ -8,7 +8,7 @@ from types import MethodType
 from torch import nn
 
 from ..comm.streams import streams_for
-from ..runtime.hooks import hooks_of
+from ..runtime.hooks import hooks_of, is_wrapped
 from ..runtime.root import runtime_of
 from ..runtime.unit import unit_of
 from .module import FSDPModule, units_of_all
@@ -18,7 +18,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat a method like forward: gather parameters before it and free them after it.
 
     For methods other than ``forward`` that compute with parameters, such as ``generate``. The
-    method may call forward. Has no effect if ``module`` is not sharded.
+    method may call forward. Has no effect if ``module`` is not sharded, or if that is done already.
 
     Args:
         module: the module.
@@ -37,6 +37,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
+    if is_wrapped(method, module):  # another time, it would be wrapped twice, and so on
+        return
     wrapped = hooks_of(unit_of(module)).wrap_method(module, method_name, method)
     setattr(module, method_name, MethodType(wrapped, module))
 

@@ -26,6 +26,7 @@ from .ckpt import add_ckpt
 from .cost import add_cost
 from .doctor import add_doctor
 from .explain import add_explain
+from .measure import add_measure
 from .plan import add_estimate, add_plan, add_predict
 
 
@@ -119,4 +120,5 @@ def _make_parser() -> argparse.ArgumentParser:
     add_plan(groups)
     add_cost(groups)
     add_doctor(groups)
+    add_measure(groups)
     return parser

@@ -90,6 +90,21 @@ def add_plan(groups: Any) -> None:
         help=f"{_EXPERTS}, to choose from (default: three are tried)",
     )
     parser.add_argument(
+        "--tensor-ranks",
+        type=partial(list_of, parse_number),
+        default=[1],
+        metavar="LIST",
+        help="consecutive ranks that share operators, to choose from (default: 1)",
+    )
+    _add_parallelize(parser)
+    parser.add_argument(
+        "--max-samples",
+        type=parse_number,
+        metavar="N",
+        help="samples of a step of all ranks; with more tensor ranks it has fewer "
+        "(default: no limit)",
+    )
+    parser.add_argument(
         "--checkpointing",
         choices=CHECKPOINTING,
         action="append",
@@ -153,11 +168,7 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
             name, type=partial(list_of, parse), default=default, metavar="LIST", help=told
         )
     parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
-    parser.add_argument(
-        "--parallelize",
-        metavar="FUNCTION",
-        help="function of the model and a mesh that makes it tensor-parallel, named like MODEL",
-    )
+    _add_parallelize(parser)
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
@@ -165,6 +176,18 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
         help="how gradients of micro-batches are summed: as of fsdp2 estimate",
     )
     _add_step(parser)
+
+
+def _add_parallelize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--parallelize",
+        metavar="FUNCTION",
+        help="function of the model and a mesh that makes it tensor-parallel, named like MODEL",
+    )
+
+
+def _parallelize_of(args: argparse.Namespace) -> Any:
+    return None if args.parallelize is None else find_object(args.parallelize)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -379,7 +402,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "mp_policy": precision_of(args),
         "comm_policy": comm_policy_of(args),
         "accumulation": args.accumulation,
-        "parallelize": None if args.parallelize is None else find_object(args.parallelize),
+        "parallelize": _parallelize_of(args),
     }
     swept = {
         "strategy": args.strategy,
@@ -408,7 +431,8 @@ def run_plan(args: argparse.Namespace) -> int:
     def make() -> Plan:
         hardware = _hardware_of(args)
         fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
-        fixed["expert_ranks"] = args.expert_ranks
+        fixed |= {"expert_ranks": args.expert_ranks, "tensor_ranks": args.tensor_ranks}
+        fixed |= {"parallelize": _parallelize_of(args), "max_samples": args.max_samples}
         if args.wrap is not None:
             fixed["wrap"] = parse_wrap(args.wrap)
         if args.reshard is not _NOT_GIVEN:

@@ -31,6 +31,7 @@ from .transports import Finish, Transport, _either, ended
 
 Parts = list[torch.Tensor]
 Keys = Sequence[Key]
+HeldByAll = Sequence[tuple[int, int]]
 
 
 class Hops(NamedTuple):
@@ -175,20 +176,23 @@ class CompressedTransport:
         row = cut.row(self._reduce_dtype, self.policy.block)
         if self._hops is None:
             keys = cut.keys(tag, "one")
-            return self._hop(self._wire, row, parts, sums, keys, divide_by=self.group.size())
+            return self._hop(
+                self._wire, row, parts, sums, keys, cut.held_by_all, divide_by=self.group.size()
+            )
         within, across = self._hops
         # Ranks are numbered node by node. The first hop sends to each rank of this node what it and
         # its counterparts in all other nodes will own.
         shape = (across.size, within.size)
         first = [part.unflatten(0, shape).transpose(0, 1) for part in parts]
         of_node = [torch.empty_like(part[0], dtype=dtype) for part in first]
-        finish_first = self._hop(within, row, first, of_node, cut.keys(tag, "within"))
+        keys = cut.keys(tag, "within")
+        finish_first = self._hop(within, row, first, of_node, keys, cut.held_by_all)
         divide_by = self.group.size()
 
         def finish() -> None:
             finish_first()
             keys = cut.keys(tag, "across")
-            self._hop(across, row, of_node, sums, keys, divide_by=divide_by)()
+            self._hop(across, row, of_node, sums, keys, cut.held_by_all, divide_by=divide_by)()
 
         return finish
 
@@ -204,6 +208,7 @@ class CompressedTransport:
         parts: Parts,
         sums: Parts,
         keys: Keys,
+        held_by_all: HeldByAll = (),
         *,
         divide_by: int = 1,
     ) -> Finish:
@@ -212,11 +217,14 @@ class CompressedTransport:
         Args:
             parts: of shapes (ranks, ..., numel).
             sums: of shapes (..., numel).
+            held_by_all: of the `Cut`.
         """
         shape = (*parts[0].shape[:-1], row.nbytes)
         sent = torch.empty(shape, dtype=torch.uint8, device=self.device)
         own = [part[wire.rank] for part in parts]
-        self._encode(row, parts, sent, keys, exact=wire.rank)
+        self._encode(row, parts, sent, keys, held_by_all, exact=wire.rank)
+        if held_by_all:
+            _take_as_sent(own, row.views(sent[wire.rank]), held_by_all)
         received = torch.empty_like(sent)
         wait = wire.all_to_all(received, sent)
 
@@ -242,6 +250,7 @@ class CompressedTransport:
         parts: Parts,
         rows: torch.Tensor,
         keys: Keys,
+        held_by_all: HeldByAll = (),
         *,
         exact: int | None = None,
     ) -> None:
@@ -249,7 +258,9 @@ class CompressedTransport:
 
         Args:
             keys: of their residuals.
-            exact: the part of this number is not sent, so nothing is taken from it.
+            held_by_all: of the `Cut`.
+            exact: the part of this number is not sent, so nothing is taken from it, but for what
+                is held by all.
         """
         if not self.policy.error_feedback:
             row.encode(parts, rows)
@@ -264,12 +275,16 @@ class CompressedTransport:
             residuals.append(residual.add_(part))
         row.encode(residuals, rows)
         row.add_decoded(rows, residuals, times=-1)
-        for residual in residuals:
+        for number, residual in enumerate(residuals):
             # What is not finite is reported by the gradient that arrives. Kept, it would spoil all
             # steps to come.
             residual.nan_to_num_(0.0, 0.0, 0.0)
             if exact is not None:
+                places = [place for of, place in held_by_all if of == number]
+                kept = [residual[exact, ..., place].clone() for place in places]
                 residual[exact].zero_()
+                for place, value in zip(places, kept, strict=True):
+                    residual[exact, ..., place] = value
 
     def cut(self, bucket: Bucket, plan: ReducePlan, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of ``flat``, laid out like the sharded storage, for `all_reduce`."""
@@ -306,6 +321,23 @@ class CompressedTransport:
             held.clear()
 
         return ended(finish, stream_ordered=self.stream_ordered)
+
+
+def _take_as_sent(
+    own: Parts,
+    sent: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    held_by_all: HeldByAll,
+) -> None:
+    """In what a rank adds of its ``own``, put what it has ``sent`` to the others in its place.
+
+    Else each rank would add its own exactly and those of others rounded: replicas would differ.
+    """
+    for part in {part for part, _ in held_by_all}:
+        own[part] = own[part].clone()
+    for part, i in held_by_all:
+        numbers, scales = sent[part]
+        assert scales is None  # one element is less than a block
+        own[part][..., i] = numbers[..., i]
 
 
 class NarrowSecondaryShards(SecondaryShards):

@@ -16,7 +16,7 @@ from ..policy import exchanged_sum_dtype
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan, RowGather
 from ..sharding.reduce_plan import ReducePlan, copy_in
-from .host_links import host_links
+from .host_links import host_links, places_of
 from .host_reads import HostReads
 from .host_relays import HostRelays
 from .messages import Messages
@@ -51,7 +51,9 @@ class Exchange:
             # At the latest at the first exchange, in which all ranks of the group take part.
             links = host_links(self.group)
             if links is None:
-                self._ways = Messages(self.group)
+                places = places_of(self.group)
+                one_host = places is not None and places.one_host
+                self._ways = Messages(self.group, one_host=one_host)
             elif len(links.hosts) == 1:
                 self._ways = HostReads(links)
             else:

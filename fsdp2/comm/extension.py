@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..dtensor.from_local import local_of
+from ..dtensor.memory import note_gathered
 from ..sharding.bucket import Bucket, resize
 from ..sharding.gather_plan import GatherPlan
 from ..sharding.mesh import mesh_of_shards
@@ -325,6 +326,7 @@ class ExtensionBucket(Bucket):
         mine = {_key(t): t for given in buffers for t in inner_tensors(given)}
         self._storages = [t.untyped_storage() for key, t in mine.items() if key not in of_shard]
         self._sizes = [storage.nbytes() for storage in self._storages]
+        note_gathered(self._storages)
         self._written = list(owned)
         param.make_unsharded(whole)
         self._note_unsharded()

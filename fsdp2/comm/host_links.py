@@ -447,7 +447,8 @@ def _drop_forgotten() -> None:
         else:
             joined.append(tags)
     # (All of them, also after one that still uses some.)
-    left = [each.drop_idle(joined) for each in list(_found.values()) if each is not None]
+    every = [each for each in list(_found.values()) if isinstance(each, HostLinks)]
+    left = [links.drop_idle(joined) for links in every]
     if any(left):
         _forgotten.extend(joined)
 
@@ -455,7 +456,8 @@ def _drop_forgotten() -> None:
 _forgotten: deque[range] = deque()
 _served = _Served()
 _lock = threading.RLock()
-_found: WeakKeyDictionary[dist.ProcessGroup, HostLinks | None] = WeakKeyDictionary()
+# Of groups without links: where their ranks are.
+_found: WeakKeyDictionary[dist.ProcessGroup, HostLinks | Places] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_start_anew)
 
 
@@ -466,40 +468,40 @@ def host_links(group: dist.ProcessGroup) -> HostLinks | None:
     """
     if group not in _found:
         _found[group] = _connect(group)
-    return _found[group]
+    found = _found[group]
+    return found if isinstance(found, HostLinks) else None
 
 
 def places_of(group: dist.ProcessGroup) -> Places | None:
     """Where the ranks of a group are, if they have found out; not a collective."""
-    if group not in _found:
-        return None
-    links = _found[group]
-    if links is not None:
-        return links.places
-    return Places(tuple((rank,) for rank in range(group.size())), group.rank())
+    found = _found.get(group)
+    return found.places if isinstance(found, HostLinks) else found
 
 
 def adds_by_host() -> bool:
     """Whether groups of this process add host by host, and not in the order of ranks."""
-    return any(
-        links and links.places.others and not links.in_rank_order for links in _found.values()
-    )
+    every = [each for each in _found.values() if isinstance(each, HostLinks)]
+    return any(links.places.others and not links.in_rank_order for links in every)
 
 
-def _connect(group: dist.ProcessGroup) -> HostLinks | None:
+def _connect(group: dist.ProcessGroup) -> HostLinks | Places:
     token = os.urandom(16)
     # At an address that others read once, to see whether they may.
     proof = ctypes.create_string_buffer(token, len(token))
     listener = None
     try:
         listener = _listen(token.hex(), group.size())
-        here = host_id() if os.environ.get(SWITCH, "1") != "0" and listener else ""
+        may_read = os.environ.get(SWITCH, "1") != "0" and listener is not None
         order = os.environ.get(ORDER, "")
-        mine = [here, str(os.getpid()), str(ctypes.addressof(proof)), token.hex(), order]
+        mine = [host_id(), str(os.getpid()), str(ctypes.addressof(proof)), token.hex(), order]
+        mine.append("reads" if may_read else "")
         everyone = [text.split("\n") for text in _all(group, "\n".join(mine))]
-        hosts = _hosts([each[0] for each in everyone])
+        names = {each[0] for each in everyone}
+        alone = tuple((rank,) for rank in range(group.size()))
+        apart = Places(alone, group.rank(), one_host=len(names) == 1 and names != {""})
+        hosts = _hosts([each[0] if each[5] else "" for each in everyone])
         if len(hosts) == group.size():
-            return None
+            return apart
         # Only of this host: elsewhere, other processes have the same numbers.
         members = next(host for host in hosts if group.rank() in host)
         pids = {rank: int(everyone[rank][1]) for rank in members}
@@ -512,7 +514,7 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | None:
         except (OSError, ValueError):
             works = "no"
         if set(_all(group, works)) != {"yes"}:
-            return None
+            return apart
         for step in (_call, _answer):
             try:
                 if listener is not None:
@@ -522,7 +524,7 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | None:
             if set(_all(group, works)) != {"yes"}:
                 for connection in sockets.values():
                     connection.close()
-                return None
+                return apart
         in_rank_order = any(each[4] == "rank" for each in everyone)
         return HostLinks(group, hosts, pids, sockets, in_rank_order=in_rank_order)
     finally:

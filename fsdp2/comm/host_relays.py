@@ -276,7 +276,7 @@ class HostRelays:
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         """Start to replace 1-D ``tensors`` by their means over ranks."""
         if sum(tensor.nbytes for tensor in tensors) < WHOLE_BYTES:
-            return self._messages.all_reduce(tensors, tag)
+            return self._messages.in_one(tensors, tag)
         parts = [cut(tensor, self._links.size) for tensor in tensors]
         own = [part[self._links.rank] for part in parts]
 

@@ -68,9 +68,26 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-# An all-reduce of fewer bytes by messages is one exchange of the whole: half as many messages, one
-# after the other, and (n-1) instead of 2 (n-1)/n times the bytes.
+# An all-reduce of so few bytes by messages is one exchange of the whole: half as many steps, one
+# after the other, and (n-1) instead of 2 (n-1)/n times the bytes. Where several ranks are on each
+# of several hosts, of fewer than:
 WHOLE_BYTES = 64 * 1024
+# Else, of no more than: by whether all ranks are on one host, and by how many they are at most.
+# Measured: a test compares with what ``python -m benchmarks.phases --write`` has kept.
+MEASURED_WHOLE_BYTES = {
+    True: {4: 1024 * 1024, 8: 512 * 1024, 16: 128 * 1024, 32: 128 * 1024},
+    False: {4: 64 * 1024, 8: 128 * 1024, 16: 128 * 1024},
+}
+
+
+def whole_bytes(num_ranks: int, *, one_host: bool) -> int:
+    """Up to which an all-reduce by messages between all ranks is one exchange of the whole."""
+    measured = MEASURED_WHOLE_BYTES[one_host]
+    most = max(measured)
+    if num_ranks > most:  # as much is sent as by those
+        return measured[most] * most // num_ranks
+    return measured[min(n for n in measured if n >= num_ranks)]
+
 
 # Elements added up at a time: few enough to stay in a core's cache until they are divided.
 BLOCK_NUMEL = 64 * 1024

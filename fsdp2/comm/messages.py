@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from ..sharding.gather_plan import GatherPlan, RowGather
 from ..sharding.gather_plan import Messages as Listed
 from .followers import follow
-from .means import WHOLE_BYTES, cut, mean_in_order
+from .means import cut, mean_in_order, whole_bytes
 from .streams import Finish, wait_for
 
 
@@ -20,14 +20,19 @@ class Messages:
 
     Args:
         group: of gloo.
+        one_host: whether all its ranks are on one host.
+
+    Attributes:
+        whole_bytes: up to which an all-reduce is one exchange of the whole.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, one_host: bool = False) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         # As ``send`` and ``recv`` of a group count them: by number in the group, not by global
         # rank.
         self.peers = [r for r in range(self.size) if r != self.rank]
+        self.whole_bytes = whole_bytes(self.size, one_host=one_host)
 
     def gather(self, plan: GatherPlan | RowGather, tag: int) -> Finish:
         """Start to fill the slices of the others in the outputs of ``plan``."""
@@ -93,9 +98,16 @@ class Messages:
     def all_reduce(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
         """Start to replace 1-D ``tensors`` by their means over ranks."""
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        if self.size == 2 or nbytes < WHOLE_BYTES:
-            return self.scatter([[tensor] * self.size for tensor in tensors], tensors, tag)
-        # Each rank adds up one part of each tensor, and sends the sums to the others.
+        if self.size == 2 or nbytes <= self.whole_bytes:
+            return self.in_one(tensors, tag)
+        return self.in_two_phases(tensors, tag)
+
+    def in_one(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
+        """An all-reduce in one exchange: each rank gets the whole of all others, and adds it up."""
+        return self.scatter([[tensor] * self.size for tensor in tensors], tensors, tag)
+
+    def in_two_phases(self, tensors: Sequence[torch.Tensor], tag: int) -> Finish:
+        """An all-reduce in which each rank adds up one part of each tensor, and sends the sums."""
         parts = [cut(tensor, self.size) for tensor in tensors]
         own = [part[self.rank] for part in parts]
         add_up = self.scatter(parts, own, tag)

@@ -227,11 +227,14 @@ class Cut:
             the others lie one behind the other in the stage.
         spans: (offset, numel) of each part in the sharded storage.
         in_blocks: which of them may travel in blocks.
+        held_by_all: (part, offset in it) of each 0-dim parameter, which all ranks hold: a sum of it
+            goes to every rank, and all of them must get the same bits.
     """
 
     direct: int
     spans: tuple[tuple[int, int], ...]
     in_blocks: tuple[bool, ...]
+    held_by_all: tuple[tuple[int, int], ...] = ()
 
     def keys(self, tag: int, hop: str) -> list[Key]:
         """What names each part in one hop: the same whichever others are reduced with it.
@@ -255,7 +258,15 @@ def cut_reduction(layout: BucketLayout, direct: Sequence[int], copied_in: Sequen
     # (Without elements only where every rank holds the whole: nothing to send.)
     spans = [(slot.shard_offset, slot.shard_numel) for slot in slots if slot.shard_numel]
     in_blocks = [True] * len(spans)
+    places = {start: part for part, (start, _) in enumerate(spans)}
     if copied_in and layout.pack_numel:
         spans.append((layout.pack_offset, layout.pack_numel))
         in_blocks.append(False)
-    return Cut(len(direct), tuple(spans), tuple(in_blocks))
+    shared = [layout.slots[i] for i in (*direct, *copied_in) if layout.slots[i].dim is None]
+    held_by_all = [
+        (places[slot.shard_offset], 0)
+        if slot.direct
+        else (len(spans) - 1, slot.shard_offset - layout.pack_offset)
+        for slot in shared
+    ]
+    return Cut(len(direct), tuple(spans), tuple(in_blocks), tuple(held_by_all))

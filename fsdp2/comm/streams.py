@@ -223,6 +223,51 @@ def streams_for(device: torch.device) -> Streams:
     return kept[key]
 
 
+class CopyStream:
+    """A stream for copies between a device and host memory that are no part of communication.
+
+    Blocks of host memory belong to it: used on this stream alone, they need no event. Memory of the
+    device belongs to compute, which waits for a copy before it uses or frees what was copied.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device, self._module = device, module
+        # Simulated streams are told apart by the names that they get.
+        self._stream = module.Stream(device="copies" if _simulated else device)
+
+    @property
+    def compute(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copy what compute has written, or to memory that compute has used, inside."""
+        self._stream.wait_stream(self.compute)
+        with self._module.stream(self._stream):
+            yield
+
+    def copied(self) -> Event:
+        """Mark the end of a copy; called inside `copying`."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for all copies."""
+        self._stream.synchronize()
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        capturing = getattr(self._module, "is_current_stream_capturing", None)
+        return capturing is not None and capturing()
+
+
+def copy_stream_for(device: torch.device) -> CopyStream | None:
+    """A new one; None where the host orders the work (CPU), and nothing can be copied meanwhile."""
+    module = device_module(device)
+    return None if module is None else CopyStream(device, module)
+
+
 Finish = Callable[[], None]
 
 

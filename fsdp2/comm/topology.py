@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from .means import WHOLE_BYTES
+from .means import WHOLE_BYTES, whole_bytes
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,13 @@ class Places:
             not read is a host of its own.
         rank: of the group.
         in_rank_order: whether gradients travel to each owner from each rank (``FSDP2_SUM_ORDER``).
+        one_host: whether all ranks are on one host after all, and only may not read.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
     in_rank_order: bool = False
+    one_host: bool = False
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class Places:
         number = {rank: i for i, rank in enumerate(ranks)}
         found = [tuple(number[r] for r in host if r in number) for host in self.hosts]
         hosts = sorted(host for host in found if host)
-        return Places(tuple(hosts), number[self.rank], self.in_rank_order)
+        return Places(tuple(hosts), number[self.rank], self.in_rank_order, self.one_host)
 
     def gather(self, nbytes: int) -> Sent:
         """By relays: this rank's ``nbytes`` are to come to all others."""
@@ -137,7 +139,11 @@ class Places:
 
     def is_whole(self, nbytes: int) -> bool:
         """Whether an all-reduce of so many bytes is one exchange of the whole."""
-        return self.others > 0 and (nbytes < WHOLE_BYTES or self.size == 2)
+        if not self.others:
+            return False
+        if len(self.hosts) < self.size:
+            return nbytes < WHOLE_BYTES
+        return self.size == 2 or nbytes <= whole_bytes(self.size, one_host=self.one_host)
 
     def ring(self, nbytes: int) -> int:
         """Of what a rank sends around a ring through each host once: bytes between hosts.

@@ -96,6 +96,10 @@ MEMORY = (
         "torch.Tensor._use_count",
     ),
     *_names(
+        "which saved tensors are views of the same content",
+        "torch.Tensor._cdata",
+    ),
+    *_names(
         "neighbours in memory as one tensor, to step them together",
         "torch._C._construct_storage_from_data_pointer",
     ),

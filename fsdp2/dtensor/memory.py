@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,6 +59,21 @@ def at_address(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         address, like.device, numel * like.itemsize
     )
     return like.new_empty(0).set_(storage, 0, (numel,), (1,))
+
+
+# Noted when storages are made, never in a step. Python's object of a storage stays the same as
+# long as somebody holds it, and buckets hold theirs.
+_gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def note_gathered(storages: Iterable[torch.UntypedStorage]) -> None:
+    """From now on `is_gathered` is true of them; they are not held here."""
+    _gathered.update(storages)
+
+
+def is_gathered(storage: torch.UntypedStorage) -> bool:
+    """Whether unsharded parameters lie in it: their unit frees it and fills it again."""
+    return storage in _gathered
 
 
 class Pack:

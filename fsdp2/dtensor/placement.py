@@ -72,7 +72,9 @@ def holding(tensor: Tensor, name: str, ranks: tuple[int, ...], rank: int) -> Hol
     index, num = slices_like(mesh, ranks)
     if num > 1:
         replica, num_replicas, members = replica * num + index, num_replicas * num, ranks
-    return Holding(shape, box, members, replica, num_replicas, (members, dims, num), True)
+    # By the mesh, not by its ranks: those of another mesh over the same ranks number their replicas
+    # otherwise, and hold boxes of other sizes.
+    return Holding(shape, box, members, replica, num_replicas, (mesh, dims, num), True)
 
 
 def own_box(tensor: Tensor, name: str) -> Box:

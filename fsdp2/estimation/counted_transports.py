@@ -161,7 +161,7 @@ class _CountingCollectives(_CountingExchange):
 
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         super().__init__(replay, device, size, group)
-        self.stream_ordered = replay.device is not None
+        self.stream_ordered = device.type != "cpu"
         self._size, self._sum_only = size, False
 
     exchanges = False

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from math import prod
 
 import torch
 
@@ -63,12 +65,14 @@ class Operation:
         nbytes: bytes read and written.
         dtype: dtype of the operands.
         attention: whether it is a fused attention kernel.
+        operator: its name, "namespace::name", if it stands for a call of one.
     """
 
     flops: int
     nbytes: int
     dtype: torch.dtype
     attention: bool = False
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,9 +157,9 @@ class ParamInfo:
     param_dtype: torch.dtype | None = None
     num_experts: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return prod(self.shape)
 
     @property
     def numel_of_all_experts(self) -> int:
@@ -218,5 +222,8 @@ class StepTrace:
 
     def indices(self, names: Sequence[str]) -> list[int]:
         """Numbers of the parameters with these names."""
-        where = {param.name: i for i, param in enumerate(self.params)}
-        return [where[name] for name in names]
+        return [self._numbers[name] for name in names]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {param.name: i for i, param in enumerate(self.params)}

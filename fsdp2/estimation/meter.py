@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .events import Compute, Operation, Uncosted
-from .op_costs import FREE, cost_of, nbytes_of, operator_name
+from .op_costs import cost_of, has_no_kernel, nbytes_of, operator_name
 from .workspaces import with_float32_gradients, with_workspace
 
 
@@ -131,12 +131,7 @@ class StorageMeter(TorchDispatchMode):
         """Whether there is no kernel: views, and allocations."""
         known = self._free.get(func)
         if known is None:
-            schema = getattr(func, "_schema", None)  # operators of higher order have none
-            returns = () if schema is None else schema.returns
-            views = bool(returns) and all(
-                r.alias_info is not None and not r.alias_info.is_write for r in returns
-            )
-            known = self._free[func] = views or operator_name(func).partition("::")[2] in FREE
+            known = self._free[func] = has_no_kernel(func)
         return known
 
     @contextmanager

@@ -145,6 +145,16 @@ def operator_name(func: Any) -> str:
     return name if "::" in name else f"higher_order::{name}"
 
 
+def has_no_kernel(func: Any) -> bool:
+    """Whether an operator only makes a view, or allocates."""
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    returns = () if schema is None else schema.returns
+    views = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+    return views or operator_name(func).partition("::")[2] in FREE
+
+
 def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:
     """The cost of a call; None if no tensor takes part."""
     full_name = operator_name(func)
@@ -169,7 +179,7 @@ def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:
         flops = 0 if formula is None else int(formula(func, args, kwargs, result))
         known = formula is not None or _is_memory_bound(namespace, name)
     attention = name.startswith(_ATTENTION)
-    return Cost(Operation(flops, nbytes, dtype, attention), known)
+    return Cost(Operation(flops, nbytes, dtype, attention, full_name), known)
 
 
 def _written(func: Any, args: tuple, kwargs: dict, result: Any) -> list[torch.Tensor]:

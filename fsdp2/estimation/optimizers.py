@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as _DataD
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..common.suggestions import did_you_mean
+from .events import Operation
 from .meter import StorageMeter
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -28,6 +29,7 @@ class OptimizerCost:
         traffic: bytes that a step reads and writes.
         tensors: bytes of each tensor of the state.
         moments: of ``moment``, the part for each parameter.
+        operations: of a step.
     """
 
     state: int
@@ -35,6 +37,7 @@ class OptimizerCost:
     traffic: int
     tensors: tuple[int, ...] = ()
     moments: tuple[int, ...] = ()
+    operations: tuple[Operation, ...] = ()
 
 
 NO_OPTIMIZER = OptimizerCost(0, 0, 0)
@@ -73,6 +76,7 @@ def optimizer_cost(
             sum(costs[shard].traffic for shard in shards),
             tuple(nbytes for shard in shards for nbytes in costs[shard].tensors),
             tuple(costs[shard].moment for shard in shards),
+            tuple(each for shard in shards for each in costs[shard].operations),
         )
     return _run(shards, factory)
 
@@ -109,7 +113,8 @@ def _run(
             return NO_OPTIMIZER
         traffic = sum(operation.nbytes for operation in second.operations)
         sizes = tuple(t.nbytes for t in tensors)
-        return OptimizerCost(sum(sizes), second.peak, traffic, sizes, (second.peak,))
+        operations = tuple(second.operations)
+        return OptimizerCost(sum(sizes), second.peak, traffic, sizes, (second.peak,), operations)
 
 
 def _factory(optimizer: Any, device_type: str) -> OptimizerFactory:

@@ -127,7 +127,7 @@ class Replay:
     Attributes:
         account: bytes; its phases are "forward", "backward" and "optimizer".
         transfers: the collectives of a step, in order.
-        launches: the work put on each stream; empty on host-ordered devices.
+        launches: the work put on each stream; empty on host-ordered devices unless asked for.
         units: the units, with their layouts.
     """
 
@@ -146,6 +146,7 @@ def replay(
     keep_samples: bool = False,
     warm_up: bool = True,
     reserves: bool = True,
+    in_order: bool = False,
 ) -> Replay:
     """Run a step of ``trace``, sharded as in ``setup``.
 
@@ -154,15 +155,17 @@ def replay(
         keep_samples: record the bytes at every change.
         warm_up: run a step first, from which the runtime learns the order of units.
         reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
+        in_order: record launches on the CPU, too: all on one stream, in the order of the host.
     """
-    device = LaunchDevice() if setup.device_type != "cpu" else None
-    reserves = reserves and device is not None
+    ordered = setup.device_type == "cpu"
+    device = LaunchDevice() if in_order or not ordered else None
+    reserves = reserves and not ordered
     account = Account(keep_samples=keep_samples, memory=Allocator() if reserves else None)
     if device is not None:
         account.stream = lambda: device.current_stream().name
     replay = ReplayState(account, device, setup.topology)
     player = _Player(trace, setup, replay)
-    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and device is not None
+    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and not ordered
     shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))
     state = account.host if offloaded else account.now
     for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer.state)):
@@ -263,10 +266,8 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
             own, 0 if experts else setup.replicate_below, [shard_of(p, setup)[1] for p in own]
         )
         units.append(unit)
+    _nest(units, descriptions)
     for unit, described in zip(units, descriptions, strict=True):
-        others = [(u, d) for u, d in zip(units, descriptions, strict=True) if u is not unit]
-        unit.enclosing = tuple(u for u, d in others if _contains(d, described))
-        unit.encloses = any(_contains(described, d) for _, d in others)
         unit.choose_reshard(is_root=described.is_root)
     for unit in units:
         unit.materialize()
@@ -274,11 +275,17 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
     return units
 
 
-def _contains(outer: UnitDescription, inner: UnitDescription) -> bool:
-    if outer.is_root:
-        return True
-    first = inner.modules[0]
-    return any(first.startswith(f"{name}.") for name in outer.modules)
+def _nest(units: Sequence[CountedUnit], descriptions: Sequence[UnitDescription]) -> None:
+    """Note which units are inside others, the root being the first."""
+    root, unit_of = units[0], {}
+    for unit, described in zip(units[1:], descriptions[1:], strict=True):
+        unit_of.update(dict.fromkeys(described.modules, unit))
+    for unit, described in zip(units[1:], descriptions[1:], strict=True):
+        parts = described.modules[0].split(".")
+        outer = {unit_of.get(".".join(parts[:n])) for n in range(1, len(parts))} - {None, unit}
+        unit.enclosing = (root, *(u for u in units[1:] if u in outer)) if outer else (root,)
+        for each in unit.enclosing:
+            each.encloses = True
 
 
 def _set_prefetch(
@@ -322,7 +329,7 @@ class _Player:
         self.replay = replay
         self.units = make_units(trace, setup, replay)
         device = self.units[0].device
-        streams = Streams() if replay.device is None else DeviceStreams(device, replay.device)
+        streams = Streams() if device.type == "cpu" else DeviceStreams(device, replay.device)
         self.units[0].config.shared_streams = streams
         self.runtime = _ReplayRuntime(self.units[0], self.units, device)
         by_name = {unit.name: unit for unit in self.units}
@@ -382,13 +389,15 @@ class _Player:
             self.replay.device.launch(event, self._inside)
             account.clock = len(self.replay.device.launches)
         account.touch("activations", event.peak, allocates=False)
-        if account.memory is not None:
+        if event.memory and account.memory is not None:
+            # Without the account's methods: of all that a plan does, most calls are these.
+            allocate, free, stream = account.memory.allocate, account.memory.free, account.stream()
             blocks = self._blocks
             for number, nbytes in event.memory:
                 if number in blocks:  # freed; or what a micro-batch before left, made again
-                    account.free(blocks.pop(number))
+                    free(blocks.pop(number))
                 if nbytes:
-                    blocks[number] = account.allocate(nbytes)
+                    blocks[number] = allocate(nbytes, stream)
         account.add("activations", event.net)
 
     def _exchange(self, event: Exchange) -> None:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from ..common.garbage import no_full_collections
 from ..common.pytree import map_tensors, tensors_in
 from ..dtensor.from_local import dtensor_over, local_of
 from ..experts import PlannedRouting, planned_routing
@@ -99,6 +100,7 @@ def trace_step(
     units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
     recorder.root = units[-1]
     with ExitStack() as stack:
+        stack.enter_context(no_full_collections())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_side_effects(model))
         if fake:

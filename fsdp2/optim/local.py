@@ -210,23 +210,30 @@ class Stand:
             # A container is the same object even if the step replaced values in it.
             if pair is None or pair[1] is not value or is_container(value):
                 outer = state[self.param]
-                outer[key] = new = self._outside(key, value, who)
+                outer[key] = new = state_outside(key, value, self.param, who)
                 pairs[key] = (new, value)
                 self.outer = outer
         if len(pairs) > len(inner):
             for key in pairs.keys() - inner.keys():
                 del pairs[key], state[self.param][key]
 
-    def _outside(self, key: Any, value: Any, who: str) -> Any:
-        if is_container(value):
-            return map_tensors(value, lambda tensor: self._outside(key, tensor, who))
-        if not isinstance(value, Tensor):
-            return value
-        if value.ndim == 0 and (self.source.ndim > 0 or key in SCALARS):
-            return value
-        if value.shape != self.source.shape:
-            raise not_elementwise(who, key, value, self.source)
-        return laid_out_like(value, self.param)
+
+def state_outside(key: Any, value: Any, param: DTensor, who: str) -> Any:
+    """State that a step made for the local tensor of ``param``, as state of ``param``.
+
+    Raises:
+        RuntimeError: if it does not have the parameter's layout.
+    """
+    if is_container(value):
+        return map_tensors(value, lambda tensor: state_outside(key, tensor, param, who))
+    if not isinstance(value, Tensor):
+        return value
+    source = param._local_tensor
+    if value.ndim == 0 and (source.ndim > 0 or key in SCALARS):
+        return value
+    if value.shape != source.shape:
+        raise not_elementwise(who, key, value, source)
+    return laid_out_like(value, param)
 
 
 def not_elementwise(who: str, key: Any, value: Tensor, param: Tensor) -> RuntimeError:

@@ -1,6 +1,7 @@
 """Chooses how to shard a model for given hardware, by simulation: see `plan`."""
 
 from .hardware import PRESETS, Hardware, find_hardware
+from .measure import measure, write_hardware
 from .outcomes import Outcome
 from .planning import plan
 from .predicting import predict, sweep
@@ -22,8 +23,10 @@ __all__ = [
     "Sweep",
     "TrainingCost",
     "find_hardware",
+    "measure",
     "plan",
     "predict",
     "sweep",
     "training_cost",
+    "write_hardware",
 ]

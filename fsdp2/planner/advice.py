@@ -104,7 +104,7 @@ def advice(trace: StepTrace, setup: Setup, step: SimulatedStep, mode: str) -> st
 
 def _for_activations(mode: str) -> str:
     less = "" if mode == "full" else ", activation_checkpointing='full'"
-    return f"a smaller micro-batch or shorter sequences{less}"
+    return f"a smaller micro-batch, shorter sequences or more tensor_ranks{less}"
 
 
 def _for_states(setup: Setup) -> str:

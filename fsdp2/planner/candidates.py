@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ..wrap import UnitDescription
@@ -25,6 +26,8 @@ class Candidate:
         accumulation: how gradients of micro-batches are summed, as in `estimate`; None: there is
             one micro-batch.
         expert_ranks: over which experts are distributed; None: they have no mesh of their own.
+        tensor_ranks: that share the operators, for each rank of ``mesh``; None: nothing makes the
+            model tensor-parallel.
     """
 
     strategy: str
@@ -35,6 +38,7 @@ class Candidate:
     prefetch: int = 1
     accumulation: str | None = None
     expert_ranks: int | None = None
+    tensor_ranks: int | None = None
 
     @property
     def complexity(self) -> int:
@@ -46,6 +50,7 @@ class Candidate:
             self.prefetch > 1,
             self.checkpointing != "none",
             self.accumulation not in (None, "unsharded"),
+            self.tensor_ranks not in (None, 1),
         )
         return sum(changed)
 
@@ -59,6 +64,8 @@ class Candidate:
             parts.append(f"accumulation {self.accumulation}")
         if self.expert_ranks is not None:
             parts.append(f"experts over {self.expert_ranks}")
+        if self.tensor_ranks is not None:
+            parts.append(f"tensor parallel over {self.tensor_ranks}")
         return ", ".join(parts)
 
 
@@ -128,8 +135,10 @@ def first_round(
     fixed: Fixed = Fixed(),
     wrap: str = "blocks",
     expert_ranks: Sequence[int | None] = (None,),
+    tensor_ranks: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
-    """All meshes with all checkpointing modes, ways to sum gradients and ranks of experts."""
+    """All meshes with all checkpointing modes, ways to sum gradients, and ranks of experts and of
+    tensor parallelism."""
     start = Candidate(
         "",
         (),
@@ -145,9 +154,14 @@ def first_round(
             checkpointing=mode,
             accumulation=accumulation,
             expert_ranks=ranks,
+            tensor_ranks=tensor,
         )
         for ranks in expert_ranks
-        for strategy, mesh in fixed.meshes(num_ranks, ranks_per_node)
+        for tensor in tensor_ranks
+        for strategy, mesh in fixed.meshes(
+            num_ranks // (tensor or 1), max(1, ranks_per_node // (tensor or 1))
+        )
+        if prod(mesh) * (tensor or 1) == num_ranks
         for mode in modes
         for accumulation in _useful(accumulations, strategy)
     ]

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
+from .curves import rate_at, seconds_at
 from .hardware import Hardware
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
@@ -37,13 +38,46 @@ class Cost:
 
 
 def operation_s(operation: Operation, hardware: Hardware) -> float:
-    """Roofline: the slower of arithmetic and memory, and no faster than kernels are launched."""
+    """As measured; or by the roofline: the slower of arithmetic and memory.
+
+    No faster than kernels are launched.
+    """
+    measured = measured_s(operation, hardware)
+    if measured is not None:
+        return measured
     rate = hardware.flops_of(operation.dtype)
     if operation.attention:
         rate = min(rate, hardware.attention_flops)
+    elif hardware.half_intensity and operation.nbytes and operation.flops:
+        intensity = operation.flops / operation.nbytes
+        rate *= intensity / (intensity + hardware.half_intensity)
     arithmetic = operation.flops / rate
     memory = operation.nbytes / (hardware.memory_bandwidth * hardware.memory_efficiency)
     return max(arithmetic, memory, hardware.kernel_s)
+
+
+def measured_s(operation: Operation, hardware: Hardware) -> float | None:
+    """By the tables of the hardware; None if it has none.
+
+    One that multiplies takes its FLOPs at the FLOP/s of its arithmetic intensity, and what every
+    kernel takes; others the time of their bytes.
+    """
+    dtype = str(operation.dtype).removeprefix("torch.")
+    if operation.flops:
+        rates = hardware.operator_flops
+        other = "attention" if operation.attention else "aten::mm"
+        names = (operation.operator, other, "aten::mm")
+        found = next((rates[key] for n in names if (key := f"{n} {dtype}") in rates), None)
+        if not found or not operation.nbytes:
+            return None
+        rate = rate_at(found, operation.flops / operation.nbytes)
+        return hardware.kernel_s + operation.flops / rate
+    times = hardware.operator_s
+    for name in (operation.operator, "aten::add"):
+        for each in dict.fromkeys((dtype, "float32")):
+            if f"{name} {each}" in times:
+                return seconds_at(times[f"{name} {each}"], operation.nbytes)
+    return None
 
 
 def compute_s(compute: Compute, hardware: Hardware) -> float:
@@ -93,6 +127,9 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     """
     if ring.size < 2:
         return Cost(0.0)
+    measured = _measured_transfer(transfer, ring, hardware)
+    if measured is not None:
+        return measured
     link, bandwidth = link_of(ring, hardware)
     between = ring.num_nodes - 1
     ring_s = (
@@ -109,6 +146,24 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
         latency = hardware.call_latency_s + rounds * ring_s
     fixed_s = latency + _copies_s(transfer.copied, hardware)
     return Cost(fixed_s, moved / bandwidth, link, occupies=True)
+
+
+def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost | None:
+    """By the table of its group; what it takes beyond the least is shared with others.
+
+    The times are those of the library's calls, with copies of what is packed.
+    """
+    name = f"{transfer.kind} {ring.size}"
+    if ring.num_nodes > 1:
+        name += f" on {ring.num_nodes}"
+    points = hardware.collective_s.get(name)
+    if not points:
+        return None
+    latency = points[0][1]
+    whole = seconds_at(points, transfer.nbytes)
+    link = NODE if ring.num_nodes == 1 else NETWORK
+    latency += hardware.message_s * max(0, transfer.messages - 1)
+    return Cost(latency, whole - points[0][1], link, occupies=True)
 
 
 def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:

@@ -8,6 +8,7 @@ data sheet's number that large kernels reach.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from math import isfinite
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..common.suggestions import did_you_mean
+from .curves import Points, checked, is_tables
 
 GB = 1e9
 MIB, GIB = 2**20, 2**30
@@ -24,8 +26,30 @@ MIB, GIB = 2**20, 2**30
 _MAY_BE_0 = (
     *("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory"),
     *("multiprocessors", "launch_s", "call_host_s", "jitter"),
+    *("half_intensity", "overlap", "disk_write_bandwidth", "disk_read_bandwidth"),
+    *("message_s", "host_ordered"),
 )
+_RANGES = ("kernels_range", "links_range")
+# By what the keys of each are: a key that nothing looks up would be ignored.
+_OPERATOR = r"(attention|\w+::\w+) (\w+)"
+_TABLES = {
+    "operator_s": (_OPERATOR, "'aten::gelu float32'"),
+    "operator_flops": (_OPERATOR, "'aten::mm float32'"),
+    "collective_s": (
+        r"(all_gather|reduce_scatter|all_reduce) [1-9]\d*( on [1-9]\d*)?",
+        "'all_gather 8' or 'all_reduce 16 on 2'",
+    ),
+}
 MAX_FILE_BYTES = 1_000_000  # of a file of hardware
+
+
+def _check_keys(name: str, table: Mapping[str, Points]) -> None:
+    form, example = _TABLES[name]
+    for key in table:
+        match = re.fullmatch(form, key)
+        dtype = match and form is _OPERATOR and vars(torch).get(match[2])
+        if match is None or (form is _OPERATOR and not isinstance(dtype, torch.dtype)):
+            raise ValueError(f"{name}: '{key}' has to be like {example}")
 
 
 @dataclass(frozen=True)
@@ -63,9 +87,30 @@ class Hardware:
         speeds: of each node, or of each rank, where they differ: what part of the speed of kernels
             above it reaches. Empty: all reach it. ``fsdp2 doctor`` measures them.
         device_type: whose kernels run: "cuda", or "cpu".
+        kernels_range, links_range: the relative speeds, slowest and fastest, that kernels and links
+            of such hardware have in practice, where it is not known which: from 0.6 to 1.1 of the
+            above, say. Predictions print the range of a step's time. (1, 1): they are known.
+        half_intensity: the FLOP per byte at which a multiplication reaches half of the FLOP/s of
+            large ones; of more, ``AI / (AI + half_intensity)``. 0: all reach them, or the speed of
+            memory.
+        operator_s: measured, by operator and dtype ("aten::gelu float32"): pairs of bytes that a
+            call reads and writes, and seconds. Operators that are not in it are like "aten::add".
+        operator_flops: measured, likewise: pairs of arithmetic intensity (FLOP per byte) and
+            FLOP/s. Operators that are not in it are like "aten::mm".
+        collective_s: measured, by kind and number of ranks ("all_gather 8"), of ranks of one node,
+            or with the number of nodes ("all_gather 16 on 2"): pairs of bytes of the whole, and
+            seconds. Groups that are not in it are rings.
+        message_s: time of each further message of a measured collective.
+        host_ordered: whether the host does everything one after the other, as with gloo on the CPU:
+            there are no streams.
+        overlap: if ``host_ordered``, the part of a collective that goes on while the host computes.
+        disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
+            checkpoints, while all ranks write or read; 0: not known.
+        source: where the numbers are from.
 
     Raises:
-        ValueError: for numbers that are not positive, and speeds that are not finite.
+        ValueError: for numbers that are not positive, speeds that are not finite, and ranges
+            without 1.
 
     Example:
         >>> ours = replace(find_hardware("h100"), network_bandwidth=100e9, name="ours")
@@ -99,7 +144,18 @@ class Hardware:
     caches_memory: bool = True
     speeds: Sequence[float] = ()
     device_type: str = "cuda"
+    kernels_range: tuple[float, float] = (1.0, 1.0)
+    links_range: tuple[float, float] = (1.0, 1.0)
     source: str = field(default="", compare=False)
+    half_intensity: float = 0.0
+    operator_s: Mapping[str, Points] = field(default_factory=dict)
+    operator_flops: Mapping[str, Points] = field(default_factory=dict)
+    collective_s: Mapping[str, Points] = field(default_factory=dict)
+    message_s: float = 0.0
+    host_ordered: bool = False
+    overlap: float = 0.0
+    disk_write_bandwidth: float = 0.0
+    disk_read_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
@@ -113,11 +169,27 @@ class Hardware:
         for name, value in numbers.items():
             if not value > 0:
                 raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
+        if self.overlap > 1:
+            raise ValueError(f"Hardware '{self.name}': overlap is a part, got {self.overlap}")
+        for name in _TABLES:
+            try:
+                object.__setattr__(self, name, checked(name, getattr(self, name)))
+                _check_keys(name, getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"Hardware '{self.name}': {error}") from None
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))  # hashable
         for i, speed in enumerate(self.speeds):
             if not (speed > 0 and isfinite(speed)):
                 raise ValueError(
                     f"Hardware '{self.name}': speeds[{i}] must be positive and finite, got {speed}"
+                )
+        for name in _RANGES:
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+            low_high = getattr(self, name)
+            if len(low_high) != 2 or not (0 < low_high[0] <= 1 <= low_high[1] < 1e3):
+                raise ValueError(
+                    f"Hardware '{self.name}': {name} must be two relative speeds with 1 between "
+                    f"them, got {list(low_high)}"
                 )
 
     def library_bytes(self, communicators: int) -> int:
@@ -153,6 +225,10 @@ class Hardware:
 # same part of what is achievable at best, which S. Bekman, Machine Learning Engineering, measured
 # as 267.9 of 312 TFLOPS (A100 SXM) and 794.5 of 989 (H100 SXM): 0.735 / 0.86 * 0.80 = 0.68. H100
 # limited to 500 W: calibrated on one row of torchtitan's. docs/planning.md has the other rows.
+# Ranges of kernels: published training runs on H100s reached 0.45 to 0.55 of the data sheet with
+# software of 2023, compiled ones of 2026 reach 0.7; on A100s models of width 768 reached 0.51, and
+# of width 7168 0.71. B200 and MI300X: 0.7 to 1.1 is a guess, as nothing is calibrated. Links: that
+# large collectives reach 0.75 to 1.1 of what is assumed above is a guess, too.
 # Attention: FlashAttention-2 (arXiv 2307.08691), forward and backward, head width 128: up to about
 # 190 TFLOPS on A100 and 335 on H100.
 # Latencies: NCCL, src/graph/tuning.cc, rings with the Simple protocol: 3.4 us per step over NVLink,
@@ -183,6 +259,8 @@ _A100 = Hardware(
     network_bandwidth=200 * GB,  # DGX A100: 8 HDR ports of 200 Gb/s for computing
     host_bandwidth=25 * GB,  # PCIe 4
     multiprocessors=108,
+    kernels_range=(0.7, 1.0),
+    links_range=(0.75, 1.1),
 )
 _H100 = Hardware(
     name="h100",
@@ -201,6 +279,8 @@ _H100 = Hardware(
     node_bandwidth=360 * GB,
     network_bandwidth=400 * GB,  # DGX H100: 8 NDR ports of 400 Gb/s
     host_bandwidth=50 * GB,  # PCIe 5
+    kernels_range=(0.66, 1.03),
+    links_range=(0.75, 1.1),
 )
 _B200 = replace(
     _H100,
@@ -218,6 +298,7 @@ _B200 = replace(
     memory_bandwidth=8000 * GB,
     node_bandwidth=720 * GB,
     multiprocessors=148,
+    kernels_range=(0.7, 1.1),
 )
 
 PRESETS: dict[str, Hardware] = {
@@ -232,10 +313,11 @@ PRESETS: dict[str, Hardware] = {
         # NVIDIA H200 data sheet: the compute of an H100, 141 GB with 4.8 TB/s.
         replace(_H100, name="h200", memory_bytes=141 * GB, memory_bandwidth=4800 * GB),
         # torchtitan, docs/performance.md: 96 GB HBM2e with 2.4 TB/s, limited to 500 W, 400 Gb/s
-        # per GPU. Efficiency: calibrated on one row of it, Llama 3 8B on 8 GPUs.
+        # per GPU. Efficiency: calibrated on one row of it, Llama 3 8B on 8 GPUs, so it is known.
         replace(
             _H100,
             name="h100-torchtitan",
+            kernels_range=(1.0, 1.0),
             memory_bytes=95 * GIB,
             matmul_efficiency=0.529,
             memory_bandwidth=2400 * GB,
@@ -278,6 +360,7 @@ PRESETS: dict[str, Hardware] = {
             memory_bandwidth=5300 * GB,
             node_bandwidth=310 * GB,
             multiprocessors=304,
+            kernels_range=(0.7, 1.1),
         ),
         # Two cores and gloo, for trying things out: measured here to the order of magnitude. Gloo
         # has no channels; 15 messages more took 0.4 to 0.7 ms longer.
@@ -314,7 +397,8 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
     A file ends in ``.json`` and holds an object: the preset to begin with as "base", and fields of
     `Hardware` that differ, ``{"base": "h100", "network_bandwidth": 100e9, "speeds": [1, 1, 0.5]}``;
-    ``matmul_flops`` by names of dtypes.
+    ``matmul_flops`` by names of dtypes. `measure` writes such files, with all fields, and says in
+    "measured" where and when.
 
     Raises:
         ValueError: for an unknown name, or a file that does not hold that.
@@ -352,6 +436,7 @@ def _read(path: Path) -> Hardware:
         raise ValueError(f"{path} has to hold one object with fields of Hardware")
     told = {"name": path.stem, **told}
     base = told.pop("base", None)
+    told.pop("measured", None)  # when, where, by what: for people
     known = {each.name for each in fields(Hardware)}
     for key, value in told.items():
         if key not in known:
@@ -367,15 +452,30 @@ def _read(path: Path) -> Hardware:
     if base is not None:
         if not isinstance(base, str) or base.endswith(".json"):  # a file could name itself
             raise ValueError(f"{path}: base has to be the name of a preset, got {base!r}")
-        return replace(find_hardware(base), **told)
+        if base not in PRESETS:
+            raise ValueError(
+                f"{path}: base: there is no preset '{base}'{did_you_mean(base, PRESETS)}"
+            )
+        return _made(path, replace, PRESETS[base], told)
     if missing := _REQUIRED - told.keys():
         raise ValueError(
             f'{path} has no {", ".join(sorted(missing))}; a preset as "base" would give them'
         )
-    return Hardware(**told)
+    return _made(path, Hardware, None, told)
 
 
-_REQUIRED = {each.name for each in fields(Hardware) if each.default is MISSING}
+def _made(path: Path, make: Any, base: Hardware | None, told: Mapping[str, Any]) -> Hardware:
+    try:
+        return make(**told) if base is None else make(base, **told)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+_REQUIRED = {
+    each.name
+    for each in fields(Hardware)
+    if each.default is MISSING and each.default_factory is MISSING
+}
 
 
 def _check_kind(path: Path, key: str, value: Any) -> None:
@@ -387,11 +487,20 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
         "source": ("a text", isinstance(value, str)),
         "device_type": ("a text", isinstance(value, str)),
         "speeds": ("a list of numbers", isinstance(value, list) and all(map(is_number, value))),
+        **{
+            name: (
+                "a list of two numbers",
+                isinstance(value, list) and len(value) == 2 and all(map(is_number, value)),
+            )
+            for name in _RANGES
+        },
         "matmul_flops": (
             "an object with a number for each dtype",
             isinstance(value, dict) and value != {} and all(map(is_number, value.values())),
         ),
         "caches_memory": ("true or false", isinstance(value, bool)),
+        "host_ordered": ("true or false", isinstance(value, bool)),
+        **{name: ("an object of lists of pairs of numbers", is_tables(value)) for name in _TABLES},
         "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
         "multiprocessors": ("a whole number", isinstance(value, int) and is_number(value)),
         "channels": ("a whole number", isinstance(value, int) and is_number(value)),

@@ -35,10 +35,21 @@ class Outcome:
     reserved_bytes: int
     needed_bytes: int
 
+    @property
+    def paced_s(self) -> float:
+        """``seconds`` for the samples that a step has without tensor parallelism: with it, fewer
+        ranks have batches of their own."""
+        return self.seconds * (self.candidate.tensor_ranks or 1)
+
     def __str__(self) -> str:
         memory = show_bytes(self.peak_bytes)
         over = "" if self.fits else ", does not fit"
         return f"{self.candidate}: {show_seconds(self.seconds)}, {memory}{over}"
+
+
+def simplicity(outcome: Outcome) -> tuple[float, ...]:
+    """The order in which outcomes that are as fast are chosen: fewer choices, less memory."""
+    return (outcome.candidate.complexity, outcome.peak_bytes, outcome.paced_s)
 
 
 def simulate_ranks(

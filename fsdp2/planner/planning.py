@@ -40,10 +40,12 @@ from .loads import (
     speeds_of,
     uneven_loads,
 )
-from .outcomes import Outcome, outcome_of, simulate_ranks
+from .outcomes import Outcome, outcome_of, simplicity, simulate_ranks
+from .ranges import as_fast, range_of
 from .report import Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
-from .traces import Size, TracedSteps, check_expert_ranks
+from .tensor_parallel import Parallelize
+from .traces import Size, TracedSteps, check_degrees, check_expert_ranks, within_samples
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -72,6 +74,9 @@ def plan(
     checkpoint: str | None = None,
     experts: Any = None,
     expert_ranks: int | Sequence[int] | None = None,
+    parallelize: Parallelize | None = None,
+    tensor_ranks: int | Sequence[int] = 1,
+    max_samples: int | None = None,
     max_gathered_bytes: int | None = None,
     kernels: Kernels | None = None,
     fake: bool = True,
@@ -116,6 +121,12 @@ def plan(
         experts: the modules that `shard_experts` gets, as in `predict`; None: there are none.
         expert_ranks: over which experts are distributed, or several numbers to choose from. None:
             the ranks of a node, as many as there can be, and one in between.
+        parallelize: makes the model tensor-parallel, as in `predict`; `Plan.apply` calls it, too.
+        tensor_ranks: consecutive ranks that share the operators and one batch, or several numbers
+            to choose from; divisors of ``num_ranks``. The meshes are of the other ranks, so a step
+            has fewer samples: the most samples in a second are what is chosen.
+        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor ranks
+            with which a step has more are left out. None: no limit.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         progress: called with (current task, number done, total).
@@ -145,7 +156,10 @@ def plan(
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
     budget = checked_budget(memory_budget, chosen_hardware)
-    fixed = _checked_fixed(strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks)
+    degrees = [tensor_ranks] if isinstance(tensor_ranks, int) else list(tensor_ranks)
+    fixed = _checked_fixed(
+        strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks, degrees
+    )
     common: dict[str, Any] = {
         "loss_fn": loss_fn,
         "mp_policy": mp_policy,
@@ -158,8 +172,14 @@ def plan(
         partial(trace_step, **common),
         wrap=wrap,
         experts=experts,
+        parallelize=parallelize,
         unknown_costs=unknown_costs,
     )
+    check_degrees(degrees, traces, num_ranks)
+    if max_samples is not None:
+        check_number("max_samples", max_samples)
+        of_rank = batch_size(sample_input) * micro_batches
+        degrees = within_samples(degrees, of_rank * num_ranks, max_samples)
     search = _Search(
         traces,
         Simulator(chosen_hardware, optimizer),
@@ -176,8 +196,12 @@ def plan(
         ways,
         fixed,
         _checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
+        [None] if parallelize is None else [*degrees],
     )
     even = search.run(modes, even_load(speeds))
+    if differ and even.tensor_ranks > 1:
+        even.reasons.append("Samples: as many on all ranks; with tensor parallelism nothing else.")
+        return even
     return _divided(search, modes, even, speeds, samples) if differ else even
 
 
@@ -249,7 +273,12 @@ def _checked_expert_ranks(
 
 
 def _checked_fixed(
-    strategy: str | None, mesh: Any, reshard: Any, prefetch: int | None, num_ranks: int
+    strategy: str | None,
+    mesh: Any,
+    reshard: Any,
+    prefetch: int | None,
+    num_ranks: int,
+    degrees: Sequence[int],
 ) -> Fixed:
     """What is not searched.
 
@@ -261,9 +290,12 @@ def _checked_fixed(
         find_strategy(strategy)
     if mesh is not None:
         mesh = checked_mesh(mesh)
-        if prod(mesh) != num_ranks:
+        if all(prod(mesh) * degree != num_ranks for degree in degrees):
             shape = " x ".join(map(str, mesh))
-            raise ValueError(f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks")
+            beside = "" if [*degrees] == [1] else f" beside tensor_ranks={degrees}"
+            raise ValueError(
+                f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}"
+            )
     if prefetch is not None:
         check_number("prefetch", prefetch)
     if not (reshard is SEARCHED or reshard is None or isinstance(reshard, bool | int)):
@@ -288,6 +320,7 @@ class _Search:
         accumulations: Sequence[str | None],
         fixed: Fixed,
         expert_ranks: Sequence[int | None],
+        tensor_ranks: list[int | None],
     ) -> None:
         self.traces = traces
         self.simulator = simulator
@@ -298,6 +331,7 @@ class _Search:
         self.accumulations = accumulations
         self.fixed = fixed
         self.expert_ranks = expert_ranks
+        self.tensor_ranks = tensor_ranks
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -317,6 +351,7 @@ class _Search:
             accumulations=self.accumulations,
             fixed=self.fixed,
             wrap=wraps[0],
+            tensor_ranks=self.tensor_ranks,
         )
         if not starts(modes):
             raise ValueError(
@@ -329,9 +364,11 @@ class _Search:
             mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
             self._simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
             ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
-        self._simulate(starts(modes, expert_ranks=(ranks,)))
+        self._first_round(starts(modes, expert_ranks=(ranks,)))
         best = [o.candidate for o in self._ranked()[:3]]
-        self._simulate([c for start in best for c in second_round(start, wraps, node, self.fixed)])
+        for start in best:
+            own = max(1, node // (start.tensor_ranks or 1))
+            self._simulate(second_round(start, wraps, own, self.fixed))
         return self._conclude()
 
     def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
@@ -340,17 +377,34 @@ class _Search:
         for i, mode in enumerate(modes):
             self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
             try:
-                for samples in {load.samples for load in self.loads}:
-                    self.traces.get(mode, Size(samples), self.expert_ranks[0] or 1)
+                self._trace_mode(mode)
                 working.append(mode)
             except RuntimeError as error:  # the model behaves differently when recomputed
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        samples = self.loads[0].samples
-        first = self.traces.get(working[0], Size(samples), self.expert_ranks[0] or 1)
+        size, tensor = Size(self.loads[0].samples), self.tensor_ranks[0] or 1
+        first = self.traces.get(working[0], size, self.expert_ranks[0] or 1, tensor)
         self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
+
+    def _trace_mode(self, mode: str) -> None:
+        """Trace steps on one of each number of tensor ranks; numbers that fail are left out."""
+        failed: dict[int | None, Exception] = {}
+        for tensor in self.tensor_ranks:
+            try:
+                for samples in {load.samples for load in self.loads}:
+                    self.traces.get(mode, Size(samples), self.expert_ranks[0] or 1, tensor or 1)
+            except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
+                failed[tensor] = error
+        if len(failed) == len(self.tensor_ranks):
+            raise failed[self.tensor_ranks[0]]
+        for tensor, why in failed.items():
+            self.tensor_ranks.remove(tensor)
+            self.notes.append(
+                f"Tensor parallelism over {plural(tensor or 1, 'rank')} is left out because it "
+                f"fails: {why}"
+            )
 
     def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
         work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
@@ -358,7 +412,7 @@ class _Search:
 
     def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
         size, ranks = Size(load.samples), candidate.expert_ranks or 1
-        return self.traces.get(candidate.checkpointing, size, ranks)
+        return self.traces.get(candidate.checkpointing, size, ranks, candidate.tensor_ranks or 1)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -372,6 +426,27 @@ class _Search:
                 continue
             self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
 
+    def _first_round(self, starts: Sequence[Candidate]) -> None:
+        """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
+        groups: dict[Any, list[Candidate]] = {}
+        for each in starts:
+            groups.setdefault((each.checkpointing, each.tensor_ranks), []).append(each)
+        least = {key: self._activation_bytes(group[0]) for key, group in groups.items()}
+        limit = max(self.budget, min(least.values()))
+        hopeful = [key for key, nbytes in least.items() if nbytes <= limit]
+        self._simulate([c for key in hopeful for c in groups[key]])
+        others = sorted(self.outcomes.values(), key=lambda o: o.needed_bytes)
+        meshes = [o.candidate.mesh for o in others]  # the first needs the least: so does it here
+        for key, group in groups.items():
+            if key not in hopeful:
+                known = [c for c in group if c.mesh in meshes]
+                group.sort(key=lambda c: -c.mesh[-1])
+                self._simulate(sorted(known, key=lambda c: meshes.index(c.mesh))[:1] or group[:1])
+
+    def _activation_bytes(self, candidate: Candidate) -> int:
+        """What activations alone need, whatever the mesh."""
+        return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
+
     def setup(self, candidate: Candidate) -> Setup:
         """The candidate's sharding setup."""
         return make_setup(
@@ -383,6 +458,7 @@ class _Search:
             accumulation=candidate.accumulation or "unsharded",
             experts=self.traces.expert_units,
             expert_ranks=candidate.expert_ranks or 1,
+            tensor_ranks=candidate.tensor_ranks or 1,
             **self.options,
         )
 
@@ -400,14 +476,40 @@ class _Search:
         others.sort(key=lambda o: o.needed_bytes)
         if not fitting:
             return others
-        fastest = min(o.seconds for o in fitting)
-        same = [o for o in fitting if o.seconds <= fastest * (1 + SAME_SPEED)]
-        same.sort(key=lambda o: (o.candidate.complexity, o.peak_bytes, o.seconds))
-        rest = sorted((o for o in fitting if o not in same), key=lambda o: o.seconds)
+        fitting.sort(key=lambda o: o.paced_s)
+        fastest = fitting[0].paced_s
+        same = [o for o in fitting if o.paced_s <= fastest * (1 + SAME_SPEED)]
+        same.sort(key=simplicity)
+        rest = sorted((o for o in fitting if o not in same), key=lambda o: o.paced_s)
         return same + rest + others
 
+    def _seconds(self, candidate: Candidate, hardware: Hardware, speed: float) -> float:
+        """Of a step, if kernels have this relative speed."""
+        simulator = Simulator(hardware, self.simulator.optimizer)
+        work = [(self._trace_of(candidate, load), load.speed * speed) for load in self.loads]
+        steps = simulate_ranks(simulator, self.setup(candidate), work)
+        return outcome_of(candidate, steps, self.budget).seconds
+
+    def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:
+        """Of those that are as fast as the fastest, for all that is known of the hardware."""
+        fitting = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
+        if not fitting:
+            return ranked
+        equal = as_fast(
+            fitting,
+            self.simulator.hardware,
+            lambda o, *case: self._seconds(o.candidate, *case) * (o.candidate.tensor_ranks or 1),
+        )
+        first = min([ranked[0], *equal], key=simplicity)
+        if first.paced_s > fitting[0].paced_s * (1 + SAME_SPEED):
+            self.notes.append(
+                f"Faster by so little that it depends on what is not known of the hardware: "
+                f"{fitting[0]}"
+            )
+        return [first, *(o for o in ranked if o is not first)]
+
     def _conclude(self) -> Plan:
-        ranked = self._ranked()
+        ranked = self._with_the_simplest_first(self._ranked())
         if not ranked:
             raise ValueError(str(min(self._too_large.values(), key=lambda e: e.least_bytes)))
         best = ranked[0]
@@ -438,9 +540,12 @@ class _Search:
             memory_budget=self.budget,
             chosen=best,
             step=step,
+            range=range_of(self.simulator.hardware, partial(self._seconds, candidate)),
             outcomes=ranked,
             experts=self.traces.experts,
             expert_ranks=candidate.expert_ranks,
+            tensor_ranks=candidate.tensor_ranks or 1,
+            parallelize=self.traces.parallelize,
             padding=padding_of(
                 self._trace_of(candidate, self.loads[0]), self.setup(candidate), step
             ),

@@ -33,6 +33,7 @@ from .hardware import Hardware, find_hardware
 from .loads import even_load, sizes_of, speeds_of
 from .outcomes import bound_of, outcome_of, simulate_ranks
 from .prediction import Prediction, Sweep
+from .ranges import range_of
 from .simulate import Simulator
 from .tensor_parallel import Parallelize
 from .traces import WHOLE, Size, TracedSteps, check_expert_ranks, check_tensor_ranks
@@ -150,6 +151,7 @@ def predict(
         accumulation=accumulation,
         expert_ranks=expert_ranks,
         tensor_ranks=tensor_ranks,
+        ranged=True,
     )
 
 
@@ -345,9 +347,10 @@ class _Cells:
         strategy: str,
         expert_ranks: int,
         tensor_ranks: int,
+        ranged: bool = False,
         **choices: Any,
     ) -> Prediction:
-        """Simulate one configuration."""
+        """Simulate one configuration; ``ranged``: with the range of its time."""
         _check_mode(activation_checkpointing)
         check_expert_ranks(expert_ranks, self.traces)
         check_tensor_ranks(tensor_ranks, self.traces)
@@ -368,6 +371,12 @@ class _Cells:
         work = [(trace, load.speed) for load in loads]
         steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
         candidate = Candidate(strategy, mesh, activation_checkpointing, self._label)
+
+        def seconds(hardware: Hardware, speed: float) -> float:
+            others = [(trace, load.speed * speed) for load in loads]
+            made = simulate_ranks(Simulator(hardware, self._simulator.optimizer), setup, others)
+            return outcome_of(candidate, made, self.budget).seconds
+
         outcome = outcome_of(candidate, steps, self.budget)
         samples, context, tokens = sizes_of(self._sample_input)
         samples, context = size.samples or samples, size.context or context
@@ -399,6 +408,7 @@ class _Cells:
             dtype=self._dtype,
             step=steps[0],
             padding=padding_of(trace, setup, steps[0]),
+            range=range_of(self.hardware, seconds) if ranged else None,
             notes=self.traces.notes(trace, self.hardware),
         )
 

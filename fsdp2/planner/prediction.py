@@ -13,6 +13,7 @@ from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
 from .outcomes import bound_sentence, figures_of
 from .picture import draw
+from .ranges import Range, range_figures
 from .simulate import SimulatedStep
 
 
@@ -38,6 +39,8 @@ class Prediction:
         padding: what uneven dims cost the fullest rank; None: nothing.
         dtype: of computation: that of the policy, or of most parameters.
         step: the simulated step; of the slowest ranks, if they differ.
+        range: of the time of a step, by what is not known of the hardware; None: all is known, or
+            this is one of many (`sweep`).
         notes: what the prediction assumes, as sentences.
     """
 
@@ -60,6 +63,7 @@ class Prediction:
     step: SimulatedStep
     padding: Padding | None = None
     tensor_ranks: int = 1
+    range: Range | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,6 +98,7 @@ class Prediction:
             "samples": self.samples,
             "context": self.context,
             "step_s": self.seconds,
+            **range_figures(self.range),
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
             "flops_per_s": self.flops_per_s,
@@ -115,6 +120,7 @@ class Prediction:
             ("Mesh", _shape(self)),
             *((_title(k), str(v)) for k, v in self.choices.items() if v is not None),
             ("Step", f"{show_seconds(self.seconds)}, {_rates(self)}"),
+            *([] if self.range is None else [("Range", str(self.range))]),
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
             ("Memory", _memory(self)),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from .hardware import Hardware
 from .loads import describe_sizes
 from .outcomes import Outcome, bound_sentence, figures_of
 from .picture import draw
+from .ranges import Range, range_figures
 from .simulate import SimulatedStep
+from .tensor_parallel import Parallelize
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,10 @@ class Plan:
         experts: names of the modules that `shard_experts` gets.
         expert_ranks: over which it distributes them: the mesh of experts is (ranks // expert_ranks,
             expert_ranks). None: there are none.
+        tensor_ranks: that share the operators and one batch, for each rank of ``mesh_shape``.
+        parallelize: makes the model tensor-parallel over them; None: nothing does.
         padding: what uneven dims cost the fullest rank; None: nothing.
+        range: of the time of a step, by what is not known of the hardware; None: all is known.
     """
 
     kwargs: dict[str, Any]
@@ -68,23 +74,32 @@ class Plan:
     accumulation: str | None = None
     experts: list[str] = field(default_factory=list)
     expert_ranks: int | None = None
+    tensor_ranks: int = 1
+    parallelize: Parallelize | None = None
     padding: Padding | None = None
+    range: Range | None = None
 
     @property
     def runner_up(self) -> Outcome | None:
         """The fastest of the other candidates that fit."""
         others = [o for o in self.outcomes if o is not self.chosen and o.fits]
-        return min(others, key=lambda outcome: outcome.seconds, default=None)
+        return min(others, key=lambda outcome: outcome.paced_s, default=None)
 
     def make_mesh(self, device_type: str = "cuda") -> Any:
-        """The mesh of the plan, over all processes."""
+        """The mesh of the plan, over all processes, with "tensor" as its last dim if it has one."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        names = ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
-        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
+        names, shape = self._data_dims, self.mesh_shape
+        if self.tensor_ranks > 1:
+            names, shape = (*names, "tensor"), (*shape, self.tensor_ranks)
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+    @property
+    def _data_dims(self) -> tuple[str, ...]:
+        return ("replicate", "shard") if len(self.mesh_shape) == 2 else ("shard",)
 
     def apply(self, model: Any, mesh: Any = None) -> Any:
-        """Checkpoint activations and shard ``model``, in place, as planned.
+        """Make ``model`` parallel, checkpoint activations and shard it, in place, as planned.
 
         Args:
             mesh: made by `make_mesh`; None makes it.
@@ -100,11 +115,16 @@ class Plan:
                 f"{self.expert_ranks}), give the model mesh['ep'] for its TokenExchange, then "
                 "fully_shard the blocks and the model (see fsdp2.experts)"
             )
+        mesh = self.make_mesh() if mesh is None else mesh
+        if self.tensor_ranks > 1:
+            assert self.parallelize is not None
+            model = self.parallelize(model, mesh["tensor"]) or model
+            mesh = mesh[self._data_dims]
         if self.activation_checkpointing != "none":
             for name in self.checkpoint_modules:
                 module = model.get_submodule(name)
                 module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
-        made = shard_model(model, self.make_mesh() if mesh is None else mesh, **self.kwargs)
+        made = shard_model(model, mesh, **self.kwargs)
         if self.accumulation == "sharded":
             made.set_accumulate_sharded(True)
         return made
@@ -136,6 +156,7 @@ def reasons(made: Plan) -> list[str]:
         ("prefetch", "Prefetch", lambda c: c.prefetch),
         ("accumulation", "Accumulation", lambda c: c.accumulation),
         ("experts", "Experts", lambda c: c.expert_ranks),
+        ("tensor", "Tensor parallel", lambda c: c.tensor_ranks),
     )
     for _, title, key in questions:
         others: dict[Any, Outcome] = {}
@@ -162,13 +183,14 @@ def _value(title: str, outcome: Outcome) -> str:
         "Prefetch": str(c.prefetch),
         "Accumulation": str(c.accumulation),
         "Experts": f"over {plural(c.expert_ranks or 1, 'rank')}",
+        "Tensor parallel": f"over {plural(c.tensor_ranks or 1, 'rank')}",
     }[title]
 
 
 def _against(outcome: Outcome, made: Plan) -> str:
     if not outcome.fits:
         return f"needs {show_bytes(outcome.needed_bytes)}, more than the budget"
-    slower = 100 * (outcome.seconds / made.chosen.seconds - 1)
+    slower = 100 * (outcome.paced_s / made.chosen.paced_s - 1)
     speed = f"is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
     if abs(slower) < 0.05:
         speed = "is as fast"
@@ -179,7 +201,10 @@ def _against(outcome: Outcome, made: Plan) -> str:
     return f"{speed} with {memory}"
 
 
-_TITLES = ("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation", "Experts")
+_TITLES = (
+    *("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation", "Experts"),
+    "Tensor parallel",
+)
 
 
 def _besides(title: str, outcome: Outcome, made: Plan) -> str:
@@ -204,6 +229,8 @@ def _as_text(made: Plan) -> str:
         ("Step", f"{show_seconds(made.chosen.seconds)}, {_rate(made)}"),
         ("Memory", _memory(made)),
     ]
+    if made.range is not None:
+        facts.insert(7, ("Range", str(made.range)))
     if made.accumulation is not None:
         facts.insert(6, ("Accumulation", made.accumulation))
     if limit := made.kwargs.get("max_gathered_bytes"):
@@ -212,6 +239,8 @@ def _as_text(made: Plan) -> str:
         facts.insert(
             2, ("Experts", f"{len(made.experts)} modules, {_value('Experts', made.chosen)}")
         )
+    if made.parallelize is not None:
+        facts.insert(2, ("Tensor parallel", _value("Tensor parallel", made.chosen)))
     if made.padding is not None and made.padding.factor >= SHOWN_PADDING:
         facts.append(("Padding", str(made.padding)))
     if made.split is not None:
@@ -220,21 +249,29 @@ def _as_text(made: Plan) -> str:
     runner_up = made.runner_up
     if runner_up is not None:
         lines += ["", f"Runner-up: {runner_up}"]
-    rows = [("", "step", "exposed", "allocated", "reserved", "")]
+    title = f"The best of {plural(len(made.outcomes), 'simulated configuration')}"
+    lines += ["", title, _alternatives(made)]
+    return "\n".join(lines)
+
+
+def _alternatives(made: Plan) -> str:
+    # Where steps have different numbers of samples, their times say nothing about speed.
+    paced = made.parallelize is not None
+    rows = [["", "step", *(["speed"] if paced else []), "exposed", "allocated", "reserved", ""]]
     for outcome in made.outcomes[:8]:
+        speed = made.chosen.paced_s / outcome.paced_s
         rows.append(
-            (
+            [
                 str(outcome.candidate),
                 show_seconds(outcome.seconds),
+                *([f"{speed:.3f}"] if paced else []),
                 show_seconds(outcome.exposed_s),
                 show_bytes(outcome.peak_bytes),
                 show_bytes(outcome.reserved_bytes),
                 "" if outcome.fits else "does not fit",
-            )
+            ]
         )
-    title = f"The best of {plural(len(made.outcomes), 'simulated configuration')}"
-    lines += ["", title, table(rows, right="1234")]
-    return "\n".join(lines)
+    return table(rows, right="12345"[: 5 if paced else 4])
 
 
 def _memory(made: Plan) -> str:
@@ -246,10 +283,7 @@ def _memory(made: Plan) -> str:
 
 
 def _ranks(made: Plan) -> str:
-    num = 1
-    for size in made.mesh_shape:
-        num *= size
-    return f"{num} ranks"
+    return f"{prod(made.mesh_shape) * made.tensor_ranks} ranks"
 
 
 def _rate(made: Plan) -> str:
@@ -277,12 +311,14 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "accumulation": made.accumulation,
         "split": None if made.split is None else asdict(made.split),
         "step_s": made.chosen.seconds,
+        **range_figures(made.range),
         **figures_of(step),
         "peak_bytes": made.chosen.peak_bytes,
         "reserved_bytes": made.chosen.reserved_bytes,
         "needed_bytes": made.chosen.needed_bytes,
         "experts": made.experts,
         "expert_ranks": made.expert_ranks,
+        "tensor_ranks": made.tensor_ranks,
         "padding_bytes": 0 if made.padding is None else made.padding.nbytes,
         "padding_factor": 1.0 if made.padding is None else made.padding.factor,
         "memory_budget": made.memory_budget,
@@ -305,7 +341,8 @@ def _as_dict(made: Plan) -> dict[str, Any]:
 
 def _title(made: Plan) -> str:
     step = made.step
-    shape = " x ".join(map(str, made.mesh_shape))
+    sizes = (*made.mesh_shape, made.tensor_ranks) if made.tensor_ranks > 1 else made.mesh_shape
+    shape = " x ".join(map(str, sizes))
     exposed = f"{show_seconds(step.exposed_s)} of it waiting for communication"
     return (
         f"Predicted training step on {shape} GPUs ({made.hardware.name}): "

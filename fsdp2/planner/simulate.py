@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..common.garbage import one_collection
 from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
 from ..estimation.estimating import shard_optimizer_cost
@@ -12,7 +13,7 @@ from ..estimation.events import Compute, StepTrace
 from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
 from ..policy import CPUOffloadPolicy
-from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
+from .costs import Cost, compute_s, copy_cost, measured_s, stragglers_s, transfer_cost
 from .hardware import Hardware
 from .schedule import Span, Task, schedule
 
@@ -98,6 +99,14 @@ class Simulator:
         Args:
             speed: of the rank's kernels, as in `Hardware.speeds`; links have theirs.
         """
+        with one_collection():
+            return self._run(trace, setup, speed, keep_samples)
+
+    def _run(
+        self, trace: StepTrace, setup: Setup, speed: float, keep_samples: bool
+    ) -> SimulatedStep:
+        if self.hardware.host_ordered:
+            setup = replace(setup, device_type=self.hardware.device_type)
         cost = self._cost_of_optimizer(trace, setup)
         made = replay(
             trace,
@@ -105,6 +114,7 @@ class Simulator:
             optimizer=cost,
             keep_samples=keep_samples,
             reserves=self.hardware.caches_memory,
+            in_order=self.hardware.host_ordered,
         )
         costs = self._costs(made, speed)
         host = self._host_costs(made)
@@ -121,7 +131,7 @@ class Simulator:
     def _host_costs(self, made: Replay) -> list[Cost]:
         """The time of the host for each launch; none if it takes none."""
         hardware = self.hardware
-        if not hardware.launch_s and not hardware.call_host_s:
+        if hardware.host_ordered or (not hardware.launch_s and not hardware.call_host_s):
             return []
         return [
             Cost(
@@ -147,6 +157,9 @@ class Simulator:
                 cost = Cost(self._seconds(work) / speed, slowed_by=slowed_by)
             elif isinstance(work, Transfer):
                 cost = transfer_cost(work, rings[work.group], self.hardware)
+                if self.hardware.host_ordered:
+                    left = 1 - self.hardware.overlap
+                    cost = replace(cost, shared_s=left * cost.shared_s)
             else:
                 assert isinstance(work, Copy)
                 cost = copy_cost(work, self.hardware)
@@ -156,7 +169,10 @@ class Simulator:
     def _seconds(self, compute: Compute) -> float:
         known = self._compute_s.get(id(compute))
         if known is None:  # keep the object, so that its id is not reused
-            known = self._compute_s[id(compute)] = (compute, compute_s(compute, self.hardware))
+            seconds = compute_s(compute, self.hardware)
+            if self.hardware.host_ordered:  # nothing hides the time of the host
+                seconds += self.hardware.launch_s * len(compute.operations)
+            known = self._compute_s[id(compute)] = (compute, seconds)
         return known[1]
 
     def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> OptimizerCost:
@@ -166,6 +182,14 @@ class Simulator:
         if key not in self._optimizer:
             self._optimizer[key] = shard_optimizer_cost(trace, setup, self.optimizer)
         return self._optimizer[key]
+
+    def _optimizer_s(self, cost: OptimizerCost, offloaded: bool) -> float:
+        hardware = self.hardware
+        measured = [measured_s(operation, hardware) for operation in cost.operations]
+        if hardware.host_ordered and measured and None not in measured:
+            return sum(each or 0.0 for each in measured) + hardware.launch_s * len(measured)
+        bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+        return cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth)
 
     def _summary(
         self,
@@ -181,8 +205,7 @@ class Simulator:
         for launch, span in zip(made.launches, spans, strict=True):
             busy = span.end - span.begin
             stream_s[launch.stream] = stream_s.get(launch.stream, 0.0) + busy
-        bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        optimizer_s = cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth) / speed
+        optimizer_s = self._optimizer_s(cost, offloaded) / speed
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -173,6 +173,39 @@ def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
         )
     if ranks > 1 and traces.experts:
         raise ValueError("Experts on a mesh of their own and tensor parallelism do not go together")
+
+
+def check_degrees(degrees: Sequence[int], traces: TracedSteps, num_ranks: int) -> None:
+    """Check numbers of tensor ranks to choose from.
+
+    Raises:
+        ValueError: for none, one that does not divide ``num_ranks``, or see `check_tensor_ranks`.
+    """
+    if not degrees:
+        raise ValueError("tensor_ranks is empty: give a number, or several to choose from")
+    for degree in degrees:
+        check_tensor_ranks(degree, traces)
+        if num_ranks % degree:
+            raise ValueError(f"tensor_ranks={degree} must divide num_ranks={num_ranks}")
+
+
+def within_samples(degrees: Sequence[int], samples: int, most: int) -> list[int]:
+    """Those numbers of tensor ranks with which a step has at most ``most`` samples.
+
+    Args:
+        samples: of a step in which each rank has a batch of its own.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    found = [degree for degree in degrees if samples // degree <= most]
+    if not found:
+        least = samples // max(degrees)
+        raise ValueError(
+            f"A step has {least:,} samples or more, and max_samples={most:,}: give fewer ranks, "
+            "more tensor_ranks, fewer micro-batches, or a sample_input with fewer samples"
+        )
+    return found
 
 
 def _label(wrap: Any) -> str:

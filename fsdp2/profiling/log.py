@@ -1,8 +1,8 @@
 """What a step leaves while it is recorded: bytes in one buffer, understood by `replay` afterwards.
 
-Objects would cost more than what they record: every few dozen of them take a page of memory that
-the process has never touched, and the system needs longer to provide that than a unit's events take
-together. So nothing that is recorded is kept as an object. A record is a code, the number of a unit
+Objects would cost more than what they record: each is allocated, counted by the garbage collector
+and kept, in memory that the process may have to touch for the first time. So nothing that is
+recorded is kept as an object. A record is a code, the number of a unit
 times `KINDS` plus a kind, and numbers; marks are numbers on both kinds of clock.
 """
 

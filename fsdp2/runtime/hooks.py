@@ -13,6 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,15 @@ from .middle import Middle, watch_base
 from .root import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit
+
+
+def is_wrapped(method: object, owner: nn.Module) -> bool:
+    """Whether ``method`` of ``owner`` is one of `UnitHooks.wrap_method`."""
+    if not isinstance(method, MethodType) or method.__self__ is not owner:
+        return False
+    # By its code, not by a mark on it: what `functools.wraps` puts around it would copy the mark.
+    code = getattr(method.__func__, "__code__", method)
+    return code in UnitHooks.wrap_method.__code__.co_consts
 
 
 class UnitHooks:

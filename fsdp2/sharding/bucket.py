@@ -17,7 +17,7 @@ import torch
 
 from ..common.pinned import pinned_arena
 from ..dtensor.boxes import strides
-from ..dtensor.memory import Pack, storage_part, with_own_storage
+from ..dtensor.memory import Pack, note_gathered, storage_part, with_own_storage
 from ..policy import MixedPrecisionPolicy, wire_dtype
 from .gather_plan import GatherPlan
 from .layout import BucketLayout, Slot, plan_bucket, secondary_layout
@@ -61,6 +61,7 @@ class Segments:
             for start, stop in pairwise(bounds)
         ]
         self.storages = [flat.untyped_storage() for flat in self.flats]
+        note_gathered(self.storages)
         self.sizes = [flat.nbytes for flat in self.flats]
         self.nbytes = sum(self.sizes)
 
@@ -331,6 +332,7 @@ class Bucket:
         self._references: dict[int, References] = {}
         self.secondary = None
         if self.aliases_shards:
+            note_gathered([self.shards.untyped_storage()])
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.make_unsharded(_alias(self.shards, slot.shard_offset, slot.shape))
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 from collections.abc import Callable
@@ -527,3 +528,30 @@ def test_shards_of_a_subclass_have_to_make_up_its_rows(tmp_path: Path) -> None:
             what = "convert the model in the same way" if good else "do not make up its 4 rows"
             with pytest.raises(CheckpointError, match=what):
                 wanted_of("w", torch.zeros(4), pieces, Box((0,), (4,)))
+
+
+@pytest.mark.parametrize("more", [3, 9])
+def test_more_files_than_a_process_may_open(tmp_path: Path, more: int) -> None:
+    """With 3 not all can be opened; with 9 they can, but not once more for threads that read."""
+    names = [f"{i}.weight" for i in range(8)]
+    for name in names:
+        save_file({name: torch.ones(2, 2)}, tmp_path / f"{name}.safetensors")
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in names}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in names))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"may open no more files: \d+ of the checkpoint"):
+            load_model(model, tmp_path)
+        assert os.dup(0) == lowest  # none is left open
+        os.close(lowest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+    load_model(model, tmp_path)
+    assert all(bool((p == 1).all()) for p in model.parameters())

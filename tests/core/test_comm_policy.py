@@ -358,6 +358,39 @@ def test_error_feedback(node: int | None) -> None:
         assert torch.equal(value, first[name])
 
 
+class Scaled(nn.Module):
+    """A 0-dim parameter that is packed with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(8, 36))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale) @ self.weight.t()
+
+
+@pytest.mark.parametrize("way", ["one hop", "two hops", "replicas", "by itself"])
+@pytest.mark.parametrize("feedback", [False, True])
+@distributed(4)
+def test_what_all_ranks_hold_is_the_same_on_all(feedback: bool, way: str) -> None:
+    """Each rank's own part of the sum was exact, and that of the others rounded."""
+    node = 2 if way == "two hops" else None
+    policy = CommPolicy(reduce=BF16, error_feedback=feedback, ranks_per_node=node, block=BLOCK)
+    options: dict[str, Any] = {"direct_min_bytes": 0} if way == "by itself" else {}
+    if way == "replicas":
+        options["mesh"] = cached_mesh(2, 2, names=("replicate", "shard"))
+    model: Any = fully_shard(Scaled(), comm_policy=policy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, model.scale.to_local().detach())
+    assert len({value.item() for value in found}) == 1
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("feedback", [False, True])
 @distributed(2)

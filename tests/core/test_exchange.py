@@ -29,11 +29,12 @@ pytestmark = [ours_only("transports"), cpu_only("gloo")]
 if not RUNS_ON_TORCH:
     import fsdp2.comm.exchange
     import fsdp2.comm.host_links
-    from benchmarks.transport import counting_sent
+    from benchmarks.transport import counting_sent, pretended_hosts
     from fsdp2 import MixedPrecisionPolicy
-    from fsdp2.comm.host_links import SWITCH, HostLinks, host_links
+    from fsdp2.comm.exchange import Exchange
+    from fsdp2.comm.host_links import SWITCH, HostLinks, host_links, places_of
     from fsdp2.comm.host_reads import SCATTER, HostReads, key
-    from fsdp2.comm.means import WHOLE_BYTES
+    from fsdp2.comm.means import cut, whole_bytes
     from fsdp2.comm.messages import Messages
 
 
@@ -89,7 +90,7 @@ def test_sums_are_those_in_rank_order_bit_for_bit() -> None:
 
 
 @distributed(8)
-def test_an_all_reduce_sends_each_byte_twice_and_gives_equal_bits() -> None:
+def test_a_large_all_reduce_sends_each_byte_twice_and_gives_equal_bits() -> None:
     for num in (5, 6, 7, 8):
         group = some_ranks(num)
         if group is None:
@@ -98,17 +99,69 @@ def test_an_all_reduce_sends_each_byte_twice_and_gives_equal_bits() -> None:
         for number, way in enumerate(ways(group)):
             for dtype in (torch.float32, torch.bfloat16):
                 # One that divides evenly, one that leaves the last ranks a part that is shorter.
-                sizes = [num * 8192, 70_001, 1]
+                sizes = [num * 65536, 70_001, 1]
                 tensors = [term(me, numel, dtype) for numel in sizes]
                 with counting_sent() as sent:
                     way.all_reduce(tensors[:1], 50_000)()
                 nbytes = sizes[0] * dtype.itemsize
-                assert nbytes >= WHOLE_BYTES
+                assert nbytes > whole_bytes(num, one_host=False)
                 assert sent == {"all_reduce": 2 * nbytes * (num - 1) // num}
                 way.all_reduce(tensors[1:], 60_000)()
                 for numel, found in zip(sizes, tensors, strict=True):
                     right = mean([term(r, numel, dtype) for r in range(num)], dtype)
                     assert torch.equal(found, right), (num, number, numel, dtype)
+    dist.barrier()
+
+
+@distributed(8)
+def test_both_ways_of_an_all_reduce_give_the_bits_of_rank_order() -> None:
+    """Of messages: no elements, one, primes, several tensors at once; counted bytes."""
+    sizes = [0, 1, 2, 7, 1009, 70_001]
+    for num in (2, 3, 5, 6, 7, 8):
+        group = some_ranks(num)
+        if group is None:
+            continue
+        way, me = Messages(group), group.rank()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            right = [mean([term(r, n, dtype) for r in range(num)], dtype) for n in sizes]
+            for number, call in enumerate(("in_one", "in_two_phases")):
+                tensors = [term(me, numel, dtype) for numel in sizes]
+                with counting_sent() as sent:
+                    getattr(way, call)(tensors, 100 * number)()
+                for found, expected in zip(tensors, right, strict=True):
+                    assert torch.equal(found, expected), (num, dtype, number, len(found))
+                own = [len(cut(tensor, num)[me]) for tensor in tensors]
+                # All to all others; or what others add up, and the own sums to all.
+                numel = (num - 1) * (sum(own) if number else sum(sizes))
+                numel += sum(sizes) - sum(own) if number else 0
+                assert sent["all_reduce"] == numel * dtype.itemsize
+    dist.barrier()
+
+
+@distributed(3)
+def test_an_all_reduce_is_one_exchange_up_to_what_was_measured() -> None:
+    """Of ranks of one host that may not read, and of ranks of hosts of their own."""
+    for one_host in (True, False):
+        environment = {SWITCH: "0"} if one_host else {}
+        with (
+            mock.patch.dict(os.environ, environment),
+            pretended_hosts([0, 0, 0] if one_host else [0, 1, 2]),
+        ):
+            exchange = Exchange(new_group(), reads=True)
+            exchange.connect()
+            places = places_of(exchange.group)
+            assert places is not None
+            if not places.one_host and one_host:
+                pytest.skip("nothing tells here which ranks share a host")
+            assert places.one_host == one_host
+            limit = whole_bytes(3, one_host=one_host)
+            for nbytes in (limit, limit + 4):
+                with counting_sent() as sent:
+                    exchange.all_reduce([torch.ones(nbytes // 4)], 0)()
+                told = places.all_reduce(nbytes).total
+                # (Of a length that is no multiple of 16 elements, parts are not quite even.)
+                assert sent["all_reduce"] == pytest.approx(told, abs=2 * 3 * 64)
+                assert (told == 2 * nbytes) == (nbytes == limit)
     dist.barrier()
 
 

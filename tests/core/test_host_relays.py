@@ -66,7 +66,7 @@ class CountingGroup:
 def relays(group: dist.ProcessGroup, places: Sequence[int]) -> tuple[HostRelays, CountingGroup]:
     with pretended_hosts(places):
         links = _connect(group)
-    if links is None:
+    if not isinstance(links, HostLinks):
         pytest.skip("processes may not read each other's memory here")
     counting: Any = CountingGroup(group)
     return HostRelays(counting, links), counting

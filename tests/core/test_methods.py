@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -106,6 +109,31 @@ def test_a_registered_method_may_call_forward() -> None:
         expected.sum().backward()
         average_gradients(plain)
         assert_same_gradients(model, plain)
+
+
+@ours_only("torch's wraps it again")
+@distributed(2)
+def test_a_method_is_registered_once() -> None:
+    """A program that registers it before every evaluation would nest it deeper each time."""
+    model, plain = sharded_encoder()
+    register_fsdp_forward_method(model, "encode")
+    for each in (model, copy.deepcopy(model)):
+        first = each.encode.__func__
+        for _ in range(3):
+            register_fsdp_forward_method(each, "encode")
+        assert each.encode.__func__ is first
+        register_fsdp_forward_method(each, "generate")
+        x = torch.ones(2, 6, dtype=torch.float64)
+        assert_same(each.encode(x), plain.encode(x), "output")
+        # What somebody puts around it is another method.
+        each.encode = MethodType(around(each.encode), each)
+        register_fsdp_forward_method(each, "encode")
+        assert_same(each.encode(x), plain.encode(x) + plain.outer.weight.sum(), "output")
+
+
+def around(method: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    # (`functools.wraps` copies all that `method` has in its ``__dict__``.)
+    return functools.wraps(method)(lambda self, x: method(x) + self.outer.weight.sum())
 
 
 @distributed(2)

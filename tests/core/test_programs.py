@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from harness import ours_only, run_on
-from programs import Operation, Program, programs, run
+from program_grammar import programs
+from programs import Operation, Program, run
 from random_models import Layer
 
 pytestmark = ours_only("settings and functions that torch does not have")

@@ -6,32 +6,21 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from dropped import RECIPES, make_and_drop
 from harness import cpu_only, ours_only, run_on
-from leaks import EXACT, SIZES, count, left
+from leaks import EXACT, SIZES, count, fill_records, left
 from programs import Program
 from soak import MODEL, operations, soak
 
 pytestmark = [ours_only("uses all of it"), cpu_only("counts what is in host memory")]
 
-# torch keeps records of the last collectives of a process, 1.2 KB each: so many fill them. (Without
-# any of the library: in a process with two gloo ranks, 1,500 `dist.all_reduce` add 1.8 MB to what
-# malloc has given out, 1,500 more 0.2 MB, and those after that nothing.)
-RECORDS = 2200
 # torch.compile keeps guards and metrics of what was compiled, after `torch._dynamo.reset()`, too.
 OF_TORCH = ("compiled",)
-# What there may be more of after a thousand models or 5,000 operations: less than one object, three
-# blocks or a kilobyte for each model. (Caches of torch, interned strings, tables that have grown.)
-NOISE = {"objects": 500, "blocks of Python": 3000, "bytes of malloc": 1_000_000}
-
-
-def fill_records() -> None:
-    tensor = torch.ones(1)
-    for _ in range(RECORDS):
-        dist.all_reduce(tensor)
+# What there may be more of after a thousand models or 5,000 operations: less than one object, five
+# blocks or a kilobyte for each model. (Caches of torch, interned strings, tables that have grown.
+# Of 3,700 blocks after 4,800 operations, 1,500 came with the first 500, 300 with the last 1,900.)
+NOISE = {"objects": 500, "blocks of Python": 5000, "bytes of malloc": 1_000_000}
 
 
 def make_many(rounds: int, warm: int, names: list[str]) -> tuple[Counter[str], Counter[str]]:

@@ -12,6 +12,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from benchmarks import (
     links,
     machine,
     performance,
+    phases,
     policies,
     report,
     suite,
@@ -34,6 +36,8 @@ from benchmarks.models import LMConfig, StackConfig
 from benchmarks.ranks import run_ranks
 from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
+from fsdp2.comm import means
+from fsdp2.comm.means import MEASURED_WHOLE_BYTES
 from fsdp2.comm.transports import EXCHANGE_MAX_RANKS
 
 MB = 1 << 20
@@ -339,6 +343,30 @@ def test_exchanges_are_used_as_far_as_the_measurement_that_is_kept_says() -> Non
         exchange.table(record["results"])
         in (machine.REPOSITORY / "benchmarks/README.md").read_text()
     )
+
+
+def test_all_reduces_are_one_exchange_as_far_as_the_measurement_that_is_kept_says() -> None:
+    record = json.loads((machine.REPOSITORY / "benchmarks/results/phases.json").read_text())
+    one_host, hosts = (phases.limits_of(record["results"])[place] for place in phases.PLACES)
+    assert {True: one_host, False: hosts} == MEASURED_WHOLE_BYTES
+    page = (machine.REPOSITORY / "benchmarks/README.md").read_text()
+    assert phases.table(record["results"]) in page
+
+
+def test_one_exchange_is_used_up_to_where_it_gains_most() -> None:
+    def rows(*ratios: float) -> dict[str, Any]:
+        return {str(2**i): [[ratio], [1.0], [1.0]] for i, ratio in enumerate(ratios)}
+
+    found = {"4": rows(0.5, 1.1, 0.5, 1.2), "8": rows(1.2, 1.1), "16": rows(0.9, 0.9)}
+    assert phases.limits_of({"hosts": found}) == {"hosts": {4: 4, 8: 0, 16: 2}}
+
+
+def test_the_limit_of_one_exchange_by_ranks() -> None:
+    measured = {True: {4: 400, 8: 100}, False: {4: 40}}
+    with mock.patch.object(means, "MEASURED_WHOLE_BYTES", measured):
+        found = [means.whole_bytes(n, one_host=True) for n in (3, 4, 5, 8, 16, 32)]
+        assert found == [400, 400, 100, 100, 50, 25]
+        assert means.whole_bytes(5, one_host=False) == 32
 
 
 def test_the_limit_of_exchanges_is_where_one_of_both_ways_begins_to_lose() -> None:

@@ -188,7 +188,8 @@ def test_a_pack_saves_messages_and_costs_copies(step: Any) -> None:
 
 def planned(hardware: Any = H100, num_ranks: int = 64, **options: Any) -> Plan:
     sizes = options.pop("sizes", {"num_blocks": 4})
-    return plan(on_meta(**sizes), tokens(), hardware, num_ranks, mp_policy=BF16, **options)
+    batch = tokens(options.pop("num_tokens", 4096))
+    return plan(on_meta(**sizes), batch, hardware, num_ranks, mp_policy=BF16, **options)
 
 
 class Counting(Model):
@@ -240,6 +241,29 @@ def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
     assert tight.activation_checkpointing != "none"
     with pytest.raises(ValueError, match=r"Nothing fits into .* the minimum is"):
         planned(memory_budget=0.5 * least, activation_checkpointing=("full",))
+
+
+def test_where_activations_alone_are_too_large_one_mesh_is_enough() -> None:
+    sizes = {"num_tokens": 2**17, "num_ranks": 512, "wrap": "auto", "prefetch": 1}
+    most = traced(2**17, num_blocks=4)[0].activation_peak
+    made = planned(**sizes, memory_budget=0.98 * most)
+    of_mode = {
+        mode: [o for o in made.outcomes if o.candidate.checkpointing == mode]
+        for mode in ("none", "full")
+    }
+    assert len(of_mode["none"]) == 1
+    assert not of_mode["none"][0].fits
+    assert len(of_mode["full"]) > 5
+    assert "none needs" in str(made)
+    # Nothing is lost. Where a mode is all there is, the mesh that needs the least is found.
+    modes = ("selective", "full")
+    others = planned(**sizes, memory_budget=0.98 * most, activation_checkpointing=modes)
+    assert others.chosen == made.chosen
+    alone = {**sizes, "activation_checkpointing": ("none",)}
+    least = min(planned(**alone).outcomes, key=lambda outcome: outcome.needed_bytes)
+    with pytest.raises(ValueError, match="the minimum is") as caught:
+        planned(**alone, memory_budget=0.9 * most)
+    assert f"{least.candidate.mesh[-1]}, units" in str(caught.value)
 
 
 def test_a_slow_network_makes_it_gather_less_over_it() -> None:

@@ -28,7 +28,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, predict, sweep
+from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
 from fsdp2.comm.topology import Ring
 from fsdp2.estimation.events import Exchange
@@ -272,3 +272,116 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert [p["tensor_ranks"] for p in data["predictions"]] == [1, 2, 1, 2]
     assert [p["num_ranks"] for p in data["predictions"]] == [8, 8, 16, 16]
     assert data["num_traced"] == 2
+    code = main(
+        ("plan", f"{path}:model", "--input", f"{path}:batch", "--hardware", "h100", "--json",
+         "--world-size", "16", "--tensor-ranks", "1,2,4", "--parallelize", f"{path}:parallelize",
+         "--max-samples", "16", "--quiet")
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    assert {o["tensor_ranks"] for o in json.loads(out)["outcomes"]} == {2, 4}
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+SIZES = {"width": 2048, "head": 128, "num_blocks": 2}
+
+
+def planned(**options: Any) -> Plan:
+    options = {"tensor_ranks": [1, 2, 8], "parallelize": parallelize, "wrap": "auto", **options}
+    options["prefetch"] = 1
+    return plan(on_meta(**SIZES), batch(1, 8192), H100, 64, mp_policy=BF16, **options)
+
+
+def degrees(made: Plan) -> set[int | None]:
+    return {outcome.candidate.tensor_ranks for outcome in made.outcomes}
+
+
+def test_a_plan_chooses_the_most_samples_in_a_second() -> None:
+    made = planned(checkpoint="full")
+    assert degrees(made) == {1, 2, 8}
+    per_batch = [(o.candidate.tensor_ranks or 1) * o.seconds for o in made.outcomes]
+    assert made.tensor_ranks == made.chosen.candidate.tensor_ranks == 1
+    assert made.chosen is made.outcomes[0]
+    assert per_batch[0] <= 1.006 * min(per_batch)
+    assert "Tensor parallel: over 1 rank; over 2 ranks is" in str(made)
+    # Eight times the time for an eighth of the samples: the table says so.
+    assert min(o.seconds for o in made.outcomes if o.candidate.tensor_ranks == 8) < (
+        made.chosen.seconds
+    )
+    # Figures are those of `predict`.
+    best = next(o for o in made.outcomes if o.candidate.tensor_ranks == 8)
+    alone = predict(
+        on_meta(**SIZES), batch(1, 8192), H100, best.candidate.mesh, parallelize=parallelize,
+        tensor_ranks=8, strategy=best.candidate.strategy, activation_checkpointing="full",
+        mp_policy=BF16, prefetch=best.candidate.prefetch,
+        reshard_after_forward=best.candidate.reshard,
+    )  # fmt: skip
+    assert best.candidate.wrap == "blocks"
+    assert (alone.seconds, alone.needed_bytes) == (best.seconds, best.needed_bytes)
+
+
+def test_memory_and_samples_decide_the_degree() -> None:
+    free = planned(checkpoint="none", strategy="full")
+    least = min(o.needed_bytes for o in free.outcomes if o.candidate.tensor_ranks == 1)
+    tight = planned(checkpoint="none", strategy="full", memory_budget=0.95 * least)
+    assert free.tensor_ranks == 1 < tight.tensor_ranks
+    assert not any(o.fits for o in tight.outcomes if o.candidate.tensor_ranks == 1)
+    few = planned(checkpoint="none", strategy="full", max_samples=10)
+    assert degrees(few) == {8}
+    assert (few.mesh_shape, few.to_dict()["tensor_ranks"]) == ((8,), 8)
+    assert "h100, 64 ranks" in str(few)
+    meshes = planned(checkpoint="full", mesh_shape=(4, 8))
+    assert (degrees(meshes), meshes.mesh_shape) == ({2}, (4, 8))
+    with pytest.raises(ValueError, match="A step has 8 samples or more, and max_samples=7"):
+        planned(max_samples=7)
+
+
+def test_degrees_that_a_model_does_not_bear_are_left_out() -> None:
+    made = plan(
+        on_meta(), batch(), H100, 16, checkpoint="none", strategy="full",
+        parallelize=parallelize, tensor_ranks=[2, 8],
+    )  # fmt: skip
+    assert degrees(made) == {2}
+    assert "Tensor parallelism over 8 ranks is left out because it fails" in str(made)
+    with pytest.raises((RuntimeError, ValueError), match=r"head|shape|size|unflatten"):
+        plan(on_meta(), batch(), H100, 16, parallelize=parallelize, tensor_ranks=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tensor_ranks": [1, 2]}, "tensor_ranks=2 needs parallelize="),
+        ({"tensor_ranks": [], "parallelize": parallelize}, "tensor_ranks is empty"),
+        ({"tensor_ranks": [3], "parallelize": parallelize}, "must divide num_ranks=8"),
+        (
+            {"tensor_ranks": [2], "parallelize": parallelize, "mesh_shape": (2, 4)},
+            r"mesh_shape 2 x 4 is not a mesh of num_ranks=8 ranks beside tensor_ranks=\[2\]",
+        ),
+        ({"max_samples": 0}, "max_samples must be at least 1"),
+    ],
+)
+def test_bad_arguments_of_a_plan(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        plan(on_meta(), batch(), H100, 8, **options)
+
+
+@distributed(4)
+def test_a_tensor_parallel_plan_is_applied() -> None:
+    torch.manual_seed(0)
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    made = plan(on_meta(), batch(), "cpu", 4, checkpoint="full", strategy="full")
+    made.mesh_shape, made.tensor_ranks, made.parallelize = (2,), 2, parallelize
+    mesh = made.make_mesh("cpu")
+    assert mesh.mesh_dim_names == ("shard", "tensor")
+    made.apply(model, mesh)
+    assert model.blocks[0].q.weight.to_local().shape == (8, 32)
+    x = torch.randn(2, 16, 5, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    for (name, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = reference.grad
+        assert expected is not None, name
+        dist.all_reduce(expected)
+        torch.testing.assert_close(param.grad.full_tensor(), expected / 4, msg=name)

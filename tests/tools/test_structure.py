@@ -56,9 +56,13 @@ def test_the_core_stays_small() -> None:
     # 4 and 1 for whether sums are added host by host, which `deterministic` asks; 51 and 5 for
     # channels that end with their model, and freezing in every state; 134 and 12 for what modules
     # in the middle of a unit skip (`runtime/middle.py`); 130 and 15 for units that lie side by side
-    # for `flat_step`; 1 function for ids of parameters that were replaced.
-    assert core().code_lines <= 9249
-    assert core().functions <= 985
+    # for `flat_step`; 1 function for ids of parameters that were replaced; 34 and 8 for a stream of
+    # copies and which storages are gathered, for `offload_activations`; 20 and 3 for which
+    # all-reduces are one exchange; 29 and 1 for sums
+    # of 0-dim parameters in fewer bytes, which all ranks must hold alike; 7 and 1 for methods that
+    # are registered again.
+    assert core().code_lines <= 9338
+    assert core().functions <= 997
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -72,8 +76,8 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     assert len(measured[FIRST].files) <= 49 + OLDER_TORCH
     # Three of them ask whether there is a `CommPolicy`, three look for what would be lost, two for
     # what was frozen; one whether an optimizer wants units side by side, and one was a part of
-    # another; one forgets parameters that were replaced.
-    assert len(measured[FIRST].functions) <= 345
+    # another; one forgets parameters that were replaced, one notes gathered storages.
+    assert len(measured[FIRST].functions) <= 346
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:

@@ -149,6 +149,8 @@ class Source:
                 raise CorruptCheckpoint(
                     f"{self.path}: file {name[:300]} cannot be there: {error.strerror}"
                 ) from error
+            if error.errno == errno.EMFILE:
+                raise self._no_more_files() from error
             raise
         self._fds[name] = fd
         status = os.fstat(fd)
@@ -185,8 +187,17 @@ class Source:
         try:
             # The very file that was checked, even if its name now belongs to another.
             return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no /proc here
-            return os.dup(fd)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise self._no_more_files() from error
+            return os.dup(fd)  # no /proc here
+
+    def _no_more_files(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: this process may open no more files: {len(self._fds)} of the "
+            "checkpoint are open, and each thread that reads opens one more: raise the limit "
+            "(ulimit -n)"
+        )
 
     def read(self, file: str, out: memoryview, offset: int, fd: int | None = None) -> None:
         """Fill ``out`` from byte ``offset`` of ``file``, by another descriptor of it if given."""

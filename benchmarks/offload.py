@@ -1,0 +1,219 @@
+"""What fits in how many bytes with `offload_activations` and `offload_optimizer`, at what speed.
+
+    python -m benchmarks.offload [--rounds 5] [--write docs/offload.md]
+
+One process trains a stack of transformer blocks. Bytes are counted on the device: the most that is
+allocated in a step beside parameters, gradients and the state of the optimizer (activations), or
+the most of that state that is on it (optimizers). Times are medians over interleaved rounds, as
+ratios within a round to a step with nothing offloaded. Without a GPU the device is the test device
+of tests/support: its bytes are those of any device, its times say nothing about a GPU. State in
+files is timed beside state in memory for parameters on the CPU, where nothing is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import offload_activations, offload_optimizer
+from fsdp2.optim import local_step
+
+from . import machine
+from .models import Stack, StackConfig
+from .report import row, write_readme
+
+CONFIG = StackConfig(width=256, hidden=640, num_blocks=8, num_heads=4)
+SHAPE = (4, 128, 256)  # batch, tokens, width
+LIMITS = (0, 4, 8, 16)  # MiB of saved tensors that stay on the device
+MIB = 1 << 20
+BEGIN, END = "<!-- offload:begin -->", "<!-- offload:end -->"
+
+
+def start_device() -> str:
+    """The device to measure on; its module is ``torch.NAME``."""
+    if torch.cuda.is_available():
+        return "cuda"
+    sys.path.append(str(machine.REPOSITORY / "tests" / "support"))
+    import testdev
+
+    testdev.start()
+    return testdev.NAME
+
+
+class Way:
+    """One way to train: a model, what forward runs in, and whether blocks are checkpointed."""
+
+    def __init__(self, name: str, device: str, limit: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.model = Stack(CONFIG).to(device)
+        self.x = torch.randn(SHAPE).to(device)
+        self.device = torch.get_device_module(device)
+        self.copied = 0
+        self.offload: offload_activations | None = None
+        if limit is not None:
+            self.offload = offload_activations(self.model, max_device_bytes=limit)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        if self.offload is not None:
+            return self.offload
+        if self.name == "save_on_cpu":
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return nullcontext()
+
+    # As torch.autograd.graph.save_on_cpu without pinned memory, and counted.
+    def _pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        self.copied += tensor.nbytes
+        return tensor.device, tensor.cpu()
+
+    def _unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
+        return packed[1].to(packed[0])
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.name != "checkpoint":
+            return self.model(x)
+        for block in self.model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def step(self) -> dict[str, float]:
+        """Forward and backward: seconds, the most bytes beside those before, and bytes copied."""
+        for parameter in self.model.parameters():  # gradients are no activations
+            parameter.grad = torch.zeros_like(parameter)
+        copied = self._copied()
+        self.device.synchronize()
+        self.device.reset_peak_memory_stats()
+        before, began = self.device.memory_allocated(), time.perf_counter()
+        with self._context():
+            loss = self._forward(self.x).square().mean()
+        loss.backward()
+        self.device.synchronize()
+        seconds = time.perf_counter() - began
+        return {
+            "s": seconds,
+            "peak": self.device.max_memory_allocated() - before,
+            "copied": self._copied() - copied,
+        }
+
+    def _copied(self) -> int:
+        return self.copied if self.offload is None else self.offload.bytes.to_host
+
+
+def activations(device: str, rounds: int) -> list[str]:
+    """The rows of the table of activations."""
+    ways = [Way(name, device) for name in ("all on the device", "save_on_cpu", "checkpoint")]
+    ways += [Way(f"offload_activations, {n} MiB", device, n * MIB) for n in LIMITS]
+    right = [p.grad.cpu() for p in _trained(ways[0]).parameters() if p.grad is not None]
+    for way in ways[1:]:
+        found = [p.grad.cpu() for p in _trained(way).parameters() if p.grad is not None]
+        if not all(map(torch.equal, found, right)):
+            raise RuntimeError(f"{way.name} has other gradients")
+    results = [[way.step() for way in ways] for _ in range(rounds)]
+    lines = [row(["activations", "peak, MiB", "copied to the host, MiB", "time"]), _rule(4)]
+    for i, way in enumerate(ways):
+        last = results[-1][i]
+        ratio = statistics.median(each[i]["s"] / each[0]["s"] for each in results)
+        cells = [way.name, f"{last['peak'] / MIB:.1f}", f"{last['copied'] / MIB:.1f}"]
+        lines.append(row([*cells, f"{ratio:.2f}"]))
+    return lines
+
+
+def _trained(way: Way) -> nn.Module:
+    way.step()
+    return way.model
+
+
+def optimizer_bytes(device: str) -> list[str]:
+    """The rows of the table of optimizer state on a device: counted, not timed."""
+    lines = [row(["AdamW's state", "on the device at most, MiB", "elsewhere, MiB"]), _rule(3)]
+    model = Way("", device).model
+    state = 2 * sum(p.nbytes for p in model.parameters()) / MIB
+    lines.append(row(["on the device", f"{state:.1f}", "0"]))
+    with tempfile.TemporaryDirectory() as folder:
+        for to, limit in (("cpu", 0), ("cpu", 8), (folder, 0)):
+            model = Way("", device).model
+            adam = torch.optim.AdamW(model.parameters())
+            optimizer: Any = offload_optimizer(
+                adam, to, max_device_bytes=limit * MIB, chunk_bytes=2 * MIB
+            )
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            counts = vars(optimizer)["_fsdp2_pager"].counts
+            name = f"{'host' if to == 'cpu' else 'files'}, {limit} MiB stay, parts of 2 MiB"
+            most = (counts.kept + counts.back_peak) / MIB
+            lines.append(row([name, f"{most:.1f}", f"{counts.away / MIB:.1f}"]))
+    return lines
+
+
+def optimizer_times(rounds: int, folder: Path) -> list[str]:
+    """The rows of the table of optimizer state of parameters in host memory."""
+    params = [[nn.Parameter(torch.randn(1024, 1024)) for _ in range(24)] for _ in range(2)]
+    for p in (*params[0], *params[1]):
+        p.grad = torch.randn_like(p)
+    steps: list[Callable[[], Any]] = [
+        local_step(torch.optim.AdamW(params[0], fused=True)).step,
+        offload_optimizer(
+            torch.optim.AdamW(params[1], fused=True), folder, chunk_bytes=32 * MIB
+        ).step,
+    ]
+    times = [[_time(step) for step in steps] for _ in range(rounds + 1)][1:]
+    ratio = statistics.median(files / memory for memory, files in times)
+    memory, files = (statistics.median(column) for column in zip(*times, strict=True))
+    mib = sum(2 * p.nbytes for p in params[0]) // MIB
+    return [
+        row(["fused AdamW on the CPU", "state in host memory, MiB", "ms", "ratio"]),
+        _rule(4),
+        row(["in host memory", str(mib), f"{1000 * memory:.0f}", "1"]),
+        row(
+            ["in files, parts of 32 MiB", "at most 4 parts", f"{1000 * files:.0f}", f"{ratio:.2f}"]
+        ),
+    ]
+
+
+def _time(step: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def _rule(columns: int) -> str:
+    return row(["---", *["---:"] * (columns - 1)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures and prints; with ``--write``, into a page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of each way (default 5)")
+    parser.add_argument("--write", type=Path, help="a page with the markers of the tables")
+    parser.add_argument("--folder", type=Path, help="for files of state (default: temporary)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    device = start_device()
+    facts = machine.describe()
+    where = f"{facts['machine']['cpu']}; device: {device}; torch {torch.__version__}"
+    lines = [f"{where}; {facts['date'][:10]}, commit {(facts['commit'] or '?')[:12]}.", ""]
+    lines += activations(device, options.rounds)
+    lines += ["", *optimizer_bytes(device), ""]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        lines += optimizer_times(options.rounds, Path(folder))
+    text = "\n".join(lines)
+    print(text)
+    if options.write is not None:
+        write_readme(options.write, text, BEGIN, END)
+
+
+if __name__ == "__main__":
+    main()

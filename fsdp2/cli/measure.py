@@ -1,0 +1,71 @@
+"""``fsdp2 measure``: run on all ranks under the job's launcher; writes a file for ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..render.text import fail
+
+
+def add_measure(groups: Any) -> None:
+    about = "measure the speeds of a job's hardware, for fsdp2 plan: start it on all ranks"
+    parser = groups.add_parser(
+        "measure",
+        aliases=["calibrate"],
+        help=about,
+        description=(
+            "Measure multiplications, attention, norms, memory, the host, collectives by size over "
+            "each dim of a mesh, and the disk, in 1 to 2 minutes. Start it on all ranks by the "
+            "job's launcher: torchrun --nnodes 2 ... -m fsdp2 measure --out ours.json. Rank 0 "
+            "writes the file, which fsdp2 plan --hardware ours.json takes."
+        ),
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="ends in .json")
+    parser.add_argument("--name", default="measured", help="of the hardware (default: measured)")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="also measure the disk of a folder"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few small sizes: to try it out")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.set_defaults(run=run_measure)
+
+
+def run_measure(args: argparse.Namespace) -> int:
+    """Measure on this rank; rank 0 writes."""
+    if args.out.suffix != ".json":
+        return fail(f"--out has to end in .json, got {args.out}")
+    if not args.out.resolve().parent.is_dir():
+        return fail(f"--out: there is no folder {args.out.resolve().parent}")
+    if args.folder is not None and not args.folder.is_dir():
+        return fail(f"--folder: there is no folder {args.folder}")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
+    import torch
+    import torch.distributed as dist
+
+    from ..planner import measure, write_hardware
+
+    job = "RANK" in os.environ
+    if job:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
+    first = not job or dist.get_rank() == 0
+
+    def progress(what: str) -> None:
+        if first and not args.quiet:
+            print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+    try:
+        made = measure(quick=args.quick, folder=args.folder, name=args.name, progress=progress)
+        if first:
+            write_hardware(made, args.out)
+            print(f"{args.out}: fsdp2 plan --hardware {args.out}", flush=True)
+    finally:
+        if job:
+            dist.destroy_process_group()
+    return 0
