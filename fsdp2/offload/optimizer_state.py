@@ -158,8 +158,7 @@ class Pager:
         before = len(state)
         todo = [page for page in pages if page.param.grad is not None]
         for page in todo:
-            if page.param in state:
-                page.adopt(state[page.param])
+            page.adopt(state.get(page.param, {}))
         result = self._step_chunks(optimizer, raw, args, kwargs, todo)
         if len(state) != before:
             # Checkpoints compare their order between ranks.
@@ -196,14 +195,15 @@ class Pager:
                 if number:
                     self._finish(chunks[number - 1])
             self._finish(chunks[-1])
+            for page in todo:
+                page.wait()
         except BaseException:
             self._give_up(todo)
             raise
-        for page in todo:
-            page.wait()
-        for copies in self._copies.values():
-            if copies is not None:
-                copies.synchronize()  # the host may look at the state now
+        finally:
+            for copies in self._copies.values():
+                if copies is not None:
+                    copies.synchronize()  # the host may look at the state now
         return result
 
     def _read(self, chunks: list[list[Page]], number: int) -> None:

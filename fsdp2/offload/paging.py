@@ -21,6 +21,7 @@ from ..optim.values import is_container, map_tensors
 from .homes import FileHome, MemoryHome, aligned_buffer
 
 ALIGN_BYTES = 256
+_NOTHING = object()  # what the optimizer had seen of a new entry
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Page:
         self.plain = param
         if isinstance(param, DTensor):
             self.plain = nn.Parameter(self.source, requires_grad=param.requires_grad)
-        self.nbytes = 2 * self.source.nbytes
+        self.nbytes = self._expected_bytes()
         self._options, self._counts = options, counts
         self._pin = options.pin_memory and not is_on_host(self.source)
         self._home: MemoryHome | FileHome | None = None
@@ -86,10 +87,13 @@ class Page:
         self._future: Future[None] | None = None
         self._event: Any = None
 
+    def _expected_bytes(self) -> int:
+        return 2 * self.source.nbytes  # as of Adam
+
     # -- what the optimizer sees ----------------------------------------------------------------
 
     def adopt(self, state: dict[Any, Any]) -> None:
-        """Before a step: take over state that was loaded, or made without this."""
+        """Before a step: take over state that was loaded, made without this, or removed."""
         found = {key for key, value in state.items() if self._can_be_away(key, value)}
         if found == set(self._placed) and all(state[k] is v for k, v in self._placed.items()):
             return
@@ -127,7 +131,7 @@ class Page:
         """After the step: take over what is new, and note what has to be moved."""
         made: dict[Any, Tensor] = {}
         for key, value in inner.items():
-            had, saw = self._before.pop(key, (None, None))
+            had, saw = self._before.pop(key, (None, _NOTHING))
             if key in self._slots and isinstance(value, Tensor):
                 if value is not saw:
                     made[key] = value
@@ -186,7 +190,8 @@ class Page:
             for key, value in values.items():
                 here = value.to(self.source.device)
                 state[key] = self._laid_out(here)
-            self._kept, self.nbytes = end, end
+            self._kept = end
+            self.nbytes = end or self._expected_bytes()
             counts.kept += end
             return
         self.nbytes = end
@@ -270,9 +275,14 @@ class Page:
 
     def wait(self) -> None:
         """The host waits until it is read, or written."""
-        future, self._future = self._future, None
-        if future is not None:
+        future = self._future
+        if future is None:
+            return
+        try:
             future.result()
+        finally:
+            if future.done():  # else this was interrupted: a read must not overtake a write
+                self._future = None
 
 
 def is_on_host(tensor: Tensor) -> bool:

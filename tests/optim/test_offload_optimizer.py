@@ -6,6 +6,8 @@ import copy
 import errno
 import itertools
 import os
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -246,6 +248,62 @@ def test_state_that_is_made_anew(to: str, tmp_path: Path) -> None:
     assert (away(optimizer) > 0) == (to == "files")
 
 
+class Lazy(torch.optim.Optimizer):
+    """Has nothing to remember at first, and notes that."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "mean" not in state:
+                state["mean"] = None
+            else:
+                mean = state["mean"]
+                state["mean"] = p.grad.clone() if mean is None else mean.lerp_(p.grad, 0.5)
+                p.sub_(0.1 * state["mean"])
+
+
+def _removed(number: int, optimizer: Any) -> None:
+    """Parts of the state, or all of it: the optimizer begins anew there."""
+    if number == 2:
+        optimizer.state.pop(optimizer.param_groups[0]["params"][0])
+    elif number == 4:
+        optimizer.state.clear()
+    elif number == 6:
+        next(iter(optimizer.state.values())).clear()
+
+
+MAKERS: dict[str, Any] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "none at first": Lazy,
+}
+
+
+@pytest.mark.parametrize("limit", [0, 7_000])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+def test_state_that_is_removed_begins_anew(make: Any, limit: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+    plain = copy.deepcopy(model)
+    right, small = make(plain.parameters()), {**SMALL, "max_device_bytes": limit}
+    optimizer = offload_optimizer(make(model.parameters()), tmp_path, elementwise=True, **small)
+    for number in range(8):
+        x = torch.randn(3, 40)
+        for each, step in ((model, optimizer), (plain, right)):
+            step.zero_grad()
+            each(x).square().mean().backward()
+            _removed(number, step)
+            step.step()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert optimizer.state[a].keys() == right.state[b].keys()
+    assert away(optimizer) > 0
+
+
 class Counting(torch.optim.SGD):
     """Remembers a number in its groups."""
 
@@ -286,6 +344,76 @@ def test_errors_of_the_disk_are_raised_in_the_step(tmp_path: Path) -> None:
         with mock.patch(f"os.{call}", side_effect=broken), pytest.raises(OSError, match="Input"):
             optimizer.step()
     optimizer.step()
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_under_way(tmp_path: Path) -> None:
+    """Ctrl-C while the host waits for the disk: the next step reads what this one has written."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    plain = copy.deepcopy(model)
+    right = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload_optimizer(made, tmp_path, **SMALL)
+    may_write = threading.Event()
+    write, result, waits = FileHome.write, Future.result, itertools.count()
+
+    def write_later(self: FileHome, buffer: Tensor) -> None:
+        assert may_write.wait(60)
+        write(self, buffer)
+
+    def interrupted(self: Future[None], timeout: float | None = None) -> None:
+        if next(waits) == 1:  # the first waits for what is read
+            threading.Timer(0.3, may_write.set).start()
+            raise KeyboardInterrupt
+        result(self, timeout)
+
+    for number in range(4):
+        x = torch.randn(3, 40)
+        for each, step in ((model, optimizer), (plain, right)):
+            step.zero_grad()
+            each(x).square().mean().backward()
+            if number == 2 and step is optimizer:
+                slow = mock.patch.object(FileHome, "write", write_later)
+                once = mock.patch.object(Future, "result", interrupted)
+                with slow, once, pytest.raises(KeyboardInterrupt):
+                    step.step()
+            else:
+                step.step()
+        assert all(map(torch.equal, model.parameters(), plain.parameters())), number
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C at the end of the sixth part of all steps."""
+
+    parts = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        type(self).parts += 1
+        if self.parts == 6:
+            raise KeyboardInterrupt
+
+
+def _interrupted_on_the_device() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    made = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload_optimizer(made, elementwise=True, min_bytes=512, chunk_bytes=0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    testdev.native().set_delays(0, 1.0, 50_000)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        sums = [state["momentum_buffer"].sum().item() for state in optimizer.state.values()]
+    finally:
+        testdev.native().set_delays(0, 0.0, 0)
+    # What the host reads at once, as for a last checkpoint.
+    assert sums == pytest.approx([1.9 * 64 * 64] * 3)
+
+
+def test_state_is_complete_after_an_interrupt() -> None:
+    run_on(1, _interrupted_on_the_device, device=testdev.NAME)
 
 
 def test_files_where_direct_io_is_refused(tmp_path: Path) -> None:
