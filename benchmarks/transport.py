@@ -123,9 +123,11 @@ def counting_sent(places: Sequence[int] | None = None) -> Iterator[Counter[str]]
             if there != places[dist.get_rank()]:
                 sent[kind + BETWEEN] += nbytes
 
-    def counted_follow(owner: object, purpose: str, job: Callable[[], Any]) -> Step:
+    def counted_follow(
+        owner: object, purpose: str, job: Callable[[], Any], group: dist.ProcessGroup
+    ) -> Step:
         # What follows is part of the same, whatever runs here by then.
-        return follow(owner, purpose, functools.partial(inside, kinds()[0], job))
+        return follow(owner, purpose, functools.partial(inside, kinds()[0], job), group)
 
     start, send, post = Messages._start, HostRelays._send, HostLinks.post
     names = ("gather", "scatter", "all_reduce")

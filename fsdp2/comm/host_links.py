@@ -14,6 +14,7 @@ up for each message, and take turns with the caller's for Python's lock.)
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import select
@@ -46,6 +47,7 @@ _LONGEST = 1 << 16  # bytes of a message
 _FULL = 8000  # numbers of a message, two for a range
 _LATE_S = 0.004  # after which the thread serves
 _SLICE_S = 0.05  # of waiting, after which a thread looks whether another one was told
+_LONGEST_END_S = 5.0  # at exit
 USES_OF_TAG = 8  # keys per message tag
 _RECORD = 256  # bytes that ranks exchange to meet
 _CPU = torch.device("cpu")
@@ -370,6 +372,7 @@ class _Served:
         self.num_unread = self.num_waiting = 0
         self.is_late = threading.Event()
         self.thread: threading.Thread | None = None
+        self.has_ended = False
 
     def note_unread(self, change: int) -> None:
         """Count exchanges that were begun and not read; the caller has the lock."""
@@ -384,7 +387,7 @@ class _Served:
 
     @torch.no_grad()
     def _serve_late(self) -> None:
-        while True:
+        while not self.has_ended:
             self.is_late.wait()
             time.sleep(_LATE_S)
             with _lock:
@@ -393,6 +396,13 @@ class _Served:
                     continue
             if not self.num_waiting:
                 _serve(0)
+
+    def end(self) -> None:
+        """End the thread, before the interpreter does (as in `followers`)."""
+        self.has_ended = True
+        self.is_late.set()
+        if self.thread is not None:
+            self.thread.join(_LONGEST_END_S)
 
     def drop(self, connection: socket.socket) -> None:
         if self.links.pop(connection.fileno(), None) is not None:
@@ -459,6 +469,7 @@ _lock = threading.RLock()
 # Of groups without links: where their ranks are.
 _found: WeakKeyDictionary[dist.ProcessGroup, HostLinks | Places] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_start_anew)
+atexit.register(lambda: _served.end())
 
 
 def host_links(group: dist.ProcessGroup) -> HostLinks | None:

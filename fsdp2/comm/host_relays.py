@@ -116,7 +116,7 @@ class HostRelays:
             relaying = links.begin(key(tag, use + _RELAYED), None, read_relayed)
             # Ranks of a host wait for what one of them receives, and that one may be busy, or wait
             # for another exchange.
-            follow(links, "relay", self._breaking(received, relay))
+            follow(links, "relay", self._breaking(received, relay), group)
 
         def finish() -> None:
             reading.wait()
@@ -215,7 +215,7 @@ class HostRelays:
                         if len(term):
                             sends.append(self._send(([term], rank, tag + i), use))
             if then is not None:
-                steps.append(follow(links, "sum", self._breaking(receives, add_hosts)))
+                steps.append(follow(links, "sum", self._breaking(receives, add_hosts), group))
 
         operation = links.begin(key(tag, use), self._terms(parts), read_all)
         held = list(parts)  # until the others have read them
@@ -299,7 +299,7 @@ class HostRelays:
             sum_own()
             return spread()
 
-        return follow(self._links, "sum", self._breaking([], add_up)).wait
+        return follow(self._links, "sum", self._breaking([], add_up), self.group).wait
 
 
 def _slices(plan: GatherPlan | RowGather, rank: int) -> list[torch.Tensor]:

@@ -124,7 +124,7 @@ class Messages:
             )  # fmt: skip
 
         # In a thread: the sums go out while this rank computes.
-        return follow(self.group, "sum", spread).wait
+        return follow(self.group, "sum", spread, self.group).wait
 
     def _start(self, sends: Listed, receives: Listed) -> Finish:
         group = self.group

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from ..common.pytree import tensors_in
 from .meter import StorageMeter
 from .op_costs import repeated_heads
 
@@ -59,7 +61,7 @@ class _Flex:
         if not isinstance(q, FakeTensor):
             return self._original(q, k, v, score_mod, block_mask, *args, **kwargs)
         density = self._density(block_mask, q.shape[-2], k.shape[-2])
-        captured = _captured(score_mod)
+        captured = self._captured(score_mod, q)
         made = _FlexAttention.apply(self._meter, density, q, k, v, *captured)
         out, logsumexp = made
         return out, logsumexp, logsumexp.new_empty(0)
@@ -71,6 +73,24 @@ class _Flex:
         if key not in self._densities:  # the mask is kept, so that its id is not reused
             self._densities[key] = (mask, self._measure(block_mask, num_queries, num_keys))
         return self._densities[key][1]
+
+    def _captured(self, score_mod: Any, query: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors that a score_mod uses and that need gradients (a trained bias).
+
+        It is called, as it may reach them in any way: through a module, a list, another function.
+        Without gradients, or what it makes of them would be found too.
+        """
+        with self._meter.paused(), torch.no_grad(), _Trained() as trained:
+            score = query.new_empty(1)
+            places = [score.new_zeros(1, dtype=torch.int) for _ in range(4)]
+            try:  # on tensors without dimensions, as torch calls it
+                torch.vmap(score_mod)(score, *places)
+            except Exception as error:  # of the user's function
+                self._notes.append(
+                    "FlexAttention: gradients of what its score_mod uses may be missing, as it "
+                    f"could not be evaluated ({type(error).__name__}: {error})"
+                )
+        return list(trained.found.values())
 
     def _measure(self, block_mask: tuple, num_queries: int, num_keys: int) -> float:
         partial, full = block_mask[2], block_mask[4]
@@ -114,11 +134,18 @@ def _sampled(mask: Callable, sizes: tuple[int, int], blocks: tuple[int, int]) ->
     return float(by_block.any(3).any(1).float().mean())
 
 
-def _captured(score_mod: Any) -> list[torch.Tensor]:
-    """Tensors that a score_mod uses and that need gradients (a trained bias)."""
-    cells = getattr(score_mod, "__closure__", None) or ()
-    contents = [cell.cell_contents for cell in cells]
-    return [t for t in contents if isinstance(t, torch.Tensor) and t.requires_grad]
+class _Trained(TorchFunctionMode):
+    """Collects the tensors that need gradients among the arguments of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.found |= {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        return func(*args, **(kwargs or {}))
 
 
 class _FlexAttention(torch.autograd.Function):

@@ -225,24 +225,56 @@ def test_flex_attention_costs_the_blocks_of_its_mask(compiled: bool) -> None:
             assert not trace.notes
 
 
+class Biased(nn.Module):
+    """Attention with a trained bias, which its score_mod reaches in different ``way``s."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.attention = Attention(attend=self.attend)
+        self.way = way
+        self.bias = nn.ParameterList([nn.Parameter(torch.zeros(4))])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias, listed = self.bias[0], [self.bias[0]]
+        functions: dict[str, Any] = {
+            "itself": lambda s, b, h, i, j: s + bias[h],
+            "a module": lambda s, b, h, i, j: s + self.bias[0][h],
+            "a list": lambda s, b, h, i, j: s + listed[0][h],
+            "a default": lambda s, b, h, i, j, table=bias: s + table[h],
+            "an operator's result": (lambda made: lambda s, b, h, i, j: s + made[h])(bias * 2),
+            "nothing": lambda s, b, h, i, j: s + (i - j),
+            "a failing function": lambda s, b, h, i, j: s + bias[h].item(),
+        }
+        return flex_attention(q, k, v, score_mod=functions[self.way])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+def num_gradients(trace: StepTrace) -> int:
+    return sum(type(event).__name__ == "Gradient" for event in trace.events)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("_no_warnings")
-def test_flex_attention_with_a_trained_bias() -> None:
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = Attention(attend=self.attend)
-            self.bias = nn.Parameter(torch.zeros(4))
+@pytest.mark.parametrize(
+    "way", ["itself", "a module", "a list", "a default", "an operator's result"]
+)
+def test_a_trained_bias_of_flex_attention_gets_a_gradient_however_it_is_reached(way: str) -> None:
+    trace = traced(Biased(way))
+    assert num_gradients(trace) == 2  # of the projection too
+    assert trace.notes == []
 
-        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bias = self.bias
-            return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h])
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x)
-
-    trace = traced(Biased())
-    assert len([e for e in trace.events if type(e).__name__ == "Gradient"]) == 2
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_no_warnings")
+def test_a_score_mod_that_trains_nothing_or_fails() -> None:
+    trace = traced(Biased("nothing"))
+    assert num_gradients(trace) == 1
+    assert trace.notes == []
+    trace = traced(Biased("a failing function"))
+    assert "score_mod" in trace.notes[0]
+    assert "could not be evaluated" in trace.notes[0]
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""A process that ends by an error says so, whatever its threads wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: about its exchanges", allow_module_level=True)
+
+from exit_while_exchanging import CANNOT_READ, WAYS
+from fsdp2.comm import host_links
+from fsdp2.comm.host_links import _Served
+
+pytestmark = harness.cpu_only("gloo")
+SUPPORT = Path(__file__).parents[1] / "support"
+SCRIPT = SUPPORT / "exit_while_exchanging.py"
+ENVIRONMENT = {
+    **os.environ,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": f"{SUPPORT.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_while_a_thread_waits_for_messages_ends_with_its_exit_code(
+    way: str, tmp_path: Path
+) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), way, str(rank), str(tmp_path)],
+            stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=harness.JOB_TIMEOUT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    codes = [rank.returncode for rank in ranks]
+    if codes == [CANNOT_READ] * 3:
+        pytest.skip("processes may not read each other's memory here")
+    assert codes == [1, 0, 0], said
+    assert said[0].rstrip().endswith("ValueError: planned"), said[0]
+
+
+def test_the_thread_that_serves_late_exchanges_ends_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for num_unread in (0, 1):
+        served = _Served()
+        monkeypatch.setattr(host_links, "_served", served)
+        served.note_unread(1)
+        served.note_unread(num_unread - 1)
+        thread = served.thread
+        assert isinstance(thread, threading.Thread)
+        assert thread.is_alive()
+        served.end()
+        assert not thread.is_alive()
+        served.epoll.close()
