@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import Case, normal_batch
 from reference import (
     assert_same_gradients,
@@ -122,6 +122,7 @@ def test_the_next_step_is_right(fault: str, mode: bool) -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 @ours_only("how ranks exchange data")
+@cpu_only("on a device, streams wait and not the host")
 @distributed(2)
 def test_the_step_after_ctrl_c_in_any_wait_is_right(reads: bool) -> None:
     """What still comes in is waited for, before its memory is freed."""
