@@ -351,6 +351,7 @@ def show_profile(profiled: Profile, folder: Path) -> None:
     if rank == 0:
         print(profiled.table(), flush=True)
     profiled.export_chrome_trace(folder / f"rank{rank}.json")
+    profiled.save_json(folder / f"measures{rank}.json")  # for fsdp2 compare
     try:
         profiled.save_picture(folder / f"rank{rank}.png")
     except ImportError as error:

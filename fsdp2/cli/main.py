@@ -23,6 +23,7 @@ from ..common.suggestions import did_you_mean
 from ..common.versions import __version__, installed_torch
 from ..render.text import BROKEN_PIPE, INTERRUPTED, fail
 from .ckpt import add_ckpt
+from .compare import add_compare
 from .cost import add_cost
 from .doctor import add_doctor
 from .explain import add_explain
@@ -119,6 +120,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_predict(groups)
     add_plan(groups)
     add_cost(groups)
+    add_compare(groups)
     add_doctor(groups)
     add_measure(groups)
     return parser

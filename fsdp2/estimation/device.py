@@ -73,6 +73,15 @@ class Launch:
     unit: str = ""
     phase: str = ""
 
+    @property
+    def lane(self) -> str:
+        """Its stream or, where all is on one in the order of the host, that of a GPU."""
+        if self.stream != "compute" or not isinstance(self.work, Transfer):
+            return self.stream
+        if self.work.kind == "all_to_all":  # a reduction in fewer bytes
+            return "reduce-scatter"
+        return self.work.kind.replace("_", "-")
+
 
 class LaunchStream:
     """Like ``torch.cuda.Stream``."""

@@ -1,5 +1,6 @@
 """Chooses how to shard a model for given hardware, by simulation: see `plan`."""
 
+from .comparison import Compared, Comparison, compare
 from .hardware import PRESETS, Hardware, find_hardware
 from .measure import measure, write_hardware
 from .outcomes import Outcome
@@ -12,6 +13,8 @@ from .training_cost import Offer, TrainingCost, training_cost
 
 __all__ = [
     "PRESETS",
+    "Compared",
+    "Comparison",
     "Hardware",
     "Offer",
     "Outcome",
@@ -22,6 +25,7 @@ __all__ = [
     "Split",
     "Sweep",
     "TrainingCost",
+    "compare",
     "find_hardware",
     "measure",
     "plan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..estimation.events import StepTrace
@@ -11,9 +11,13 @@ from ..estimation.replay import Setup
 from ..render.text import show_bytes, show_seconds
 from .candidates import Candidate
 from .simulate import SimulatedStep, Simulator
+from .unit_figures import peak_gathered_bytes, unit_figures, waited_s
 
 # The least part of a step that compute has to wait for the rest to be what bounds it.
 WAITS = 0.1
+
+# The key by which `compare` knows the JSON of a plan or a prediction; its value is the version.
+PREDICTED = "fsdp2_prediction"
 
 
 @dataclass
@@ -95,6 +99,9 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
         "stream_s": step.stream_s,
         "flops": step.flops,
         "peak_parts": step.peak.parts,
+        "waited_s": waited_s(step),
+        "peak_gathered_bytes": peak_gathered_bytes(step),
+        "units": [asdict(unit) for unit in unit_figures(step)],
     }
 
 

@@ -46,7 +46,7 @@ def _bars(step: SimulatedStep) -> list[Bar]:
     bars: list[list[Any]] = []
     last: dict[str, int] = {}
     for launch, span in zip(step.launches, step.spans, strict=True):
-        lane, unit = launch.stream, launch.unit or "(root)"
+        lane, unit = launch.lane, launch.unit or "(root)"
         index = last.get(lane)
         if index is not None and lane == COMPUTE:
             bar = bars[index]
@@ -63,7 +63,7 @@ def _waits(step: SimulatedStep) -> list[tuple[float, float]]:
     ended = 0.0
     gaps = []
     for launch, span in zip(step.launches, step.spans, strict=True):
-        if launch.stream == COMPUTE:
+        if launch.lane == COMPUTE:
             if span.begin - ended > 1e-4 * step.seconds:
                 gaps.append((ended, span.begin))
             ended = span.end
@@ -87,7 +87,7 @@ def _stretch(step: SimulatedStep) -> tuple[float, float]:
 def _over_time(step: SimulatedStep) -> tuple[list[float], list[dict[str, int]]]:
     """Memory over time. The host allocates and frees in the order of launches, so a change counts
     from the beginning of the last computation launched before it."""
-    numbers = [x.number for x in step.launches if x.stream == COMPUTE]
+    numbers = [x.number for x in step.launches if x.lane == COMPUTE]
     begins = [step.spans[number].begin for number in numbers]
     times: list[float] = []
     samples: list[dict[str, int]] = []

@@ -11,7 +11,7 @@ import torch
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
-from .outcomes import bound_sentence, figures_of
+from .outcomes import PREDICTED, bound_sentence, figures_of
 from .picture import draw
 from .ranges import Range, range_figures
 from .simulate import SimulatedStep
@@ -91,6 +91,7 @@ class Prediction:
         """The prediction as JSON-compatible data."""
         step = self.step
         return {
+            PREDICTED: 1,
             "hardware": self.hardware.name,
             "mesh_shape": list(self.mesh_shape),
             "num_ranks": self.num_ranks,

@@ -13,7 +13,7 @@ from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
 from .loads import describe_sizes
-from .outcomes import Outcome, bound_sentence, figures_of
+from .outcomes import PREDICTED, Outcome, bound_sentence, figures_of
 from .picture import draw
 from .ranges import Range, range_figures
 from .simulate import SimulatedStep
@@ -299,7 +299,9 @@ def _as_dict(made: Plan) -> dict[str, Any]:
     kwargs = {k: v for k, v in made.kwargs.items() if k not in policies}
     narrow = made.kwargs.get("comm_policy")
     return {
+        PREDICTED: 1,
         "hardware": made.hardware.name,
+        "num_ranks": prod(made.mesh_shape) * made.tensor_ranks,
         "mesh_shape": list(made.mesh_shape),
         "shard_model": kwargs,
         "param_dtype": None if policy.param_dtype is None else str(policy.param_dtype),

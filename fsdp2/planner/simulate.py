@@ -36,7 +36,8 @@ class SimulatedStep:
         host_s: how long the host takes to launch it all. If that is more than ``compute_s``, it is
             the host that ``exposed_s`` waits for.
         optimizer_s: time of the optimizer.
-        stream_s: how long each stream is busy.
+        stream_s: how long each stream is busy; where the host does everything in order, how long
+            it is busy with what GPUs have on that stream.
         exposed_s: how long compute waits for communication.
         peak: the memory peak of live tensors.
         reserved: bytes that the allocator holds for them.
@@ -123,7 +124,7 @@ class Simulator:
         kernels_s = sum(
             each.fixed_s
             for each, launch in zip(costs, made.launches, strict=True)
-            if launch.stream == "compute"
+            if launch.lane == "compute"
         )
         host_s = sum(each.fixed_s for each in host)
         return self._summary(trace, made, spans, cost, (offloaded, speed, kernels_s, host_s))
@@ -204,7 +205,7 @@ class Simulator:
         stream_s: dict[str, float] = {}
         for launch, span in zip(made.launches, spans, strict=True):
             busy = span.end - span.begin
-            stream_s[launch.stream] = stream_s.get(launch.stream, 0.0) + busy
+            stream_s[launch.lane] = stream_s.get(launch.lane, 0.0) + busy
         optimizer_s = self._optimizer_s(cost, offloaded) / speed
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)

@@ -106,6 +106,7 @@ class Recording:
     """Everything recorded, each list in host order.
 
     Attributes:
+        num_ranks: of the job.
         units: names, the root first, then in model order.
         stream_ordered: whether work ran on streams and was timed by events (CUDA); otherwise
             everything was timed on the host (CPU).
@@ -122,6 +123,7 @@ class Recording:
     memory: tuple[Sample, ...]
     moments: tuple[Moment, ...]
     end_s: float
+    num_ranks: int = 1
 
 
 def exclusive(borders: Iterable[Border], waits: Sequence[Wait]) -> tuple[Compute, ...]:

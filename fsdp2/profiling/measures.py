@@ -5,7 +5,7 @@ All values are of this rank and per step: the mean over the steps of the profile
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,6 +63,8 @@ class UnitMeasures:
         forward_s, backward_s, recompute_s: how long compute was in the unit, excluding units
             inside it and waits.
         gather, reduce_scatter, all_reduce: its communication.
+        peak_bytes: the most memory in all samples when compute entered or left it, as in
+            `StepMeasures`; None if unknown.
     """
 
     name: str
@@ -72,6 +74,7 @@ class UnitMeasures:
     gather: Traffic
     reduce_scatter: Traffic
     all_reduce: Traffic
+    peak_bytes: int | None = None
 
     @property
     def reduce(self) -> Traffic:
@@ -219,7 +222,21 @@ def _unit(recording: Recording, name: str, num_steps: int) -> UnitMeasures:
         gather=_traffic(own, waits, ALL_GATHER, num_steps),
         reduce_scatter=_traffic(own, waits, REDUCE_SCATTER, num_steps),
         all_reduce=_traffic(own, waits, ALL_REDUCE, num_steps),
+        peak_bytes=_peak_within(recording, name),
     )
+
+
+def _peak_within(recording: Recording, unit: str) -> int | None:
+    """The most memory in the samples at the borders of a unit's stretches of compute."""
+    times = [sample.time_s for sample in recording.memory]
+    totals = []
+    for each in recording.compute:
+        if each.unit == unit:
+            for sample in recording.memory[
+                bisect_left(times, each.begin_s) : bisect_right(times, each.end_s)
+            ]:
+                totals.append(sample.total)
+    return max((total for total in totals if total is not None), default=None)
 
 
 def _traffic(
@@ -246,6 +263,7 @@ def _total(units: Sequence[UnitMeasures]) -> UnitMeasures:
         sum((unit.gather for unit in units), none),
         sum((unit.reduce_scatter for unit in units), none),
         sum((unit.all_reduce for unit in units), none),
+        max((unit.peak_bytes for unit in units if unit.peak_bytes is not None), default=None),
     )
 
 

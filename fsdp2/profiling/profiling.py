@@ -14,6 +14,9 @@ from .events import Recording
 from .measures import Measures, UnitMeasures, measure
 from .recorder import Recorder
 
+# The key by which `fsdp2.planner.compare` knows the JSON of a profile; its value is the version.
+MEASURED = "fsdp2_profile"
+
 # Units that are being profiled.
 _profiled: WeakSet[Unit] = WeakSet()
 
@@ -49,6 +52,7 @@ def profile(model: nn.Module) -> Profile:
         ...     for _ in range(3):
         ...         train_step()
         >>> print(p.table())
+        >>> p.save_json("profile.json")  # for fsdp2 compare
         >>> p.export_chrome_trace("trace.json")  # for https://ui.perfetto.dev
         >>> p.save_picture("profile.png")
     """
@@ -164,6 +168,17 @@ class Profile:
         path.parent.mkdir(parents=True, exist_ok=True)
         trace = {"traceEvents": trace_events(self.recording), "displayTimeUnit": "ms"}
         path.write_text(json.dumps(trace))
+
+    def save_json(self, path: str | Path) -> None:
+        """Write the measures as JSON: for ``fsdp2 compare``, and to keep.
+
+        Args:
+            path: a file; missing parent folders are created.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = {MEASURED: 1, "num_ranks": self.recording.num_ranks, **self.as_dict()}
+        path.write_text(json.dumps(made))
 
     def save_picture(self, path: str | Path, step: int = -1) -> None:
         """Write one step as a picture: streams over time, memory below.

@@ -212,6 +212,7 @@ class Recorder:
                 self._units,
                 self._depths,
                 rank=dist.get_rank() if dist.is_initialized() else 0,
+                num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
                 device=str(self._device),
                 end_s=clock.read(self._stopped),
             )

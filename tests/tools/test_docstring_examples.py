@@ -167,7 +167,7 @@ def given(source: str, name: str) -> dict[str, Any]:
     wants_batches = "in batch" in source or "loader" in source
     names["batch"] = [tokens, tokens] if wants_batches else tokens
     names["loader"] = names["batch"]
-    names["loss"] = loss if name in PREDICTS else None
+    names["loss"] = loss if name in PREDICTS | {"compare"} else None
     if name == "share_comm_ctx":
         names["stage_0"], names["stage_1"] = model, fsdp2.fully_shard(Model())
     if "mesh=mesh" in source and dist.is_initialized():

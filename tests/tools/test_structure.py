@@ -60,8 +60,8 @@ def test_the_core_stays_small() -> None:
     # copies and which storages are gathered, for `offload_activations`; 20 and 3 for which
     # all-reduces are one exchange; 29 and 1 for sums
     # of 0-dim parameters in fewer bytes, which all ranks must hold alike; 7 and 1 for methods that
-    # are registered again; 51 and 3 for threads that end before the interpreter does, or the process
-    # would abort and its exit code be lost.
+    # are registered again; 51 and 3 for threads that end before the interpreter does, or the
+    # process would abort and its exit code be lost.
     assert core().code_lines <= 9389
     assert core().functions <= 1000
 

@@ -1,0 +1,54 @@
+"""``fsdp2 compare``: a prediction beside a profile; needs neither GPUs nor the model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..render.text import fail, print_json, shown
+
+
+def add_compare(groups: Any) -> None:
+    about = "compare a plan or prediction with a profile of the run"
+    parser = groups.add_parser(
+        "compare",
+        help=about,
+        description=(
+            f"{about[0].upper()}{about[1:]}: step, compute, exposed communication and memory, each "
+            "with its error."
+        ),
+    )
+    parser.add_argument(
+        "predicted",
+        type=Path,
+        metavar="PREDICTED",
+        help="what fsdp2 plan --json or fsdp2 predict --json has printed, in a file",
+    )
+    parser.add_argument(
+        "measured", type=Path, metavar="PROFILE", help="what save_json() of a profile has written"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="also as a picture: compared.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_compare)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare two files."""
+    from ..planner.comparison import compare, read_json
+
+    try:
+        made = compare(read_json(args.predicted), read_json(args.measured))
+    except ValueError as error:
+        return fail(error)
+    if args.json:
+        print_json(made.to_dict())
+    else:
+        for line in str(made).splitlines():
+            print(shown(line))
+    if args.picture:
+        try:
+            made.picture(args.picture)
+        except (ImportError, OSError, ValueError) as error:
+            return fail(error)
+    return 0
