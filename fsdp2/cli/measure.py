@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..render.text import fail
+from .together import run_together
 
 
 def add_measure(groups: Any) -> None:
@@ -38,34 +40,50 @@ def run_measure(args: argparse.Namespace) -> int:
     """Measure on this rank; rank 0 writes."""
     if args.out.suffix != ".json":
         return fail(f"--out has to end in .json, got {args.out}")
-    if not args.out.resolve().parent.is_dir():
-        return fail(f"--out: there is no folder {args.out.resolve().parent}")
-    if args.folder is not None and not args.folder.is_dir():
-        return fail(f"--folder: there is no folder {args.folder}")
+    if "RANK" not in os.environ:
+        return _measure(args)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     import torch
     import torch.distributed as dist
 
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
+    code = run_together(lambda: _measure(args, dist.get_rank()))
+    if code == 0:  # others may still wait in a collective of it
+        dist.destroy_process_group()
+    return code
+
+
+def _measure(args: argparse.Namespace, rank: int = 0) -> int:
+    if rank == 0:
+        _check_out(args.out)  # before minutes of measuring
+    if args.folder is not None and not args.folder.is_dir():
+        raise OSError(f"--folder: there is no folder {args.folder}")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     from ..planner import measure, write_hardware
 
-    job = "RANK" in os.environ
-    if job:
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
-    first = not job or dist.get_rank() == 0
-
     def progress(what: str) -> None:
-        if first and not args.quiet:
+        if rank == 0 and not args.quiet:
             print(f"measuring: {what}", file=sys.stderr, flush=True)
 
-    try:
-        made = measure(quick=args.quick, folder=args.folder, name=args.name, progress=progress)
-        if first:
-            write_hardware(made, args.out)
-            print(f"{args.out}: fsdp2 plan --hardware {args.out}", flush=True)
-    finally:
-        if job:
-            dist.destroy_process_group()
+    made = measure(quick=args.quick, folder=args.folder, name=args.name, progress=progress)
+    if rank == 0:
+        write_hardware(made, args.out)
+        print(f"{args.out}: fsdp2 plan --hardware {args.out}", flush=True)
     return 0
+
+
+def _check_out(out: Path) -> None:
+    """Raise an OSError if the file could not be written at the end."""
+    folder = out.resolve().parent
+    if not folder.is_dir():
+        raise OSError(f"--out: there is no folder {folder}")
+    if out.is_dir():
+        raise OSError(f"--out: {out} is a folder")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{out.name}."):
+            pass
+    except OSError as error:
+        raise OSError(f"--out: {out} cannot be written: {error.strerror}") from error

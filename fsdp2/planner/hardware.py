@@ -429,7 +429,9 @@ def _read(path: Path) -> Hardware:
     if len(text) > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
-        told: Any = json.loads(text)
+        told: Any = json.loads(text, object_pairs_hook=_each_once)
+    except _TwiceError as error:
+        raise ValueError(f"{path} has '{error}' twice: keep the one that is meant") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(told, dict):
@@ -462,6 +464,19 @@ def _read(path: Path) -> Hardware:
             f'{path} has no {", ".join(sorted(missing))}; a preset as "base" would give them'
         )
     return _made(path, Hardware, None, told)
+
+
+class _TwiceError(Exception):
+    """A key that an object of a file has twice; JSON lets the last one win, unnoticed."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _TwiceError(key)
+        made[key] = value
+    return made
 
 
 def _made(path: Path, make: Any, base: Hardware | None, told: Mapping[str, Any]) -> Hardware:

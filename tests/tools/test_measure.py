@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from harness import run_on
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
+from example_runs import environment, free_port
 from fsdp2 import plan
 from fsdp2.cli.main import main
 from fsdp2.comm.topology import Topology
@@ -255,12 +259,128 @@ def test_a_file_with_a_mistake_is_named_with_its_key(
         find_hardware(str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"base": "cpu", "overlap": 0.1, "overlap": 0.9}', "overlap"),
+        ('{"base": "cpu", "base": "h100"}', "base"),
+        ('{"base": "cpu", "operator_s": {"aten::add float32": [[1, 1]], '
+         '"aten::add float32": [[1, 2]]}}', "aten::add float32"),
+    ],
+)  # fmt: skip
+def test_a_key_that_a_file_has_twice_is_named(tmp_path: Path, text: str, key: str) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"ours.json has '{key}' twice"):
+        find_hardware(str(path))
+
+
+def measure_on(
+    num_ranks: int, printed: Path, script: str, tmp_path: Path
+) -> list[tuple[int, str, float]]:
+    """Run a script on ranks that no launcher ends: exit code, stderr and seconds of each.
+
+    Args:
+        script: Python that runs on each rank before ``main``; it may change ``options`` by rank.
+    """
+    file = tmp_path / "rank.py"
+    file.write_text(MEASURE.format(script=script))
+    job = environment(
+        WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+        LOCAL_WORLD_SIZE=str(num_ranks), TORCHELASTIC_USE_AGENT_STORE="False",
+    )  # fmt: skip
+    begin = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(file), "measure", "--quick", "--quiet", "--out", str(printed)],
+            env=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    found = []
+    try:
+        for rank in ranks:
+            _, err = rank.communicate(timeout=100)
+            found.append((rank.returncode, err, time.monotonic() - begin))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return found
+
+
+MEASURE = """
+import os, sys, time
+import torch.distributed as dist
+from fsdp2.cli.main import main
+import fsdp2.planner
+rank, options = int(os.environ["RANK"]), sys.argv[1:]
+module = sys.modules["fsdp2.planner.measure"]
+{script}
+sys.exit(main(options))
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_end_with_the_cause_if_one_fails(failing: int, tmp_path: Path) -> None:
+    """In the middle, while the others wait in a collective that nobody interrupts."""
+    script = f"""
+def fails(*args):
+    time.sleep(1)
+    raise RuntimeError("no more kernels")
+if rank == {failing}:
+    module._kernel_s = fails
+else:
+    # As with NCCL, where nobody sees that a connection was closed.
+    module._kernel_s = lambda device: time.sleep(90)
+"""
+    ended = measure_on(3, tmp_path / "ours.json", script, tmp_path)
+    for rank, (code, err, seconds) in enumerate(ended):
+        assert code == 2, (rank, err)
+        assert f"fsdp2: error: rank {failing} on " in err
+        assert "no more kernels" in err
+        assert ("Traceback" in err) == (rank == failing)
+        assert seconds < 60
+    assert not (tmp_path / "ours.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_noticed_before_measuring(tmp_path: Path) -> None:
+    script = """
+def measured(device, quick):
+    print("it measured", file=sys.stderr)
+    return []
+module._operators = measured
+"""
+    ended = measure_on(2, Path("/proc/ours.json"), script, tmp_path)
+    for code, err, _ in ended:
+        assert code == 2
+        assert "rank 0 on " in err
+        assert "--out: /proc/ours.json cannot be written" in err
+    assert "it measured" not in ended[0][1]
+
+
+def test_a_folder_that_one_rank_lacks_ends_all(tmp_path: Path) -> None:
+    script = f"""
+options += ["--folder", {str(tmp_path)!r} + "/no" * (rank == 1)]
+"""
+    for code, err, _ in measure_on(2, tmp_path / "ours.json", script, tmp_path):
+        assert code == 2
+        assert "rank 1 on " in err
+        assert "--folder: there is no folder" in err
+
+
 def test_the_command_refuses_what_it_could_not_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["measure", "--out", str(tmp_path / "ours.txt")]) == 2
     assert main(["measure", "--out", str(tmp_path / "no" / "ours.json")]) == 2
     assert main(["calibrate", "--out", "x.json", "--folder", str(tmp_path / "no")]) == 2
+    (tmp_path / "folder.json").mkdir()
+    assert main(["measure", "--out", str(tmp_path / "folder.json")]) == 2
+    assert main(["measure", "--out", "/proc/ours.json"]) == 2
     told = capsys.readouterr().err
     assert "has to end in .json" in told
+    assert "folder.json is a folder" in told
+    assert "/proc/ours.json cannot be written" in told
     assert told.count("there is no folder") == 2
