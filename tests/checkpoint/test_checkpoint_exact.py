@@ -177,6 +177,28 @@ def test_buffers_on_the_meta_device_that_are_not_saved(tmp_path: Path) -> None:
     assert torch.equal(model.weight, torch.ones(2, 2))
 
 
+class Listing(nn.Module):
+    """Has a parameter that only `named_parameters` shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.unlisted = [nn.Parameter(torch.ones(3, device="meta"))]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "unlisted.0", self.unlisted[0]
+
+
+def test_parameters_on_the_meta_device_that_only_an_overridden_method_shows(tmp_path: Path) -> None:
+    model = Listing()
+    save_model(model, tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"without values: 'unlisted\.0'"):
+        load_model(model, tmp_path / "weights")
+    model.unlisted[0] = nn.Parameter(torch.ones(3))
+    load_model(model, tmp_path / "weights")
+
+
 class ExtraState(nn.Module):
     def __init__(self, extra: Any) -> None:
         super().__init__()

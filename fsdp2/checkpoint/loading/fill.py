@@ -33,6 +33,8 @@ from .source import Source, Stored
 
 logger = logging.getLogger("fsdp2.checkpoint")
 STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
+# Methods of a module by which its tensors get names.
+_SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
 
 
 @dataclass
@@ -158,10 +160,15 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
 
 
 def _has_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer is on the meta device."""
+    """Whether any parameter or buffer is on the meta device; True if only names can tell."""
     left, seen = [model], {model}
+    usual: set[type] = set()
     while left:
         module = left.pop()
+        kind = type(module)
+        if kind not in usual and any(getattr(kind, n) is not getattr(nn.Module, n) for n in _SHOW):
+            return True  # it may show more than is registered
+        usual.add(kind)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_meta:
                 return True
