@@ -145,10 +145,11 @@ class HostLinks:
         sockets: dict[int, socket.socket],
         *,
         in_rank_order: bool,
+        machines: Sequence[int],
     ) -> None:
         self.size, self.rank = group.size(), group.rank()
         self.hosts, self.in_rank_order = hosts, in_rank_order
-        self.places = Places(tuple(map(tuple, hosts)), self.rank, in_rank_order)
+        self.places = Places(tuple(map(tuple, hosts)), self.rank, in_rank_order, tuple(machines))
         self.members = next(host for host in hosts if self.rank in host)
         place = self.members.index(self.rank)
         self.peers = [*self.members[place + 1 :], *self.members[:place]]
@@ -507,9 +508,9 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | Places:
         mine = [host_id(), str(os.getpid()), str(ctypes.addressof(proof)), token.hex(), order]
         mine.append("reads" if may_read else "")
         everyone = [text.split("\n") for text in _all(group, "\n".join(mine))]
-        names = {each[0] for each in everyone}
+        machines = _numbers([each[0] for each in everyone])
         alone = tuple((rank,) for rank in range(group.size()))
-        apart = Places(alone, group.rank(), one_host=len(names) == 1 and names != {""})
+        apart = Places(alone, group.rank(), machines=machines)
         hosts = _hosts([each[0] if each[5] else "" for each in everyone])
         if len(hosts) == group.size():
             return apart
@@ -537,7 +538,9 @@ def _connect(group: dist.ProcessGroup) -> HostLinks | Places:
                     connection.close()
                 return apart
         in_rank_order = any(each[4] == "rank" for each in everyone)
-        return HostLinks(group, hosts, pids, sockets, in_rank_order=in_rank_order)
+        return HostLinks(
+            group, hosts, pids, sockets, in_rank_order=in_rank_order, machines=machines
+        )
     finally:
         if listener is not None:
             listener.close()
@@ -549,6 +552,14 @@ def _hosts(names: Sequence[str]) -> list[list[int]]:
     for rank, name in enumerate(names):
         found.setdefault(name or f"rank {rank}", []).append(rank)
     return list(found.values())
+
+
+def _numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """A number for each rank, the same for those of one host."""
+    hosts = _hosts(names)
+    return tuple(
+        next(n for n, host in enumerate(hosts) if rank in host) for rank in range(len(names))
+    )
 
 
 def _prove(pid: int, address: int, expected: bytes) -> None:

@@ -44,13 +44,26 @@ class Places:
             not read is a host of its own.
         rank: of the group.
         in_rank_order: whether gradients travel to each owner from each rank (``FSDP2_SUM_ORDER``).
-        one_host: whether all ranks are on one host after all, and only may not read.
+        machines: of each rank, a number of the host that it is on after all, if it only may not
+            read or be read; empty: as ``hosts``.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
     in_rank_order: bool = False
-    one_host: bool = False
+    machines: tuple[int, ...] = ()
+
+    @cached_property
+    def near(self) -> frozenset[int]:
+        """The ranks to which no link between hosts leads, this one among them."""
+        if not self.machines:
+            return frozenset(self.members)
+        mine = self.machines[self.rank]
+        return frozenset(r for r, machine in enumerate(self.machines) if machine == mine)
+
+    @property
+    def one_host(self) -> bool:
+        return len(self.near) == self.size
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -92,13 +105,27 @@ class Places:
         number = {rank: i for i, rank in enumerate(ranks)}
         found = [tuple(number[r] for r in host if r in number) for host in self.hosts]
         hosts = sorted(host for host in found if host)
-        return Places(tuple(hosts), number[self.rank], self.in_rank_order, self.one_host)
+        machines = tuple(self.machines[rank] for rank in ranks) if self.machines else ()
+        return Places(tuple(hosts), number[self.rank], self.in_rank_order, machines)
 
     def gather(self, nbytes: int) -> Sent:
         """By relays: this rank's ``nbytes`` are to come to all others."""
         # What comes here from other hosts is read by all of this one.
         readers = len(self.members) - 1
-        return Sent(readers * (1 + len(self.served)) * nbytes, self.others * nbytes)
+        read = readers * (1 + len(self.served)) * nbytes
+        return self._sent(dict.fromkeys(self.partners, nbytes), read)
+
+    def gather_rows(self, nbytes: int) -> Sent:
+        """`gather` under a `CommPolicy`: where no two ranks read, in a ring of gloo."""
+        if len(self.hosts) < self.size:
+            return self.gather(nbytes)
+        sent = (self.size - 1) * nbytes
+        return Sent(sent - self.ring(sent), self.ring(sent))
+
+    def _sent(self, messages: dict[int, int], read: int) -> Sent:
+        """Bytes of messages by receiver, and those that others of this host read."""
+        between = sum(nbytes for rank, nbytes in messages.items() if rank not in self.near)
+        return Sent(read + sum(messages.values()) - between, between)
 
     def scatter(self, part: int, summed: int) -> Sent:
         """By relays: ``part`` bytes are for each rank; the sum of a host takes ``summed``."""
@@ -106,18 +133,16 @@ class Places:
 
     def scatter_parts(self, parts: Sequence[int], summed: Sequence[int]) -> Sent:
         """The same, of so many bytes for each rank."""
-        mine = sum(parts) - parts[self.rank]
-        if self.in_rank_order and self.others:
-            within = sum(parts[rank] for rank in self.members) - parts[self.rank]
-            return Sent(within, mine - within)
-        served = sum(parts[rank] for rank in self.served)
-        if len(self.members) == 1:  # there is nothing to add up
-            return Sent(0, served)
-        return Sent(mine - served, sum(summed[rank] for rank in self.served))
+        alone = len(self.members) == 1  # there is nothing to add up
+        if alone or (self.in_rank_order and self.others):
+            peers = self.served if alone and not self.in_rank_order else range(self.size)
+            return self._sent({rank: parts[rank] for rank in peers if rank != self.rank}, 0)
+        read = sum(parts) - parts[self.rank] - sum(parts[rank] for rank in self.served)
+        return self._sent({rank: summed[rank] for rank in self.served}, read)
 
     def all_reduce(self, nbytes: int) -> Sent:
         """By relays: a reduce-scatter and an all-gather; of few bytes, one exchange of all."""
-        here, size = len(self.members), self.size
+        here, size = len(self.near), self.size
         if self.is_whole(nbytes):
             return Sent((here - 1) * nbytes, (size - here) * nbytes)
         parts, sums = self.scatter(1, 1), self.gather(1)
@@ -150,11 +175,11 @@ class Places:
 
         One rank of a host sends to the next one; the result is the average over these ranks.
         """
-        return nbytes // len(self.members) if self.others else 0
+        return 0 if self.one_host else nbytes // len(self.near)
 
     def pairs(self, nbytes: int) -> int:
         """The same of what it sends to all others, as much to each."""
-        return nbytes * (self.size - len(self.members)) // max(self.size - 1, 1)
+        return nbytes * (self.size - len(self.near)) // max(self.size - 1, 1)
 
 
 @dataclass(frozen=True)

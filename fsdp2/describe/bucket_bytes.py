@@ -116,7 +116,8 @@ class BucketFacts:
         if self.policy is not None and narrow is not None:
             nbytes = gather_row(layout, narrow, self.policy.block).nbytes
         if places is not None and self.exchanged:
-            return places.gather(nbytes)
+            in_rows = self.policy is not None and narrow is not None
+            return places.gather_rows(nbytes) if in_rows else places.gather(nbytes)
         return _split((layout.num_shards - 1) * nbytes, _ring(places))
 
     def reduce(self, plan: ReducePlan | None = None) -> Sent:
@@ -161,7 +162,7 @@ class BucketFacts:
             row = self._row_bytes(cut_reduction(self.layout, *_cut_of(plan)), self.num_replicas)
             there = _split(others * row, _pairs(places))
             if places is not None and self.exchanged:
-                back = places.gather(row)
+                back = places.gather_rows(row)
             else:
                 back = _split(others * row, _ring(places))
             return there + back

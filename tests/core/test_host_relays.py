@@ -34,7 +34,7 @@ if not RUNS_ON_TORCH:
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain, shard_model
     from fsdp2.comm.compressed import Wire
     from fsdp2.comm.exchange import Exchange
-    from fsdp2.comm.host_links import ORDER, HostLinks, _connect
+    from fsdp2.comm.host_links import ORDER, SWITCH, HostLinks, _connect
     from fsdp2.comm.host_relays import HostRelays
     from fsdp2.comm.means import WHOLE_BYTES
 
@@ -351,8 +351,10 @@ def counting_between(places: Sequence[int]) -> Iterator[Counter[str]]:
 
     def gathered(self: Exchange, rows: Tensor, mine: Tensor, tag: int) -> Any:
         finish = gather(self, rows, mine, tag)
-        if finish is None:  # a ring of gloo, each of whose ranks is on a host of its own here
-            found["rows"] += (len(rows) - 1) * mine.nbytes
+        if finish is None:  # a ring of gloo, through each host once
+            ranks = dist.get_process_group_ranks(self.group)
+            near = sum(places[rank] == places[dist.get_rank()] for rank in ranks)
+            found["rows"] += (len(rows) - 1) * mine.nbytes // near if near < len(ranks) else 0
         return finish
 
     gather = Exchange.gather_rows
@@ -415,6 +417,27 @@ def test_bytes_between_hosts_are_those_that_explain_and_estimate_tell() -> None:
         made = estimate(_blocks(), shape, batch, loss_fn=torch.sum, **options)
         assert sum(row.between_nodes for row in made.traffic) == found.total(), name
         assert made.sent == told.sent_bytes, name
+    dist.barrier()
+
+
+@pytest.mark.parametrize("places", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
+@distributed(4)
+def test_ranks_of_one_host_whose_memory_is_not_read_send_nothing_between_hosts(
+    places: list[int],
+) -> None:
+    """To each other: what `explain` tells of them is what they send."""
+    for unread in ([0, 1, 2, 3], [1]):
+        switch = "0" if dist.get_rank() in unread else "1"
+        for name in ("full", "full, bf16", "hybrid", "none", "int8"):
+            options = {**SENT[name], "wrap": torch.nn.Linear, "direct_min_bytes": 500}
+            with pretended_hosts(places), mock.patch.dict(os.environ, {SWITCH: switch}):
+                mesh = cached_mesh(2, 2) if name == "hybrid" else None
+                model = shard_model(_blocks(), mesh, **options)
+                model(torch.ones(2, 192)).sum().backward()
+                model.zero_grad()
+                with counting_between(places) as found:
+                    model(torch.ones(2, 192)).sum().backward()
+                assert explain(model).totals.sent_between_hosts == found.total(), (name, unread)
     dist.barrier()
 
 
