@@ -88,11 +88,7 @@ def advice(trace: StepTrace, setup: Setup, step: SimulatedStep, mode: str) -> st
     causes: list[tuple[int, str]] = [
         (activations, f"activations: {show_bytes(activations)}: {_for_activations(mode)}"),
         (states, f"shards and their optimizer: {show_bytes(states)}: {_for_states(setup)}"),
-        (
-            gathered,
-            f"gathered parameters: {show_bytes(gathered)}: make smaller units (wrap=), or free "
-            "them after forward (reshard_after_forward=True)",
-        ),
+        (gathered, f"gathered parameters: {show_bytes(gathered)}: {_for_gathered(setup)}"),
         (whole, f"gradients before reduction: {show_bytes(whole)}: {_for_gradients(setup)}"),
     ]
     if padding is not None:
@@ -111,6 +107,18 @@ def _for_states(setup: Setup) -> str:
     if isinstance(setup.offload_policy, CPUOffloadPolicy):
         return "more ranks"
     return "more ranks, or offload_policy=CPUOffloadPolicy()"
+
+
+def _for_gathered(setup: Setup) -> str:
+    smaller = "make smaller units (wrap=)"
+    choose = setup.reshard_after_forward
+    if choose is None:
+        return smaller
+    # The argument has no effect on the root, and None is what it asks for.
+    chosen = [choose(unit) for unit in setup.units if not unit.is_root]
+    if all(each is None or each is True for each in chosen):
+        return smaller
+    return f"{smaller}, or free them after forward (reshard_after_forward=True)"
 
 
 def _for_gradients(setup: Setup) -> str:

@@ -288,7 +288,17 @@ CAUSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "offloaded": (
         {"wrap": "root", "offload_policy": CPUOffloadPolicy()},
         r"gathered parameters: .* make smaller units",
-        "micro-batch|padding|offload_policy=",
+        "micro-batch|padding|offload_policy=|reshard_after_forward",
+    ),
+    "kept after forward": (
+        {"reshard_after_forward": False, "strategy": "full", "num_ranks": 64},
+        r"gathered parameters: .* or free them after forward \(reshard_after_forward=True\)",
+        "micro-batch|padding",
+    ),
+    "freed after forward": (
+        {"strategy": "full", "offload_policy": CPUOffloadPolicy()},
+        r"gathered parameters: .* make smaller units \(wrap=\)",
+        "micro-batch|reshard_after_forward",
     ),
     "whole sums": (
         {"micro_batches": 2, "accumulation": ("unsharded",), "num_ranks": 64, "strategy": "full"},

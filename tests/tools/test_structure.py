@@ -61,8 +61,8 @@ def test_the_core_stays_small() -> None:
     # all-reduces are one exchange; 29 and 1 for sums
     # of 0-dim parameters in fewer bytes, which all ranks must hold alike; 7 and 1 for methods that
     # are registered again; 51 and 3 for threads that end before the interpreter does, or the
-    # process would abort and its exit code be lost; 25 and 5 for ranks of one host that may not read
-    # and still send nothing between hosts.
+    # process would abort and its exit code be lost; 25 and 5 for ranks of one host that may not
+    # read, and still send nothing between hosts.
     assert core().code_lines <= 9414
     assert core().functions <= 1005
 
