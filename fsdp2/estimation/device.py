@@ -190,6 +190,7 @@ class ReplayState:
         transfers: every collective so far.
         device: the device of the streams; None if the host orders everything.
         topology: where the ranks are.
+        inside: name of the unit that is computing; empty outside all units.
     """
 
     def __init__(self, account: Account, device: LaunchDevice | None, topology: Topology) -> None:
@@ -197,6 +198,7 @@ class ReplayState:
         self.device = device
         self.topology = topology
         self.transfers: list[Transfer] = []
+        self.inside = ""
 
     def transfer(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
@@ -212,10 +214,14 @@ class ReplayState:
             self.account.clock = len(self.device.launches)
 
     def kernel(self, nbytes: int, dtype: torch.dtype, unit: str = "") -> None:
-        """Record a kernel on the current stream that reads and writes ``nbytes`` in all."""
+        """Record a kernel on the current stream that reads and writes ``nbytes`` in all.
+
+        Args:
+            unit: that it is for; by default the one that is computing.
+        """
         if self.device is not None and nbytes:
             operation = Operation(0, nbytes, dtype)
-            self.device.launch(Compute((operation,), 0, 0), unit)
+            self.device.launch(Compute((operation,), 0, 0), unit or self.inside)
 
     def wait_on_host(self) -> None:
         """Let the host wait for the current stream."""

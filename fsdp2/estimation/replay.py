@@ -335,7 +335,7 @@ class _Player:
         by_name = {unit.name: unit for unit in self.units}
         self._of_module: dict[int, CountedUnit] = {}
         self._of_param: dict[int, tuple[CountedUnit, Any]] = {}
-        self._inside = ""  # name of the unit that is computing
+        self._open: list[tuple[CountedUnit, bool]] = []  # entered, by depth; whether in backward
         self._blocks: dict[int, Block | None] = {}  # of the trace's storages
         for description in setup.units:
             unit = by_name[description.name]
@@ -364,6 +364,8 @@ class _Player:
 
     def _micro_batch(self) -> None:
         self._enter_phase("forward")
+        self._open.clear()
+        self.replay.inside = ""
         for event in self.trace.events:
             if isinstance(event, Compute):
                 self._compute(event)
@@ -386,7 +388,7 @@ class _Player:
     def _compute(self, event: Compute) -> None:
         account = self.replay.account
         if self.replay.device is not None and event.operations:
-            self.replay.device.launch(event, self._inside)
+            self.replay.device.launch(event, self.replay.inside)
             account.clock = len(self.replay.device.launches)
         account.touch("activations", event.peak, allocates=False)
         if event.memory and account.memory is not None:
@@ -404,16 +406,14 @@ class _Player:
         sent = event.nbytes * (event.ranks - 1) // event.ranks
         if event.kind == "all_reduce":
             sent *= 2
-        work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self._inside)
+        work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self.replay.inside)
         self.replay.exchange(work)
 
     def _call(self, event: Call) -> None:
         unit = self._of_module.get(event.module)
         if unit is None:
             return
-        begins = event.kind in (Kind.ENTER, Kind.BACKWARD_ENTER)
-        outer = unit.enclosing[0].name if unit.enclosing else ""
-        self._inside = unit.name if begins else outer
+        self._enter_or_leave(unit, event.kind)
         if event.kind is Kind.ENTER:
             unit.watching = not event.flag
             self.runtime.pre_forward(unit)
@@ -425,6 +425,19 @@ class _Player:
             self.runtime.pre_backward(unit)
         else:
             self.runtime.post_backward(unit)
+
+    def _enter_or_leave(self, unit: CountedUnit, kind: Kind) -> None:
+        """Note which unit computes: the innermost one that was entered and not left.
+
+        As `profiling.events.exclusive` decides it for a run: backward may report a unit before the
+        one that encloses it, and leaves one whose inputs need no gradient only at the end.
+        """
+        if kind in (Kind.ENTER, Kind.BACKWARD_ENTER):
+            self._open.append((unit, kind is Kind.BACKWARD_ENTER))
+            self._open.sort(key=lambda each: len(each[0].enclosing))  # stable
+        elif (entered := (unit, kind is Kind.BACKWARD_LEAVE)) in self._open:
+            del self._open[len(self._open) - 1 - self._open[::-1].index(entered)]
+        self.replay.inside = self._open[-1][0].name if self._open else ""
 
     def _gradient(self, event: Gradient) -> None:
         if event.param not in self._of_param:

@@ -398,3 +398,29 @@ def test_the_command_plan_with_fixed_choices(command: Any) -> None:
     code, _, err = command("plan", *args, "--reshard", "maybe")
     assert code == 2
     assert "is not default, true, false or a number of ranks" in err
+
+
+def test_compute_is_of_the_innermost_unit() -> None:
+    """Backward reaches the last block and the root with the same tensor, the block first; and a
+    unit that is left gives way to the one around it, which may not be the root."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) * self.scale)
+
+    model = nn.Sequential(Outer(), Outer())
+    units = ["0.first", "0.last", "0", "1.first", "1.last", "1"]
+    step = predict(model, torch.zeros(4, 16), "h100", 2, wrap=units).step
+    found: dict[str, list[str]] = {"forward": [], "backward": []}
+    for launch in step.launches:
+        if launch.stream == "compute":
+            found[launch.phase].append(launch.unit)
+    outside = ["", ""]  # the loss
+    inside = ["0.first", "0", "0.last", "1.first", "1", "1.last"]
+    assert found["forward"] == [*inside, *outside[:1]]
+    assert found["backward"] == [*outside[1:], *reversed(inside)]
