@@ -240,9 +240,15 @@ class CopyStream:
         return self._module.current_stream(self._device)
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Copy what compute has written, or to memory that compute has used, inside."""
-        self._stream.wait_stream(self.compute)
+    def copying(self, after: Iterable[object] = ()) -> Iterator[None]:
+        """Copy what compute has written, or to memory that compute has used, inside.
+
+        Args:
+            after: streams other than the current one that have used it.
+        """
+        compute = self.compute
+        for stream in (compute, *(other for other in after if other != compute)):
+            self._stream.wait_stream(stream)
         with self._module.stream(self._stream):
             yield
 
@@ -251,6 +257,10 @@ class CopyStream:
         event = self._module.Event()
         event.record(self._stream)
         return event
+
+    def on(self, stream: object) -> AbstractContextManager[None]:
+        """Context in which compute's memory is allocated for ``stream``, and used there."""
+        return self._module.stream(stream)
 
     def synchronize(self) -> None:
         """The host waits for all copies."""

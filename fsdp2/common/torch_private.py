@@ -98,6 +98,7 @@ MEMORY = (
     *_names(
         "which saved tensors are views of the same content",
         "torch.Tensor._cdata",
+        "torch._C._WeakTensorRef",
     ),
     *_names(
         "neighbours in memory as one tensor, to step them together",

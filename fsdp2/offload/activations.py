@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,11 @@ class offload_activations:  # noqa: N801 (used like a function)
             return None
         if storage._cdata in self._permanent or is_gathered(storage):
             return None
-        key = (storage._cdata, start, stop, _content_of(saved))
-        entry, number = memory.save(storage, start, stop - start, key)
+        # Not by the storage alone: tensors that were made of ``.data`` share it, but not the
+        # counter, and a write through one of them in between goes unnoticed by the other.
+        owner = saved if saved._base is None else saved._base
+        key = (storage._cdata, start, stop, owner._cdata, saved._version)
+        entry, number = memory.save(storage, start, stop - start, key, owner)
         return _Away(memory, entry, number, tensor, start)
 
     def _offload_inner(self, tensor: Tensor, saved: Tensor) -> _Part | None:
@@ -305,14 +308,6 @@ def _range_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
     if (stop - start) * 2 >= storage_bytes:
         return 0, storage_bytes
     return start // ALIGN_BYTES * ALIGN_BYTES, stop
-
-
-def _content_of(saved: Tensor) -> Hashable:
-    """The same for views of one tensor, as long as that is not changed."""
-    # Not by the storage alone: tensors that were made of ``.data`` share it, but not the counter,
-    # and a write through one of them in between goes unnoticed by the other.
-    base = saved if saved._base is None else saved._base
-    return base._cdata, saved._version
 
 
 def _without_memory(saved: Tensor) -> Tensor:

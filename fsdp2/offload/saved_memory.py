@@ -18,6 +18,11 @@ back       a copy              valid       away, if this backward is through wit
 
 Nothing here keeps an entry alive: it ends with the graph that needs it. What has been done by then
 is deterministic, as in `comm.streams`: no decision depends on how fast a copy was.
+
+A forward may compute on several streams (experts beside attention), and backward enters each
+operator on the stream of its forward. So what comes back gets memory of the stream that saved it,
+which waits for the copy. Only what several streams have saved is recorded (``record_stream``) on
+those that use the memory of another.
 """
 
 from __future__ import annotations
@@ -58,13 +63,13 @@ class Entry:
         first, last: when it was saved first, and last.
         storage: where the bytes are on the device, from ``start`` on; None while they are away.
         blocks: where they are in host memory; None before they were copied.
-        copied: the end of a copy that compute has not waited for.
-        stream: compute's, whose memory it is.
+        copied: the end of a copy that ``stream`` has not waited for.
+        stream: compute's, where it was saved first.
     """
 
     __slots__ = (
         "__weakref__",
-        "_dead",
+        "_memory",
         "blocks",
         "copied",
         "first",
@@ -79,31 +84,39 @@ class Entry:
 
     def __init__(
         self,
-        dead: deque[tuple[Any, ...]],
+        memory: SavedMemory,
         key: Hashable,
+        named: torch.Tensor,
         number: int,
         storage: torch.UntypedStorage,
         start: int,
         nbytes: int,
         stream: Any,
     ) -> None:
-        self._dead = dead
+        self._memory = memory
         self.key = key
         self.first = self.last = number
-        # While it is referred to, no other storage can have its address, which is in the key.
-        self.original = StorageWeakRef(storage)
+        # While they are referred to, no others can have their addresses, which are in the key.
+        owner = torch._C._WeakTensorRef(named)  # type: ignore[attr-defined]
+        self.original = StorageWeakRef(storage), owner
         self.storage: torch.UntypedStorage | None = storage
         self.start, self.nbytes = start, nbytes
         self.blocks: list[torch.Tensor] | None = None
         self.copied: Any = None
         self.stream = stream
 
+    def wait_for_copy(self) -> None:
+        """Before others get the memory."""
+        self.stream.wait_event(self.copied)
+        self.copied = None
+
     def __del__(self) -> None:
         # Anywhere, also in the middle of the functions below: they look at ``dead`` when they
         # begin.
-        if self.copied is not None:
-            self.stream.wait_event(self.copied)  # before others get the memory
-        self._dead.append((self.key, self.last, self.nbytes, self.storage is None, self.blocks))
+        if self.copied is not None and self.storage is not None:
+            self.wait_for_copy()
+        dead = (self.key, self.last, self.nbytes, self.storage is None, self.blocks)
+        self._memory.dead.append(dead)
 
 
 class SavedMemory:
@@ -118,12 +131,12 @@ class SavedMemory:
 
     def __init__(self, device: torch.device, limit: int, pin: bool, copies: CopyStream) -> None:
         self.counts = Counts()
+        self.dead: deque[tuple[Any, ...]] = deque()  # entries that nobody needs any more
         self._device, self._limit, self._copies = device, limit, copies
         # What may be on its way while compute goes on.
         self._window = limit // 4
         self._host = HostMemory(pin)
         self._lock = threading.RLock()  # backward has threads of its own
-        self._dead: deque[tuple[Any, ...]] = deque()
         self._number = 0
         self._known: dict[Hashable, weakref.ref[Entry]] = {}
         self._resident: Places = {}
@@ -135,9 +148,17 @@ class SavedMemory:
         self._ahead: set[int] = set()  # what came back and was not used yet
 
     def save(
-        self, storage: torch.UntypedStorage, start: int, nbytes: int, key: Hashable
+        self,
+        storage: torch.UntypedStorage,
+        start: int,
+        nbytes: int,
+        key: Hashable,
+        named: torch.Tensor,
     ) -> tuple[Entry, int]:
         """Save a range of bytes; the same range and content has the same key.
+
+        Args:
+            named: the tensor whose address is in the key, beside that of the storage.
 
         Returns:
             Its entry, and the number to `use` it with.
@@ -157,7 +178,7 @@ class SavedMemory:
                 )
             self._make_room(nbytes)
             compute = self._copies.compute
-            entry = Entry(self._dead, key, self._number, storage, start, nbytes, compute)
+            entry = Entry(self, key, named, self._number, storage, start, nbytes, compute)
             self._known[key] = self._resident[entry.last] = weakref.ref(entry)
             self._resident_bytes += nbytes
             self._count_device(nbytes)
@@ -180,12 +201,24 @@ class SavedMemory:
                 self._bring_back(entry, number)
             storage = entry.storage
             assert storage is not None
-            if entry.last in self._back and entry.copied is not None:
-                self._copies.compute.wait_event(entry.copied)
-                entry.copied = None
+            if entry.last in self._back:
+                self._wait_for(entry)
             self._ahead.discard(entry.last)
             self._bring_back_before(number)
             return storage, entry.start
+
+    def _wait_for(self, entry: Entry) -> None:
+        """Let compute use what was brought back."""
+        compute = self._copies.compute
+        if compute != entry.stream:
+            if entry.copied is not None:
+                compute.wait_event(entry.copied)
+            else:
+                compute.wait_stream(entry.stream)  # which has waited for the copy
+            _bytes_of(entry, self._device).record_stream(compute)
+        elif entry.copied is not None:
+            compute.wait_event(entry.copied)
+            entry.copied = None
 
     # -- to the host ----------------------------------------------------------------------------
 
@@ -206,7 +239,7 @@ class SavedMemory:
         if entry is not None:
             blocks = self._host.take(entry.nbytes)
             source = _bytes_of(entry, self._device)
-            with self._copies.copying():
+            with self._copies.copying([entry.stream]):
                 for part, block in _pieces(source, blocks):
                     block.copy_(part, non_blocking=True)
                 entry.copied = self._copies.copied()
@@ -225,8 +258,7 @@ class SavedMemory:
         number = next(iter(self._leaving))
         entry = self._leaving.pop(number)()
         if entry is not None:
-            self._copies.compute.wait_event(entry.copied)
-            entry.copied = None
+            entry.wait_for_copy()
             self._send_away(entry)
         else:
             self._forget_dead()
@@ -248,20 +280,22 @@ class SavedMemory:
             # Of what backward is still to come to, nothing: to copy it again would take longer.
             if other is not None and other.first > now and number not in self._ahead:
                 del self._back[number]
+                if other.copied is not None:  # used, but not on the stream that has its memory
+                    other.wait_for_copy()
                 self._send_away(other)
         assert entry.blocks is not None
         self._count_device(entry.nbytes)  # before it is there, so that errors leave it balanced
         try:
-            target = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
+            with self._copies.on(entry.stream):
+                target = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
         except BaseException:
             self.counts.device -= entry.nbytes
             raise
-        with self._copies.copying():
+        with self._copies.copying([entry.stream]):
             for part, block in _pieces(target, entry.blocks):
                 part.copy_(block, non_blocking=True)
             entry.copied = self._copies.copied()
         entry.storage, entry.start = target.untyped_storage(), 0
-        entry.stream = self._copies.compute
         self.counts.to_device += entry.nbytes
         self._drop_away(entry.last)
         self._back[entry.last] = weakref.ref(entry)
@@ -315,8 +349,8 @@ class SavedMemory:
         self.counts.device_peak = max(self.counts.device_peak, self.counts.device)
 
     def _forget_dead(self) -> None:
-        while self._dead:
-            key, number, nbytes, away, blocks = self._dead.popleft()
+        while self.dead:
+            key, number, nbytes, away, blocks = self.dead.popleft()
             known = self._known.get(key)
             if known is not None and known() is None:
                 del self._known[key]

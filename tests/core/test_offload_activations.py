@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -402,8 +403,121 @@ def _compiled() -> None:
     assert offload.bytes.to_host > 0
 
 
+def _address_is_used_again() -> None:
+    """Of a tensor that is gone, by another one with the same memory, but other content."""
+    both = torch.zeros(2, ROWS, WIDTH, device=testdev.NAME)
+    weight = torch.ones(ROWS, WIDTH, device=testdev.NAME, requires_grad=True)
+    offload = offload_activations(nn.Identity(), min_bytes=1024)
+    with offload:
+        first = both.data
+        address = first._cdata
+        loss = (weight * first[0]).sum()
+        del first
+        tries = [both.data for _ in range(1000)]
+        second = next((t for t in tries if t._cdata == address), tries[0])
+        for _ in range(3):  # to the host with the first
+            loss = loss + (weight * torch.ones_like(weight)).sum()
+        both[1] += 5  # not what was saved
+        loss = loss + (weight * second[1]).sum()
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad.cpu(), torch.full((ROWS, WIDTH), 8.0, device="cpu"))
+
+
+class Streams:
+    """A program on two streams; each operator's backward is on the stream of its forward."""
+
+    def __init__(self) -> None:
+        self.device = torch.get_device_module(testdev.NAME)
+        self.main, self.side = self.device.current_stream(), self.device.Stream()
+        self.weight = torch.ones(ROWS, WIDTH, device=testdev.NAME, requires_grad=True)
+        self.losses: list[Tensor] = []
+        self.right = 0.0
+        self.shared = self.full(2.0)
+
+    def on_side(self) -> AbstractContextManager[None]:
+        return self.device.stream(self.side)
+
+    def full(self, value: float) -> Tensor:
+        return torch.full((ROWS, WIDTH), value, device=testdev.NAME)
+
+    def save(self, tensor: Tensor, value: float) -> None:
+        self.losses.append((self.weight * tensor).sum())
+        self.right += value
+
+    def push(self) -> None:
+        """To the host with what was saved before."""
+        for _ in range(8):
+            self.save(self.full(1.0), 1.0)
+
+
+def slowly(tensor: Tensor) -> Tensor:
+    for _ in range(30):
+        tensor = tensor * 1
+    return tensor
+
+
+def _side_is_late(streams: Streams) -> None:
+    """The main stream begins the copy of what the other one has yet to compute."""
+    with streams.on_side():
+        streams.save(slowly(streams.full(3.0)), 3.0)
+    streams.push()
+
+
+def _both_use_it(streams: Streams) -> None:
+    """What comes back has memory of one of them."""
+    streams.side.wait_stream(streams.main)
+    for number in range(6):
+        with streams.on_side():
+            streams.save(streams.shared * (number + 1), 2.0 * (number + 1))
+            streams.save(streams.shared, 2.0)
+        streams.save(streams.shared, 2.0)
+        streams.save(streams.full(3.0), 3.0)
+
+
+def _side_is_first(streams: Streams) -> None:
+    """The main stream reads what has just come back for the other one."""
+    own = streams.full(3.0)
+    own.record_stream(streams.side)
+    streams.side.wait_stream(streams.main)
+    with streams.on_side():
+        streams.save(own, 3.0)
+    streams.save(own, 3.0)
+    with streams.on_side():
+        streams.save(own, 3.0)
+    streams.push()
+
+
+def _several_streams() -> None:
+    for program in (_side_is_late, _both_use_it, _side_is_first):
+        for seed, limit in itertools.product(range(6), (1 << 30, 0, 4 * SAVED)):
+            testdev.native().set_delays(seed, 0.3, 4000)
+            streams = Streams()
+            offload = offload_activations(nn.Identity(), max_device_bytes=limit, min_bytes=1024)
+            with offload:
+                program(streams)
+                streams.main.wait_stream(streams.side)
+                loss = torch.stack(streams.losses).sum()
+            loss.backward()
+            streams.device.synchronize()
+            testdev.native().set_delays(0, 0.0, 0)
+            assert streams.weight.grad is not None
+            found = streams.weight.grad.cpu()
+            right = torch.full_like(found, streams.right)
+            assert torch.equal(found, right), (program, limit, found.unique(), streams.right)
+            assert (offload.bytes.to_host > 0) == (limit < 1 << 30)
+
+
 @pytest.mark.parametrize(
-    "body", [_data_is_shared, _second_derivatives, _strides_and_dtypes, _compiled]
+    "body",
+    [
+        _data_is_shared,
+        _second_derivatives,
+        _strides_and_dtypes,
+        _compiled,
+        _address_is_used_again,
+        _several_streams,
+    ],
 )
 def test_tensors(body: Callable[[], None]) -> None:
     run_on(1, body, device=testdev.NAME)

@@ -62,9 +62,10 @@ def test_the_core_stays_small() -> None:
     # of 0-dim parameters in fewer bytes, which all ranks must hold alike; 7 and 1 for methods that
     # are registered again; 51 and 3 for threads that end before the interpreter does, or the
     # process would abort and its exit code be lost; 25 and 5 for ranks of one host that may not
-    # read, and still send nothing between hosts.
-    assert core().code_lines <= 9414
-    assert core().functions <= 1005
+    # read, and still send nothing between hosts; 5 and 1 for copies of what several streams of
+    # compute have saved.
+    assert core().code_lines <= 9419
+    assert core().functions <= 1006
 
 
 def test_no_function_of_the_core_is_long() -> None:
