@@ -216,6 +216,16 @@ def test_ranks_that_cannot_take_part() -> None:
         shots._end()
 
 
+def test_a_lock_that_failed_halfway_is_not_kept(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "test")
+    (folder.path / "progress-00000").mkdir()
+    with pytest.raises(IsADirectoryError):
+        folder.lock(0)
+    (folder.path / "progress-00000").rmdir()
+    folder.lock(0)
+    folder.unlock()
+
+
 @distributed(2)
 def test_too_little_memory_is_said_on_all_ranks() -> None:
     import fsdp2.checkpoint.memory_snapshots as module

@@ -107,10 +107,14 @@ class Folder:
                     "that was left behind, end it"
                 )
             time.sleep(0.05)
+        progress = self.path / f"progress-{rank:05d}"
+        try:
+            self._progress = os.open(progress, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except BaseException:  # no space: this process may try again once there is some
+            os.close(fd)
+            raise
         self._lock, self._lock_path = fd, path
         _locked.add(path)
-        progress = self.path / f"progress-{rank:05d}"
-        self._progress = os.open(progress, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def unlock(self) -> None:
         """Give the lock back."""
