@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -32,7 +31,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, Profile, explain, fully_shard, p
 from fsdp2.profiling import recorder
 from fsdp2.runtime.unit import Unit, units_in
 from fsdp2.testing import simulated_mesh
-from harness import cached_mesh, distributed, ours_only
+from harness import DEVICE, cached_mesh, distributed, ours_only
 from models import MLP, NESTED, TRANSFORMER, build_even_mlp, build_mlp
 from reference import pair, shard_case
 from virtual_time import Layer, Time, virtual_device, virtual_host
@@ -189,7 +188,10 @@ def test_bytes_are_those_that_explain_tells() -> None:
             assert unit.name == told.name
             assert unit.gather.sent_bytes == told.sent_by_gathers
             assert unit.gather.count == told.num_gathers
-            assert unit.reduce_scatter.sent_bytes == told.sent_by_reduction
+            if DEVICE == "cpu" or unit.reduce_scatter.count == 1:
+                assert unit.reduce_scatter.sent_bytes == told.sent_by_reduction
+            else:  # in several parts, each of which is padded where it is staged
+                assert unit.reduce_scatter.sent_bytes >= told.sent_by_reduction
 
 
 @distributed(2)
@@ -304,18 +306,19 @@ def test_accumulation_without_sync() -> None:
     model(x).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    ends_s: list[float] = []
+    ends: list[float] = []
     with profile(model) as p:
-        start_s = p._recorder._clock._start_s  # type: ignore[union-attr]
+        clock = p._recorder._clock  # type: ignore[union-attr]
         for _ in range(2):
             with model.no_sync():
                 model(x).sum().backward()
-            ends_s.append(perf_counter() - start_s)
+            ends.append(clock.mark())
             model(x).sum().backward()
             optimizer.step()
             other.step()
     check_consistent(p)
-    for end_s in ends_s:
+    for end in ends:
+        end_s = clock.read(end)
         held = [sample for sample in p.recording.memory if sample.time_s <= end_s][-1].parts
         assert held["unreduced gradients"] == sum(4 * unit.numel for unit in explain(model).units)
     assert len(p.measures.steps) == 2  # of two micro-batches each
