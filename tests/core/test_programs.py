@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from harness import ours_only, run_on
+from planted_faults import FAULTS, PACKAGE, Fault, programs_until_found
 from program_grammar import programs
 from programs import Operation, Program, run
 from random_models import Layer
@@ -51,6 +52,22 @@ def test_found_programs(name: str, reshard: int | None) -> None:
     inner = Layer("linear", bias=False, unit="sharded", reshard=reshard)
     model = Layer("linear", bias=False, inside=(inner,))
     run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", FOUND[name]))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.effect)
+def test_planted_faults_fit_the_source(fault: Fault) -> None:
+    """Or `python -m planted_faults` would plant nothing."""
+    assert (PACKAGE / fault.file).read_text().count(fault.old) == 1
+    assert fault.new != fault.old
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", ["into the place of rank 0", "of before the step"])
+def test_programs_find_planted_faults(place: str) -> None:
+    (fault,) = [fault for fault in FAULTS if place in fault.effect]
+    number, _ = programs_until_found(fault, programs=200, minutes=5, seed=0)
+    assert number is not None
 
 
 @pytest.mark.long

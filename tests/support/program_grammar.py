@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsdp2
 from programs import Operation, Program
-from random_models import FAULTS, HOOK_FAULTS, layers
+from random_models import FAULTS, HOOK_FAULTS, all_layers, layers
 
 numbers = st.integers(0, 30)
 OPTIMIZERS = ["sgd", "momentum", "adamw"]
@@ -19,6 +19,12 @@ COMM_POLICIES = (
     fsdp2.CommPolicy(gather=torch.bfloat16),
     fsdp2.CommPolicy(gather=torch.int8, reduce=torch.int8, block=16),
     fsdp2.CommPolicy(reduce=torch.bfloat16, error_feedback=True),
+)
+# Computation and reductions in other dtypes; outputs are cast back, for the loss.
+PRECISIONS = (
+    fsdp2.MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64),
+    fsdp2.MixedPrecisionPolicy(torch.float32, None, torch.float64),
+    fsdp2.MixedPrecisionPolicy(None, torch.float32),
 )
 MODES = ["reduce", "skip", "no_sync", "sharded"]
 # What may be done where gradients or a graph are held.
@@ -29,8 +35,11 @@ IN_BETWEEN = st.one_of(
     st.just(("drop",)),
     st.just(("functional",)),
 )
+STEPS = st.lists(st.sampled_from(MODES), max_size=2).map(lambda modes: ("step", *modes))
 OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
-    st.lists(st.sampled_from(MODES), max_size=2).map(lambda modes: ("step", *modes)),
+    STEPS,
+    STEPS,
+    STEPS,
     st.tuples(st.just("step_with"), st.booleans(), st.booleans()),
     st.tuples(st.just("alone"), numbers, st.sampled_from(["forward", "encode"])),
     st.tuples(st.just("between"), st.sampled_from(["skip", "sharded"]), IN_BETWEEN),
@@ -77,6 +86,8 @@ OPERATIONS: tuple[st.SearchStrategy[Operation], ...] = (
     st.tuples(st.just("merge"), st.sampled_from([100, 1000])),
     st.tuples(st.just("gather"), numbers, st.booleans()),
     st.just(("functional",)),
+    st.just(("hooked",)),
+    st.tuples(st.just("divide"), st.sampled_from([1.0, 3.0])),
     st.tuples(st.just("change"), numbers),
     st.just(("move",)),
 )
@@ -89,6 +100,9 @@ def programs(draw: st.DrawFn) -> Program:
     world_size = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 6]))
     replicas = draw(st.sampled_from([n for n in (1, 2, 3, 4) if world_size % n == 0]))
     shards = world_size // replicas
+    precision = fsdp2.MixedPrecisionPolicy()
+    if not any(layer.kind == "batchnorm" for layer in all_layers(model)):  # its buffers stay fp64
+        precision = draw(st.sampled_from([precision] * 3 + list(PRECISIONS)))
     return Program(
         model,
         world_size,
@@ -98,6 +112,7 @@ def programs(draw: st.DrawFn) -> Program:
             "offload_policy": fsdp2.CPUOffloadPolicy()
             if draw(st.integers(0, 7)) == 0
             else fsdp2.OffloadPolicy(),
+            "mp_policy": precision,
             "comm_policy": draw(st.sampled_from([None] * 8 + list(COMM_POLICIES))),
         },
         placement=draw(st.sampled_from(["", "", "last dim", "small whole"])),

@@ -15,8 +15,14 @@ from program_grammar import sample
 from programs import Program, run
 
 
-def failures(programs: Sequence[Program], *, until_s: float = float("inf")) -> tuple[int, int]:
-    """How many ran before that moment of `time.monotonic`, and how many of them failed."""
+def failures(
+    programs: Sequence[Program], *, until_s: float = float("inf"), first_only: bool = False
+) -> tuple[int, int]:
+    """How many ran before that moment of `time.monotonic`, and how many of them failed.
+
+    Args:
+        first_only: stop at the first failure.
+    """
     failed = 0
     for number, program in enumerate(programs):
         if time.monotonic() > until_s:
@@ -26,6 +32,8 @@ def failures(programs: Sequence[Program], *, until_s: float = float("inf")) -> t
         except RankError as error:
             failed += 1
             print(f"program {number}: {program}\n{error}\n", flush=True)
+            if first_only:
+                return number + 1, failed
     return len(programs), failed
 
 
@@ -34,11 +42,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--programs", type=int, default=100, help="per seed")
     parser.add_argument("--minutes", type=float, default=60, help="for all of them")
+    parser.add_argument("--first-failure", action="store_true", help="stop there")
     options = parser.parse_args()
     until_s = time.monotonic() + 60 * options.minutes
     try:
         for first in options.seeds:
-            ran, failed = failures(sample(options.programs, first), until_s=until_s)
+            programs = sample(options.programs, first)
+            ran, failed = failures(programs, until_s=until_s, first_only=options.first_failure)
             print(f"seed {first}: {ran} programs, {failed} failed", flush=True)
     finally:
         stop_all()

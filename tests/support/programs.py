@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,9 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
-from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, optim, replicate
+from fsdp2 import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    optim,
+    replicate,
+)
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
 from fsdp2.runtime.gather_budget import GatherBudgetError
+from fsdp2.runtime.unit import units_in
 from harness import cached_mesh, shared_folder
 from random_models import (
     HOOK_FAULTS,
@@ -70,6 +79,8 @@ def run(program: Program) -> None:
     tolerances: dict[torch.dtype, float] = {}
     if any(p.dtype == torch.float32 for p in plain.parameters()):
         tolerances = dict.fromkeys(TOLERANCE, 1e-4)  # of sums over ranks, which reaches the rest
+    if program.options.get("mp_policy", MixedPrecisionPolicy()) != MixedPrecisionPolicy():
+        tolerances = dict.fromkeys(TOLERANCE, 1e-4)
     if program.options.get("comm_policy") is not None:
         tolerances = dict.fromkeys(TOLERANCE, NARROW)
     with mock.patch.dict(TOLERANCE, tolerances), mock.patch.dict(os.environ):
@@ -87,9 +98,10 @@ def go_through(program: Program, plain: Node) -> None:
             error.add_note(f"in operation {number}: {name}{tuple(arguments)}")
             raise
     this.step("reduce")
-    assert_same_parameters(this.model, this.plain)
-    assert_all_same(buffers(this.model), buffers(this.plain), "buffer")
-    assert_equal_replicas(this.model)
+    with this.sharded_shown():
+        assert_same_parameters(this.model, this.plain)
+        assert_all_same(buffers(this.model), buffers(this.plain), "buffer")
+        assert_equal_replicas(this.model)
 
 
 def assert_equal_replicas(model: nn.Module) -> None:
@@ -121,6 +133,11 @@ def shard(program: Program, model: Node) -> Node:
         over = {"mesh": mesh, "dp_mesh_dims": dims}
         whole_over = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate=names)}
     options = {**over, **program.options}
+    # Only the root's output goes to a loss: what others return is computed with in their dtype.
+    inner = dict(options)
+    if "mp_policy" in options:
+        inner["mp_policy"] = dataclasses.replace(options["mp_policy"], output_dtype=None)
+        whole_over = {**whole_over, "mp_policy": inner["mp_policy"]}
 
     def place(parameter: nn.Parameter) -> Any:
         if program.placement == "last dim" and parameter.ndim > 1:
@@ -133,7 +150,7 @@ def shard(program: Program, model: Node) -> Node:
     holders = Counter(id(node.own) for node in [*nodes(model), model])
     for node in nodes(model):
         if holders[id(node.own)] > 1 and not isinstance(node.own, FSDPModule):
-            fully_shard(node.own, shard_placement_fn=place, **options)
+            fully_shard(node.own, shard_placement_fn=place, **inner)
     done: set[Node] = set()
     for group in groups(model):
         if done.intersection(group):
@@ -147,7 +164,7 @@ def shard(program: Program, model: Node) -> Node:
         if type(reshard) is int and shape[1] % reshard:
             reshard = True
         target = group[0] if len(group) == 1 else group
-        fully_shard(target, reshard_after_forward=reshard, shard_placement_fn=place, **options)
+        fully_shard(target, reshard_after_forward=reshard, shard_placement_fn=place, **inner)
     return fully_shard(model, shard_placement_fn=place, **options)
 
 
@@ -198,10 +215,21 @@ class Run:
     def after_backward(self) -> None:
         average_gradients(self.plain)
         # What is kept after forward is freed in backward only.
-        if self.keeps or not self.had_backward:
-            self.free()
-        assert_sharded(self.model)
-        assert_same_gradients(self.model, self.plain)
+        if not (self.keeps or not self.had_backward):
+            assert_sharded(self.model)
+        with self.sharded_shown():
+            assert_same_gradients(self.model, self.plain)
+
+    @contextlib.contextmanager
+    def sharded_shown(self) -> Iterator[None]:
+        """Context in which units that are gathered show their shards, as to a state dict.
+
+        They stay gathered: a step from there is a case of its own.
+        """
+        with contextlib.ExitStack() as stack:
+            for unit in units_in(self.model):
+                stack.enter_context(unit.registration.showing_sharded())
+            yield
 
     def zero(self, *, to_none: bool = True) -> None:
         for each in self.both():
@@ -252,13 +280,15 @@ class Run:
             self.zero()  # without a backward nothing reduces what micro-batches have left
         self.after_backward()
         if clip:
-            norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in self.both()]
+            with self.sharded_shown():
+                norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in self.both()]
             assert_same(whole(norms[1]), whole(norms[0]), "norm")
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=to_none)
-        assert_same_parameters(self.model, self.plain)
+        with self.sharded_shown():
+            assert_same_parameters(self.model, self.plain)
 
     def step_with(self, clip: bool, to_none: bool) -> None:
         self.step("reduce", clip=clip, to_none=to_none)
@@ -360,10 +390,43 @@ class Run:
         if method == "encode" and isinstance(pair[1], FSDPModule):
             fsdp2.register_fsdp_forward_method(pair[1], "encode")
         call = "__call__" if method == "forward" else method
-        losses = [getattr(each, call)(x, step).square().mean() for each in pair]
+        # (In fp64: a unit inside of the model returns what it computes in.)
+        losses = [getattr(each, call)(x, step).double().square().mean() for each in pair]
         assert_same(losses[1], losses[0], "loss of a module alone")
         self.backward(*losses)
         self.after_backward()
+        self.zero()
+
+    def hooked(self) -> None:
+        """Hooks of the user's on parameters: one changes gradients, one is told of them."""
+        told: tuple[set[str], set[str]] = (set(), set())
+        handles = []
+        with self.sharded_shown():
+            for seen, each in zip(told, self.both(), strict=True):
+                for name, parameter in each.named_parameters():
+                    if parameter.requires_grad:
+                        note = functools.partial(lambda names, name, _: names.add(name), seen, name)
+                        handles.append(parameter.register_hook(lambda grad: grad * 0.5))
+                        handles.append(parameter.register_post_accumulate_grad_hook(note))
+        self.backward(*self.forward(*self.batch()))
+        self.after_backward()
+        assert told[1] == told[0]
+        for handle in handles:
+            handle.remove()
+        self.zero()
+
+    def divide(self, factor: float) -> None:
+        """Gradients are sums over ranks divided by another number than that of the ranks."""
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_gradient_divide_factor(factor)
+        self.backward(*self.forward(*self.batch()))
+        for parameter in self.plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= dist.get_world_size() / factor
+        self.after_backward()
+        for unit in units:
+            unit.set_gradient_divide_factor(dist.get_world_size())
         self.zero()
 
     def between(self, mode: str, what: Operation) -> None:
@@ -486,7 +549,7 @@ class Run:
             if kind == "files":
                 save_model(model, f"{folder}/model").wait()
                 dist.barrier()
-            with torch.no_grad():
+            with self.sharded_shown(), torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(3)
             if kind == "files":
@@ -498,7 +561,8 @@ class Run:
         if kind in ("whole", "files"):
             for buffer in self.plain.buffers():
                 dist.broadcast(buffer, 0)  # whose buffers it had
-        assert_same_parameters(model, self.plain, bitwise=False)
+        with self.sharded_shown():
+            assert_same_parameters(model, self.plain, bitwise=False)
 
     def copy(self) -> None:
         """A deep copy takes its place."""

@@ -212,6 +212,13 @@ def nodes(model: nn.Module) -> list[Node]:
     return found[:0:-1]
 
 
+def all_layers(layer: Layer) -> Iterator[Layer]:
+    """``layer`` and those inside it."""
+    yield layer
+    for inner in layer.inside:
+        yield from all_layers(inner)
+
+
 def layers(depth: int, *, recomputes: bool = True) -> st.SearchStrategy[Layer]:
     inside: st.SearchStrategy[tuple[Layer, ...]] = st.just(())
     if depth:
