@@ -15,6 +15,7 @@ from ..render.text import plain_table, plural, show_bytes, show_seconds
 from .outcomes import PREDICTED
 from .prediction import Prediction
 from .report import Plan
+from .unit_figures import OUTSIDE
 
 _MEASURED = "fsdp2_profile"
 _SECONDS, _BYTES, _COUNT = "seconds", "bytes", "count"
@@ -112,8 +113,9 @@ def compare(
     Times are means over the profiled steps of its rank; predicted is the fullest, slowest rank.
     Memory of units is that of gathered parameters and, on GPUs, the most that the allocator had
     handed out when compute entered or left the unit. A profile on the CPU sees the memory of the
-    whole process, which no prediction has: it is left out, and said so. What a unit gathers is
-    predicted with the padding of uneven dims, which the profile does not count.
+    whole process, which no prediction has: it is left out, and said so. "Outside units" is the loss
+    where it is predicted, and all else that goes on in a step where it is measured. What a unit
+    gathers is predicted with the padding of uneven dims, which the profile does not count.
 
     Args:
         predicted: what `plan` or `predict` returned, or its ``to_dict()``.
@@ -152,7 +154,7 @@ def _compare(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Compa
             f"The prediction is for {predicted['num_ranks']} ranks, the profile of {ranks}: "
             "predict with --world-size of the run"
         )
-    theirs = {unit["name"]: unit for unit in predicted["units"]}
+    theirs = {unit["name"]: unit for unit in predicted["units"] if unit["name"] != OUTSIDE}
     ours = {unit["name"]: unit for unit in measured["units"]}
     common = [name for name in ours if name in theirs]
     if not common or (common == ["(root)"] and len(ours) > 1 and len(theirs) > 1):
@@ -207,7 +209,9 @@ def _check(data: object, key: str | None, name: str, source: str) -> None:
 def _step(
     predicted: Mapping[str, Any], measured: Mapping[str, Any], on_device: bool
 ) -> list[Compared]:
-    theirs, total, steps = predicted["units"], measured["total"], measured["steps"]
+    theirs = [unit for unit in predicted["units"] if unit["name"] != OUTSIDE]
+    outside = [unit for unit in predicted["units"] if unit["name"] == OUTSIDE]
+    total, steps = measured["total"], measured["steps"]
 
     def mean(name: str) -> float:
         return sum(step[name] for step in steps) / len(steps)
@@ -223,13 +227,20 @@ def _step(
     kinds = ("gather", "reduce_scatter", "all_reduce")
     launch_s = 0.0 if on_device else sum(total[kind]["launch_s"] for kind in kinds)
     compute_s = total["forward_s"] + backward_s - launch_s
+    optimizer_s, waited_s = mean("optimizer_s"), mean("exposed_s")
     rows = [
         ("step", _SECONDS, predicted["step_s"], measured["step_s"]),
         ("compute", _SECONDS, sum(u["forward_s"] + u["backward_s"] for u in theirs), compute_s),
         ("forward", _SECONDS, sum(u["forward_s"] for u in theirs), total["forward_s"]),
         ("backward", _SECONDS, sum(u["backward_s"] for u in theirs), backward_s),
-        ("optimizer", _SECONDS, predicted["optimizer_s"], mean("optimizer_s")),
-        ("exposed communication", _SECONDS, predicted["waited_s"], mean("exposed_s") + launch_s),
+        (
+            "outside units",
+            _SECONDS,
+            sum(unit["forward_s"] + unit["backward_s"] for unit in outside),
+            max(0.0, measured["step_s"] - total["forward_s"] - backward_s - optimizer_s - waited_s),
+        ),
+        ("optimizer", _SECONDS, predicted["optimizer_s"], optimizer_s),
+        ("exposed communication", _SECONDS, predicted["waited_s"], waited_s + launch_s),
     ]
     for kind, several in (("gather", "gathers"), ("reduce", "reductions")):
         rows.append((several, _COUNT, *both(kind, "count")))
@@ -239,7 +250,7 @@ def _step(
     rows.append(("peak of gathered", _BYTES, predicted["peak_gathered_bytes"], gathered))
     totals = [step["peak_bytes"] for step in steps if step["peak_bytes"] is not None]
     if on_device and totals:
-        borders = max(unit["peak_bytes"] for unit in theirs)
+        borders = max(unit["peak_bytes"] for unit in predicted["units"])
         rows.append(("peak at unit boundaries", _BYTES, borders, max(totals)))
     return _figures("", rows)
 

@@ -11,7 +11,7 @@ from ..estimation.events import Compute
 from ..render.timeline import BACKWARD, COMPUTE
 from .simulate import SimulatedStep
 
-ROOT = "(root)"
+ROOT, OUTSIDE = "(root)", "(outside)"
 GATHERED = "gathered parameters"
 
 
@@ -56,13 +56,16 @@ class UnitFigures:
 def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
     """The figures of every unit of ``step``, the root first, then in the order of forward.
 
-    What belongs to no unit (the loss) counts as the root's. Waits for the host or for the slowest
-    rank are in none.
+    What belongs to no unit (the loss) comes last, as a unit named `OUTSIDE`, as a profile has it in
+    none. Waits for the host or for the slowest rank are in none of them.
     """
     units = {ROOT: UnitFigures(ROOT)}
+    outside = UnitFigures(OUTSIDE)
 
     def figures(launch: Launch) -> UnitFigures:
-        name = launch.unit or ROOT
+        name = launch.unit
+        if not name:
+            return outside
         return units.setdefault(name, UnitFigures(name))
 
     for launch, span in zip(step.launches, step.spans, strict=True):
@@ -82,9 +85,9 @@ def unit_figures(step: SimulatedStep) -> list[UnitFigures]:
         if (traffic := _traffic(figures(launch), launch)) is not None:
             traffic.exposed_s += seconds
     for name, total in _borders(step):
-        mine = units.setdefault(name, UnitFigures(name))
+        mine = units.setdefault(name, UnitFigures(name)) if name else outside
         mine.peak_bytes = max(mine.peak_bytes, total)
-    return list(units.values())
+    return [*units.values(), outside]
 
 
 def peak_gathered_bytes(step: SimulatedStep) -> int:
@@ -139,7 +142,7 @@ def _borders(step: SimulatedStep) -> Iterator[tuple[str, int]]:
     computes = [launch for launch in step.launches if launch.lane == COMPUTE]
     numbers = [launch.number for launch in computes]
     first = 0
-    for name, group in groupby(computes, key=lambda launch: launch.unit or ROOT):
+    for name, group in groupby(computes, key=lambda launch: launch.unit):
         behind = first + len(list(group))
         leaves = numbers[behind] if behind < len(numbers) else len(states) - 1
         for number in (numbers[first], leaves):

@@ -136,7 +136,7 @@ def host_free() -> Hardware:
 def test_units_add_up_to_the_step(options: dict[str, Any]) -> None:
     step = predicted(**{"hardware": host_free(), **options}).step
     units = unit_figures(step)
-    assert units[0].name == "(root)"
+    assert (units[0].name, units[-1].name) == ("(root)", "(outside)")
     whole = sum(unit.forward_s + unit.backward_s for unit in units)
     assert whole == pytest.approx(step.compute_s)
     for stream, kinds in (("all-gather", "gather"), ("reduce-scatter all-reduce", "reduce")):
@@ -156,7 +156,7 @@ def test_waits_for_the_host_are_not_waits_for_communication() -> None:
 def test_memory_of_a_unit_is_that_at_its_borders() -> None:
     made = predicted(num_ranks=64)
     units = {unit.name: unit.peak_bytes for unit in unit_figures(made.step)}
-    assert set(units) == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
+    assert set(units) == {"(root)", "blocks.0", "blocks.1", "blocks.2", "(outside)"}
     states = {sum(parts.values()) for _, parts in made.step.samples}
     assert set(units.values()) <= states
     assert max(units.values()) <= made.peak_bytes
@@ -187,6 +187,7 @@ def measured(**changes: Any) -> dict[str, Any]:
             "peak_bytes": 2 * unit["peak_bytes"],
         }
         for unit in theirs["units"]
+        if unit["name"] != "(outside)"
     ]
     total = {
         name: sum(unit[name] for unit in units)
@@ -216,13 +217,30 @@ def test_every_figure_has_its_error() -> None:
     made = compare(predicted(), measured())
     assert {each.what for each in made.step} >= {"step", "peak at unit boundaries", "optimizer"}
     # (What was not there is predicted right. Each of twice as many gathers has as many bytes.)
+    rest = {each.what: each for each in made.step}["outside units"]
+    assert rest.measured > rest.predicted  # the host, too
     for each in (*made.step, *made.units):
+        if each is rest:
+            continue
         once = each.what == "gathered" or not each.measured
         assert each.error == pytest.approx(0.0 if once else -0.5), each
     assert {each.what for each in made.units} == {
         *("forward", "backward", "exposed", "gathered", "memory")
     }
     assert "gathers of '(root)'" in made.warnings[0]  # twice as many
+
+
+def test_the_loss_is_in_no_unit() -> None:
+    with torch.device("meta"):
+        model, x = Model(), torch.empty(ROWS, WIDTH)
+    small, large = (
+        predict(model, x, host_free(), 2, loss_fn=lambda y, n=n: y * torch.ones(n).sum())
+        for n in (1, 10**9)
+    )
+    assert large.seconds > 2 * small.seconds
+    rows = [{r.what: r.predicted for r in compare(m, measured()).step} for m in (small, large)]
+    assert rows[1]["compute"] == pytest.approx(rows[0]["compute"])
+    assert rows[1]["outside units"] > rows[0]["outside units"] + 0.5 * small.seconds
 
 
 def test_units_of_only_one_side_are_named() -> None:
