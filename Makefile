@@ -2,7 +2,7 @@
 # PYTHON=/path/to/python or an activated environment that has torch is used as it is instead.
 # TORCH=2.13.0 asks for another torch than the default, which has an environment of its own.
 
-NEWEST_TORCH := 2.15.0
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' requirements/torch.txt)
 TORCH ?= $(NEWEST_TORCH)
 VENV := .venv$(if $(filter-out $(NEWEST_TORCH),$(TORCH)),-$(TORCH))
 
