@@ -292,6 +292,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
     )
     parser.add_argument(
+        "--max-saved",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="activations that offload_activations leaves on the device: 4GiB, ... (default: all)",
+    )
+    parser.add_argument(
         "--attention",
         choices=("auto", "flash", "efficient", "cudnn", "math"),
         default="auto",
@@ -327,6 +333,7 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "micro_batches": args.micro_batches,
         "optimizer": None if args.optimizer == "none" else args.optimizer,
         "max_gathered_bytes": args.max_gathered,
+        "max_saved_bytes": args.max_saved,
         "unknown_costs": args.unknown_costs,
         "experts": None if args.experts is None else parse_wrap(args.experts),
     }

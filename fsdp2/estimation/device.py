@@ -15,7 +15,7 @@ import torch
 
 from ..comm.topology import Topology
 from .account import Account
-from .events import Compute, Operation
+from .events import Compute, CopyEnd, HostCopy, Operation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """Bytes copied between host and device, for offloaded shards and gradients."""
+    """Bytes copied between host and device: offloaded shards, gradients, activations."""
 
     kind: str
     nbytes: int
@@ -137,7 +137,7 @@ class LaunchDevice:
         self.launches: list[Launch] = []
         self.phase = ""
         self._names = iter(("all-gather", "reduce-scatter", "all-reduce"))
-        self._exchanges: dict[str, LaunchStream] = {}
+        self._beside: dict[str, LaunchStream] = {}
         self.compute = LaunchStream(self, "compute")
         self.streams = [self.compute]
         self._current = self.compute
@@ -154,14 +154,19 @@ class LaunchDevice:
     def exchange(self, work: Transfer, unit: str = "") -> None:
         """Put a collective beside compute that begins after it, and that it then waits for."""
         name = "tensor parallel" if work.group == "tensor" else "all-to-all"
-        stream = self._exchanges.get(name)
-        if stream is None:
-            stream = self._exchanges[name] = LaunchStream(self, name)
-            self.streams.append(stream)
-        stream.wait_stream(self.compute)
+        stream = self.beside_compute(name)
         with self.stream(stream):
             self.launch(work, unit)
         self.compute.wait_stream(stream)
+
+    def beside_compute(self, name: str) -> LaunchStream:
+        """The stream of this name, which waits for compute so far."""
+        stream = self._beside.get(name)
+        if stream is None:
+            stream = self._beside[name] = LaunchStream(self, name)
+            self.streams.append(stream)
+        stream.wait_stream(self.compute)
+        return stream
 
     def Stream(self, device: Any = None, priority: int = 0) -> LaunchStream:  # noqa: N802
         stream = LaunchStream(self, next(self._names))
@@ -199,6 +204,7 @@ class ReplayState:
         self.topology = topology
         self.transfers: list[Transfer] = []
         self.inside = ""
+        self._copies: dict[int, LaunchEvent] = {}  # of activations: their ends
 
     def transfer(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
@@ -227,6 +233,20 @@ class ReplayState:
         """Let the host wait for the current stream."""
         if self.device is not None:
             self.device.current_stream().synchronize()
+
+    def host_copy(self, event: HostCopy | CopyEnd) -> None:
+        """Record a copy of an offloaded activation, or that compute waits for one."""
+        if self.device is None:
+            return
+        if isinstance(event, CopyEnd):
+            self.device.compute.wait_event(self._copies.pop(event.number))
+            return
+        stream = self.device.beside_compute("copies")
+        with self.device.stream(stream):
+            self.device.launch(Copy(event.kind, event.nbytes, self.inside), self.inside)
+            self.account.clock = len(self.device.launches)
+        end = self._copies[event.number] = self.device.Event()
+        end.record(stream)
 
     def copy(self, kind: str, nbytes: int, unit: str) -> None:
         """Record a copy between host and device."""

@@ -45,6 +45,7 @@ def estimate(
     max_gathered_bytes: int | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
+    max_saved_bytes: int | None = None,
     experts: Any = None,
     expert_ranks: int = 1,
     micro_batches: int = 1,
@@ -78,6 +79,8 @@ def estimate(
             taken into account in any case.
         checkpoint_modules: names of the modules to recompute. None: the blocks, meaning all units
             except the root that have parameters and inputs that need gradients.
+        max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
+            loss. None: activations stay on the device, as on the CPU in any case.
         experts: the modules that `shard_experts` gets before the others become units: names,
             patterns or classes, as in ``wrap``. None: experts are parameters like others.
         expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks;
@@ -161,6 +164,7 @@ def estimate(
         device_type=device_type,
         kernels=kernels,
         fake=fake,
+        max_saved_bytes=max_saved_bytes,
         experts=names,
         expert_ranks=expert_ranks,
     )

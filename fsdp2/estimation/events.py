@@ -129,11 +129,33 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class HostCopy:
+    """A saved tensor begins to travel between device and host, beside compute.
+
+    Attributes:
+        number: of the copy.
+        kind: "to host" or "to device".
+        nbytes: its bytes.
+    """
+
+    number: int
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CopyEnd:
+    """Compute waits for the `HostCopy` of this ``number``."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class StartOfBackward:
     """Forward and loss are done."""
 
 
-Event = Call | Gradient | Compute | Exchange | StartOfBackward
+Event = Call | Gradient | Compute | Exchange | HostCopy | CopyEnd | StartOfBackward
 
 
 @dataclass(frozen=True)
@@ -180,6 +202,7 @@ class StepTrace:
         embeddings: names of the modules whose class is exactly ``nn.Embedding``.
         input_bytes: bytes of the sample input, which lives during the whole step.
         buffer_bytes: bytes of the model's buffers.
+        host_bytes: the most host memory that offloaded activations use.
         nbytes: bytes that all operations read and write.
         uncosted: the operators without a cost, by name.
         notes: what the trace assumes, as sentences.
@@ -192,6 +215,7 @@ class StepTrace:
     params: list[ParamInfo] = field(default_factory=list)
     input_bytes: int = 0
     buffer_bytes: int = 0
+    host_bytes: int = 0
     nbytes: int = 0
     uncosted: dict[str, Uncosted] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

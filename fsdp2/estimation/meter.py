@@ -168,9 +168,9 @@ class StorageMeter(TorchDispatchMode):
 
         return dead
 
-    def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of its storage in `Compute.memory`; -1 if it is not there."""
-        return self._tracked.get(tensor.untyped_storage()._cdata, (None, 0, -1))[2]
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage in `Compute.memory`; -1 if it is not there."""
+        return self._tracked.get(storage._cdata, (None, 0, -1))[2]
 
     def ignore(self, tensor: torch.Tensor) -> int:
         """Stop counting the storage of ``tensor``; returns the bytes that it counted."""

@@ -25,7 +25,18 @@ from ..wrap import UnitDescription
 from .account import Account
 from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
-from .events import Call, Compute, Exchange, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .events import (
+    Call,
+    Compute,
+    CopyEnd,
+    Exchange,
+    Gradient,
+    HostCopy,
+    Kind,
+    ParamInfo,
+    StartOfBackward,
+    StepTrace,
+)
 from .expert_units import InnerTopology
 from .optimizers import NO_OPTIMIZER, OptimizerCost
 from .stand_ins import CountedBucket, CountedUnit
@@ -170,6 +181,8 @@ def replay(
     state = account.host if offloaded else account.now
     for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer.state)):
         state[name] = nbytes
+    if trace.host_bytes:
+        account.host["activations"] = trace.host_bytes
     account.now["buffers"], account.now["inputs"] = trace.buffer_bytes, trace.input_bytes
     account.total = sum(account.now.values())
     for nbytes in (trace.buffer_bytes, trace.input_bytes):
@@ -375,6 +388,8 @@ class _Player:
                 self._gradient(event)
             elif isinstance(event, Exchange):
                 self._exchange(event)
+            elif isinstance(event, HostCopy | CopyEnd):
+                self.replay.host_copy(event)
             else:
                 assert isinstance(event, StartOfBackward)
                 self._enter_phase("backward")

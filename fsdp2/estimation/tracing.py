@@ -8,7 +8,7 @@ same nodes in the graph. The hooks call a `_Recorder` instead of a runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,9 +30,20 @@ from ..runtime.unit_config import UnitConfig
 from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
-from .events import Call, Exchange, Gradient, Kind, ParamInfo, StartOfBackward, StepTrace
+from .events import (
+    Call,
+    CopyEnd,
+    Exchange,
+    Gradient,
+    HostCopy,
+    Kind,
+    ParamInfo,
+    StartOfBackward,
+    StepTrace,
+)
 from .kernels import Kernels, kernels_of, traced_kernels
 from .meter import StorageMeter
+from .offloaded import CountedOffload, counted_offload
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -52,6 +63,7 @@ def trace_step(
     experts: Sequence[str] = (),
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
+    max_saved_bytes: int | None = None,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
@@ -73,10 +85,12 @@ def trace_step(
             of one rank, and tokens travel where the model makes a ``TokenExchange``.
         expert_ranks: over which experts are distributed.
         tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
+        max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
+            loss; None: there is none. It does nothing on the CPU.
 
     Raises:
-        ValueError: if the model's shapes depend on data (with ``fake``), or nothing needs a
-            gradient.
+        ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
+            shapes depend on data (with ``fake``), or nothing needs a gradient.
         TypeError: for parameters that are tensor subclasses.
     """
     if tensor_ranks == 1 and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -86,6 +100,7 @@ def trace_step(
         )
     if expert_ranks > 1 and not fake:
         raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
+    max_saved_bytes = _checked_saved(max_saved_bytes, device_type, fake)
     by_name = dict(model.named_modules())
     trace = StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
@@ -129,8 +144,9 @@ def trace_step(
             unit.runtime = recorder
             _RecordingHooks(cast(Any, unit)).install()
         stack.enter_context(meter)
+        offload = counted_offload(model, max_saved_bytes, meter, recorder.host_copy)
         try:
-            _run(model, args, kwargs, loss_fn or _default_loss, recorder)
+            _run(model, args, kwargs, loss_fn or _default_loss, recorder, offload)
         except (_DataDependent, _DynamicShape) as error:
             raise ValueError(
                 f"The shapes in this model depend on the values of its data ({error}), so they are "
@@ -148,10 +164,34 @@ def trace_step(
     return trace
 
 
-def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder: _Recorder) -> None:
+def _checked_saved(limit: int | None, device_type: str, fake: bool) -> int | None:
+    """``max_saved_bytes``, or None on the CPU, where nothing is offloaded."""
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"max_saved_bytes must be an int (bytes) or None, got {limit!r}")
+    if limit < 0:
+        raise ValueError(f"max_saved_bytes must not be negative, got {limit}")
+    if not fake:
+        raise ValueError(
+            "Offloaded activations are counted on fake tensors, which have no values: "
+            "max_saved_bytes does not go together with fake=False"
+        )
+    return None if device_type == "cpu" else limit
+
+
+def _run(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    loss_fn: LossFn,
+    recorder: _Recorder,
+    offload: AbstractContextManager[CountedOffload | None],
+) -> None:
     recorder.meter.begin()
-    output = model(*args, **kwargs)
-    loss = loss_fn(output)
+    with offload as offloaded:
+        output = model(*args, **kwargs)
+        loss = loss_fn(output)
     del output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
@@ -162,6 +202,8 @@ def _run(model: nn.Module, args: tuple, kwargs: dict, loss_fn: LossFn, recorder:
     recorder.trace.events.append(StartOfBackward())
     loss.backward()
     recorder.flush()
+    if offloaded is not None:
+        recorder.trace.host_bytes = offloaded.bytes.host_peak
 
 
 def describe_params(
@@ -384,6 +426,11 @@ class _Recorder:
 
         return record
 
+    def host_copy(self, event: HostCopy | CopyEnd) -> None:
+        """Record a copy of an offloaded activation, or that compute waits for one."""
+        self.flush()
+        self.trace.events.append(event)
+
     def collective(self, kind: str, nbytes: int, ranks: int) -> None:
         """Record a collective of tensor parallelism."""
         self.flush()
@@ -396,7 +443,7 @@ class _Recorder:
             assert param.grad is not None
             self.flush()
             local = local_of(param.grad)
-            storage, dtype = self.meter.number_of(local), local.dtype
+            storage, dtype = self.meter.number_of(local.untyped_storage()), local.dtype
             nbytes = self.meter.ignore(local)
             self.trace.events.append(Gradient(number, nbytes, dtype, storage))
             param.grad = None

@@ -92,6 +92,8 @@ class offload_activations:  # noqa: N801 (used like a function)
         ...     loss.backward()
     """
 
+    _plain: type[Tensor] = Tensor  # `fsdp2.estimation` has fake ones
+
     # Copies beside forward, the last ones first beside backward: vDNN (Rhu et al., MICRO 2016,
     # arXiv 1602.08124). Rejected: to begin with the largest tensors, which are few; the first ones
     # are those that stay longest, and what stays is then what backward begins with.
@@ -154,7 +156,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter)):
             return None  # who made it keeps it
-        if type(tensor) is not Tensor:
+        if type(tensor) is not self._plain:
             return self._offload_inner(tensor, saved)
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
@@ -269,9 +271,8 @@ class _Away(_Part):
 
     def tensor(self) -> Tensor:
         storage, start = self.memory.use(self.entry, self.number)
-        offset = (start + self.offset) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.shape, self.strides)
+        start += int(self.offset)
+        return self.memory.view(storage, start, self.dtype, self.shape, self.strides)
 
     def describe(self) -> str:
         return f"{self.dtype} and shape {list(self.shape)}"
@@ -313,7 +314,7 @@ def _range_of(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
 def _without_memory(saved: Tensor) -> Tensor:
     """A tensor that only shares the version counter."""
     witness = saved.detach()
-    if type(witness) is Tensor:
+    if not is_traceable_wrapper_subclass(witness):
         witness.data = torch.empty(0, dtype=witness.dtype, device=witness.device)
         return witness
     subclass: Any = witness

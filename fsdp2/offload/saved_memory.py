@@ -61,6 +61,7 @@ class Entry:
 
     Attributes:
         first, last: when it was saved first, and last.
+        original: what has the addresses in its key, weakly.
         storage: where the bytes are on the device, from ``start`` on; None while they are away.
         blocks: where they are in host memory; None before they were copied.
         copied: the end of a copy that ``stream`` has not waited for.
@@ -86,7 +87,7 @@ class Entry:
         self,
         memory: SavedMemory,
         key: Hashable,
-        named: torch.Tensor,
+        original: tuple[object, ...],
         number: int,
         storage: torch.UntypedStorage,
         start: int,
@@ -96,9 +97,7 @@ class Entry:
         self._memory = memory
         self.key = key
         self.first = self.last = number
-        # While they are referred to, no others can have their addresses, which are in the key.
-        owner = torch._C._WeakTensorRef(named)  # type: ignore[attr-defined]
-        self.original = StorageWeakRef(storage), owner
+        self.original = original
         self.storage: torch.UntypedStorage | None = storage
         self.start, self.nbytes = start, nbytes
         self.blocks: list[torch.Tensor] | None = None
@@ -132,7 +131,7 @@ class SavedMemory:
     def __init__(self, device: torch.device, limit: int, pin: bool, copies: CopyStream) -> None:
         self.counts = Counts()
         self.dead: deque[tuple[Any, ...]] = deque()  # entries that nobody needs any more
-        self._device, self._limit, self._copies = device, limit, copies
+        self.device, self._limit, self._copies = device, limit, copies
         # What may be on its way while compute goes on.
         self._window = limit // 4
         self._host = HostMemory(pin)
@@ -178,13 +177,19 @@ class SavedMemory:
                 )
             self._make_room(nbytes)
             compute = self._copies.compute
-            entry = Entry(self, key, named, self._number, storage, start, nbytes, compute)
+            original = self._weakly(storage, named)
+            entry = Entry(self, key, original, self._number, storage, start, nbytes, compute)
             self._known[key] = self._resident[entry.last] = weakref.ref(entry)
             self._resident_bytes += nbytes
             self._count_device(nbytes)
             while self._resident and self._resident_bytes > self._limit - self._window:
                 self._start_leaving()
             return entry, self._number
+
+    def _weakly(self, storage: torch.UntypedStorage, named: torch.Tensor) -> tuple[object, ...]:
+        """Weak references to both: while there are some, no others can have their addresses."""
+        owner = torch._C._WeakTensorRef(named)  # type: ignore[attr-defined]
+        return StorageWeakRef(storage), owner
 
     def use(self, entry: Entry, number: int) -> tuple[torch.UntypedStorage, int]:
         """Where the bytes are on the device, for compute's current stream to read.
@@ -215,7 +220,7 @@ class SavedMemory:
                 compute.wait_event(entry.copied)
             else:
                 compute.wait_stream(entry.stream)  # which has waited for the copy
-            _bytes_of(entry, self._device).record_stream(compute)
+            _bytes_of(entry, self.device).record_stream(compute)
         elif entry.copied is not None:
             compute.wait_event(entry.copied)
             entry.copied = None
@@ -238,11 +243,7 @@ class SavedMemory:
         entry = self._resident[number]()
         if entry is not None:
             blocks = self._host.take(entry.nbytes)
-            source = _bytes_of(entry, self._device)
-            with self._copies.copying([entry.stream]):
-                for part, block in _pieces(source, blocks):
-                    block.copy_(part, non_blocking=True)
-                entry.copied = self._copies.copied()
+            self._copy_to(blocks, entry)
             entry.blocks = blocks
             self.counts.to_host += entry.nbytes
             self.counts.host = self._host.used_bytes
@@ -287,15 +288,11 @@ class SavedMemory:
         self._count_device(entry.nbytes)  # before it is there, so that errors leave it balanced
         try:
             with self._copies.on(entry.stream):
-                target = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._device)
+                target = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
         except BaseException:
             self.counts.device -= entry.nbytes
             raise
-        with self._copies.copying([entry.stream]):
-            for part, block in _pieces(target, entry.blocks):
-                part.copy_(block, non_blocking=True)
-            entry.copied = self._copies.copied()
-        entry.storage, entry.start = target.untyped_storage(), 0
+        entry.storage, entry.start = self._copy_from(entry.blocks, target, entry), 0
         self.counts.to_device += entry.nbytes
         self._drop_away(entry.last)
         self._back[entry.last] = weakref.ref(entry)
@@ -320,6 +317,38 @@ class SavedMemory:
         return any(
             number < saved < now for places in (self._resident, self._leaving) for saved in places
         )
+
+    # -- the copies: what `fsdp2.estimation` replaces by numbers ----------------------------------
+
+    def _copy_to(self, blocks: list[torch.Tensor], entry: Entry) -> None:
+        """Copy the bytes of ``entry`` to host memory, and mark the end of that."""
+        source = _bytes_of(entry, self.device)
+        with self._copies.copying([entry.stream]):
+            for part, block in _pieces(source, blocks):
+                block.copy_(part, non_blocking=True)
+            entry.copied = self._copies.copied()
+
+    def _copy_from(
+        self, blocks: list[torch.Tensor], target: torch.Tensor, entry: Entry
+    ) -> torch.UntypedStorage:
+        """Copy host memory to ``target``, the new memory of ``entry``, and mark the end."""
+        with self._copies.copying([entry.stream]):
+            for part, block in _pieces(target, blocks):
+                part.copy_(block, non_blocking=True)
+            entry.copied = self._copies.copied()
+        return target.untyped_storage()
+
+    def view(
+        self,
+        storage: torch.UntypedStorage,
+        start: int,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A tensor over the bytes of ``storage`` from ``start`` on."""
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(storage, start // dtype.itemsize, shape, strides)
 
     # -- bookkeeping ----------------------------------------------------------------------------
 

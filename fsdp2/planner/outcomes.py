@@ -109,11 +109,14 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
 
 
 def bound_of(step: SimulatedStep) -> str:
-    """``"compute"``, ``"communication"`` or ``"host"``."""
+    """``"compute"``, ``"communication"``, ``"copies"`` (of activations) or ``"host"``."""
     if step.exposed_s - step.stragglers_s < WAITS * step.seconds:
         return "compute"
     # The host is what all wait for only if it is busy for longer than any stream.
-    return "host" if step.host_s > max(step.stream_s.values()) else "communication"
+    if step.host_s > max(step.stream_s.values()):
+        return "host"
+    beside = {name: s for name, s in step.stream_s.items() if name != "compute"}
+    return "copies" if max(beside, key=beside.__getitem__) == "copies" else "communication"
 
 
 def bound_sentence(step: SimulatedStep) -> str:
@@ -126,6 +129,7 @@ def bound_sentence(step: SimulatedStep) -> str:
     kind = {
         "compute": "compute-bound",
         "communication": "limited by communication",
+        "copies": "limited by copies of activations between device and host",
         "host": f"limited by the host, which takes {show_seconds(step.host_s)} to launch it",
     }[bound_of(step)]
     lost = f" (beside them: {show_seconds(step.contention_s)} more)" if step.contention_s else ""

@@ -78,6 +78,7 @@ def plan(
     tensor_ranks: int | Sequence[int] = 1,
     max_samples: int | None = None,
     max_gathered_bytes: int | None = None,
+    max_saved_bytes: int | None = None,
     kernels: Kernels | None = None,
     fake: bool = True,
     unknown_costs: str = "error",
@@ -129,6 +130,8 @@ def plan(
             with which a step has more are left out. None: no limit.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
+        max_saved_bytes: as in `predict`; fixed, not searched. `Plan.apply` does not offload: the
+            training script calls `offload_activations`.
         progress: called with (current task, number done, total).
 
     Returns:
@@ -165,6 +168,7 @@ def plan(
         "mp_policy": mp_policy,
         "kernels": kernels,
         "fake": fake,
+        "max_saved_bytes": max_saved_bytes,
     }
     traces = TracedSteps(
         model,

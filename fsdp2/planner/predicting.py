@@ -57,6 +57,7 @@ def predict(
     max_gathered_bytes: int | None = None,
     activation_checkpointing: str = "none",
     checkpoint_modules: Sequence[str] | None = None,
+    max_saved_bytes: int | None = None,
     experts: Any = None,
     expert_ranks: int = 1,
     parallelize: Parallelize | None = None,
@@ -86,6 +87,7 @@ def predict(
         comm_policy, max_gathered_bytes: as in `shard_model`.
         activation_checkpointing: "none", "full" or "selective"; see `estimate`.
         checkpoint_modules: names of the modules to recompute; None: the blocks, as in `plan`.
+        max_saved_bytes: as in `estimate`; copies share no time with collectives.
         experts: the modules that `shard_experts` gets before the others become units: names,
             patterns or classes, as in ``wrap``. None: experts are parameters like others.
         expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks
@@ -131,6 +133,7 @@ def predict(
         comm_policy=comm_policy,
         max_gathered_bytes=max_gathered_bytes,
         checkpoint_modules=checkpoint_modules,
+        max_saved_bytes=max_saved_bytes,
         experts=experts,
         parallelize=parallelize,
         optimizer=optimizer,
@@ -279,6 +282,7 @@ _OPTIONS: dict[str, Any] = {
     "comm_policy": None,
     "max_gathered_bytes": None,
     "checkpoint_modules": None,
+    "max_saved_bytes": None,
     "experts": None,
     "parallelize": None,
     "optimizer": "adamw",
@@ -302,6 +306,7 @@ class _Cells:
         wrap: Any,
         mp_policy: MixedPrecisionPolicy,
         checkpoint_modules: Sequence[str] | None,
+        max_saved_bytes: int | None,
         experts: Any,
         parallelize: Parallelize | None,
         optimizer: Any,
@@ -319,12 +324,14 @@ class _Cells:
         self._simulator = Simulator(hardware, optimizer)
         self._dtype = mp_policy.param_dtype or _main_dtype(model)
         self._options = {"mp_policy": mp_policy, **options}
+        self._max_saved_bytes = max_saved_bytes
         chosen = kernels_of(kernels, hardware.device_type)
         common: dict[str, Any] = {
             "loss_fn": loss_fn,
             "mp_policy": mp_policy,
             "kernels": chosen,
             "fake": fake,
+            "max_saved_bytes": max_saved_bytes,
         }
         self.traces = TracedSteps(
             model,
@@ -430,6 +437,8 @@ class _Cells:
         for name in ("replicate_below", "comm_policy", "max_gathered_bytes"):
             if value := self._options[name]:
                 told[name] = value if isinstance(value, int) else str(value)
+        if self._max_saved_bytes is not None:  # 0 is the tightest limit
+            told["max_saved_bytes"] = self._max_saved_bytes
         return told
 
 
