@@ -94,7 +94,7 @@ class Page:
 
     def adopt(self, state: dict[Any, Any]) -> None:
         """Before a step: take over state that was loaded, made without this, or removed."""
-        found = {key for key, value in state.items() if self._can_be_away(key, value)}
+        found = {key for key, value in state.items() if self._can_be_away(value)}
         if found == set(self._placed) and all(state[k] is v for k, v in self._placed.items()):
             return
         if self._home is None and self._kept:
@@ -139,7 +139,7 @@ class Page:
                 param = self.param
                 had = state_outside(key, value, param, who) if isinstance(param, DTensor) else value
                 state[key] = had
-                if self._can_be_away(key, had):
+                if self._can_be_away(had):
                     made[key] = value
         for key in self._before:
             del state[key]
@@ -161,9 +161,11 @@ class Page:
             self._give_up_image()
             self._place(state, {**values, **made})  # all of it is in its home then
 
-    def _can_be_away(self, key: Any, value: Any) -> bool:
+    def _can_be_away(self, value: Any) -> bool:
         if not isinstance(value, Tensor):
             return False
+        if isinstance(self.param, DTensor) and not isinstance(value, DTensor):
+            return False  # one number for all elements, as a count of steps: it has no layout
         local = local_part(value)
         plain = not is_traceable_wrapper_subclass(local) and local.layout == torch.strided
         return plain and local.nbytes >= self._options.min_bytes

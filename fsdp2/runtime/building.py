@@ -36,15 +36,16 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     name_units(root_module, units)
     _check_finalization(root, units)
     _check_budget(root, units)
+    borrows = in_functional_call()
+    if borrows:
+        _check_nothing_gathered(root, units)
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
     for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
         old.reset()
     # The tree may run for the first time inside functional_call, whose tensors are in the modules
     # now. Adopted below, they would stay the parameters after it has returned.
-    lent = (
-        [x for u in units for x in u.registration.take_overrides()] if in_functional_call() else ()
-    )
+    lent = [x for u in units for x in u.registration.take_overrides()] if borrows else ()
     for unit in units:
         unit.param_group.adopt_replaced(keep_objects=False)
     # By identity of the Parameter objects, so after the ones that users assigned are adopted.
@@ -111,6 +112,23 @@ def _check_budget(root: Unit, units: list[Unit]) -> None:
             raise RuntimeError(ONLY_ROOTS_LIMIT.format(root.name, unit.name))
         if root.config.max_gathered_bytes is not None and unit.config.keep_unsharded_storage:
             raise RuntimeError(KEEPS_AND_LIMITS.format(unit.name))
+
+
+def _check_nothing_gathered(root: Unit, units: list[Unit]) -> None:
+    """The first forward of a tree inside functional_call finds sharded parameters.
+
+    Raises:
+        RuntimeError: if a unit that has run by itself is still gathered.
+    """
+    # A new runtime begins with units that are sharded, and with new unsharded parameters. To free
+    # these would take away what functional_call has lent, and it would put the old ones back.
+    for unit in units:
+        if unit.registration.registered != "sharded":
+            raise RuntimeError(
+                f"The first forward of '{root.name}' is inside torch.func.functional_call, and "
+                f"unit '{unit.name}' is still gathered after a forward of its own. Call reshard() "
+                f"on that module before, or run '{root.name}' once without functional_call"
+            )
 
 
 ONLY_ROOTS_LIMIT = (

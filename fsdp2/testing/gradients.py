@@ -230,6 +230,10 @@ def _check_noticed(ref: weakref.ref[Account]) -> None:
 def _end_backward(original: Any, runtime: Runtime) -> None:
     explicit = torch._C._current_graph_task_id() == -1  # called by a pipeline, not in backward
     original()
+    accounts = [account for unit in runtime.units if (account := account_of(unit.gradients))]
+    made = any(account.has_made for account in accounts)
+    for account in accounts:
+        account.backward_ended(made=made)
     _check(runtime, ended=runtime.ends_iteration, explicit=explicit)
 
 

@@ -94,6 +94,7 @@ class Account:
         owed: micro-batches of a pipeline whose backward computed only gradients of inputs.
         unseen: those of them during whose backward the modules did not hold the unsharded
             parameters, so that no code could request their gradients.
+        has_made: whether autograd has accumulated any since the last backward ended.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -104,6 +105,8 @@ class Account:
         self.owed: list[int] = []
         self.unseen: list[int] = []
         self.is_queued = False
+        self.has_made = False
+        self._passed: list[tuple[int, bool]] = []  # `owed` and whether `unseen`, if it turns out so
         self._handles: list[Any] = []  # of hooks
         self._num_forwards = 0
         self._numbers: weakref.WeakKeyDictionary[Forward, int] = weakref.WeakKeyDictionary()
@@ -122,9 +125,19 @@ class Account:
         if forward is not None:
             self.current = self._numbers.get(forward, self.current)
         if owes:
-            self.owed.append(self.current)
-            if not shown:
-                self.unseen.append(self.current)
+            self._passed.append((self.current, shown))
+
+    def backward_ended(self, *, made: bool) -> None:
+        """
+        Args:
+            made: whether it has accumulated gradients of any unit. Then it was a whole backward:
+                units that it passed without any have not used their parameters.
+        """
+        if not made:
+            self.owed += [micro_batch for micro_batch, _ in self._passed]
+            self.unseen += [micro_batch for micro_batch, shown in self._passed if not shown]
+        self._passed.clear()
+        self.has_made = False
 
     # -- from place to place ----------------------------------------------------------------
 
@@ -166,6 +179,7 @@ class Account:
         """Record a gradient that autograd accumulated."""
         record.on_param.append(self.current)
         record.seen = record.now()
+        self.has_made = True
 
     def observe(self) -> None:
         """Find gradients that were assigned or removed by hand, as zero-bubble pipelines do."""
@@ -249,6 +263,7 @@ class Account:
             self._num_forwards = 0
 
     def forget(self) -> None:
+        self._passed.clear()
         self.owed.clear()
         self.unseen.clear()
         for record in self.records.values():

@@ -418,3 +418,23 @@ def test_frozen_parameters_kept_gathered() -> None:
     with torch.no_grad():
         assert_same(LORA.loss(Called(model, given), *batch), LORA.loss(other, *batch), "loss")
     assert_unharmed(LORA, model, plain, given, dict(given))
+
+
+@pytest.mark.parametrize("mode", [None, False])
+@distributed(2)
+def test_the_first_forward_finds_a_unit_that_is_still_gathered(mode: bool | None) -> None:
+    """By a forward of its own; the whole model would compute with its weights, not those given."""
+    model, plain = pair(MLP, reshard_after_forward=mode)
+    batch = MLP.batch(0, dist.get_rank(), torch.float64)
+    unit = MLP.units(model)[0]
+    assert isinstance(unit, FSDPModule)
+    unit(torch.randn(2, next(plain.parameters()).shape[1]).double())
+    other = other_weights(plain)
+    given = given_as("whole", model, other)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"still gathered .* Call reshard\(\)"):
+            torch.func.functional_call(model, given, batch)
+        unit.reshard()
+        assert torch.equal(torch.func.functional_call(model, given, batch), other(*batch))
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)

@@ -162,6 +162,28 @@ def _checkpoints(pairs: list[tuple[str, str]]) -> None:
             assert_same(second, loaded, model, right)
 
 
+def _numbers() -> None:
+    model = sharded()
+    make = lambda: offload_optimizer(adam(model), min_bytes=0, chunk_bytes=20_000)  # noqa: E731
+    optimizer = make()
+    train(model, optimizer, range(2))
+    for parameter, state in optimizer.state.items():
+        assert not isinstance(state["step"], DTensor)
+        assert isinstance(state["exp_avg"], DTensor) == isinstance(parameter, DTensor)
+    with shared_folder() as folder, Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer).wait()
+        dist.barrier()
+        loaded = make()
+        checkpoints.load(model=model, optimizer=loaded)
+        assert_same(model, loaded, model, optimizer)
+
+
+@pytest.mark.parametrize("device", ["cpu", testdev.NAME])
+def test_numbers_in_the_state_have_no_layout(device: str) -> None:
+    """However small ``min_bytes`` is: the count of steps went to checkpoints as whole tensors."""
+    run_on(2, _numbers, device=device)
+
+
 KINDS = ("files", "memory", "device")
 
 

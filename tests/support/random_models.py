@@ -37,7 +37,8 @@ class Layer:
     ``unit`` says how it is sharded on its own, if at all, ``reshard`` its reshard_after_forward,
     ``container`` what holds the modules inside, ``repeats`` how often its body is called in a
     forward, ``recomputed`` whether the body is checkpointed, ``skipped`` in which steps (even: 0,
-    odd: 1) it does nothing, ``frozen`` whether its own parameters are trained.
+    odd: 1) it does nothing, ``frozen`` whether its own parameters are trained, ``passes`` how it is
+    called and what it returns, ``detached`` whether its body builds no graph.
     """
 
     kind: str
@@ -50,6 +51,8 @@ class Layer:
     recomputed: bool = False
     skipped: int | None = None
     frozen: bool = False
+    passes: str = "tensor"
+    detached: bool = False
     inside: tuple[Layer, ...] = ()
 
 
@@ -125,6 +128,8 @@ class Node(nn.Module):
         else:
             self.inside = nn.ModuleList(inside)
         self.fault = ""
+        self.absent = False  # on this rank, for now
+        self.input_dtype: torch.dtype | None = None  # what mixed precision makes of inputs
 
     def parts(self) -> Iterator[Node]:
         for module in self.inside.children():
@@ -134,20 +139,37 @@ class Node(nn.Module):
     def body(self, x: Tensor, step: int) -> Tensor:
         x = self.own(x, step)
         for module in self.parts():
-            x = module(x, step)
+            x = module.called(x, step)
         return x
+
+    def called(self, x: Tensor, step: int) -> Tensor:
+        """The output of a call in the way of this layer."""
+        if self.layer.passes == "keyword":
+            return tensor_of(self(step=step, x=x))
+        if self.layer.passes == "nested":
+            return tensor_of(self({"x": [x]}, step))
+        return tensor_of(self(x, step))
 
     def encode(self, x: Tensor, step: int) -> Tensor:
         """Another way in, for `fsdp2.register_fsdp_forward_method`."""
         return 2 * self.body(x, step)
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        if self.layer.skipped == step % 2:
+    def forward(self, x: Any, step: int) -> Any:
+        result = self.output(tensor_of(x), step)
+        return {"x": [result]} if self.layer.passes == "nested" else result
+
+    def output(self, x: Tensor, step: int) -> Tensor:
+        assert self.input_dtype in (None, x.dtype)
+        if self.layer.skipped == step % 2 or self.absent:
             return x
         x = Faulty.apply(x, self, "late in backward")
         raise_if(self, "before forward")
         for _ in range(self.layer.repeats):
-            if self.layer.recomputed:
+            if self.layer.detached:
+                with torch.no_grad():
+                    result = self.body(x, step)
+                x = x + result / 8
+            elif self.layer.recomputed:
                 result = checkpoint(self.body, x, step, use_reentrant=False)
                 assert isinstance(result, Tensor)
                 x = result
@@ -155,6 +177,11 @@ class Node(nn.Module):
                 x = self.body(x, step)
         raise_if(self, "after forward")
         return Faulty.apply(x, self, "early in backward")
+
+
+def tensor_of(value: Any) -> Tensor:
+    """What a layer takes or returns, without what is around it."""
+    return value["x"][0] if isinstance(value, dict) else value
 
 
 class PlannedError(Exception):
@@ -219,21 +246,37 @@ def all_layers(layer: Layer) -> Iterator[Layer]:
         yield from all_layers(inner)
 
 
-def layers(depth: int, *, recomputes: bool = True) -> st.SearchStrategy[Layer]:
+@st.composite
+def styles(draw: st.DrawFn) -> dict[str, st.SearchStrategy[Any]]:
+    """How the layers of one model are drawn.
+
+    Half of the attributes keep to one or two of their values: what needs three layers of the same
+    rare kind, or none of the usual ones, happens in some models then instead of in hardly any.
+    """
+    choices: dict[str, tuple[Any, ...]] = {
+        "kind": ("linear", "linear", *KINDS),
+        "size": SIZES,
+        "bias": (True, False),
+        "unit": ("", "sharded", "sharded", "replicated", "with the next"),
+        "reshard": (None, True, False, 1, 2),
+        "container": ("list", "dict"),
+        "repeats": (1, 1, 1, 2),
+        "recomputed": (False, False, True),
+        "skipped": (None, None, None, 0, 1),
+        "frozen": (False, False, True),
+        "passes": ("tensor", "tensor", "keyword", "nested"),
+        "detached": (*[False] * 7, True),
+    }
+    style = {}
+    for name, values in choices.items():
+        if draw(st.booleans()):
+            values = tuple(draw(st.lists(st.sampled_from(values), min_size=1, max_size=2)))
+        style[name] = st.sampled_from(values)
+    return style
+
+
+def layers(depth: int, style: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Layer]:
     inside: st.SearchStrategy[tuple[Layer, ...]] = st.just(())
     if depth:
-        inside = st.lists(layers(depth - 1), max_size=3).map(tuple)
-    return st.builds(
-        Layer,
-        kind=st.sampled_from(("linear", "linear", *KINDS)),
-        size=st.sampled_from(SIZES),
-        bias=st.booleans(),
-        unit=st.sampled_from(["", "sharded", "sharded", "replicated", "with the next"]),
-        reshard=st.sampled_from([None, True, False, 1, 2]),
-        container=st.sampled_from(["list", "dict"]),
-        repeats=st.sampled_from([1, 1, 1, 2]),
-        recomputed=st.sampled_from([False, False, True]),
-        skipped=st.sampled_from([None, None, None, 0, 1]),
-        frozen=st.sampled_from([False, False, True]),
-        inside=inside,
-    )
+        inside = st.lists(layers(depth - 1, style), max_size=3).map(tuple)
+    return st.builds(Layer, inside=inside, **style)

@@ -346,3 +346,29 @@ def test_the_context_is_not_nested() -> None:
             pass
         assert Runtime.end_backward is not END
     assert Runtime.end_backward is END  # off: nothing is left of it
+
+
+class Passing(nn.Module):
+    """Returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@distributed(2)
+def test_a_unit_that_used_no_parameter_has_lost_nothing() -> None:
+    """Backward enters it by its output, as that of a pipeline that leaves out weight gradients."""
+    model = nn.Sequential(nn.Linear(3, 3), Passing(), nn.Linear(3, 3))
+    fully_shard(model[1])
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        model.finalize_backward()
+        assert model[0].weight.grad is not None
+        assert model[1].weight.grad is None

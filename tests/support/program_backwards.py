@@ -1,0 +1,469 @@
+"""Forwards and backwards of random programs: the steps of a training, and all others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp2
+from fsdp2 import FSDPModule
+from fsdp2.runtime.gather_budget import GatherBudgetError
+from program_pair import Operation, Pair, has_one_mesh
+from random_models import HOOK_FAULTS, PlannedError, add_faulty_hook, nodes, tensor_of
+from reference import (
+    assert_same,
+    assert_same_parameters,
+    assert_sharded,
+    average_gradients,
+    whole,
+)
+
+# How a backward that is not the last one of a step leaves its gradients.
+MODES = ("reduce", "skip", "no_sync", "sharded", "shards only", "not last")
+
+
+class Backwards(Pair):
+    """What goes through a graph. None but the steps leaves gradients."""
+
+    # -- steps -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def mode(self, mode: str) -> Iterator[None]:
+        """Context in which backwards leave gradients in one of `MODES`."""
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        context: Any = model.no_sync() if mode == "no_sync" else contextlib.nullcontext()
+        if mode == "sharded":
+            model.set_accumulate_sharded(True)
+        if mode in ("skip", "sharded"):
+            model.set_requires_gradient_sync(False)
+        if mode == "shards only":
+            model.set_requires_all_reduce(False)
+        if mode == "not last":
+            model.set_is_last_backward(False)
+        try:
+            with context:
+                yield
+        finally:
+            model.set_accumulate_sharded(False)
+            model.set_requires_gradient_sync(True)
+            model.set_is_last_backward(True)
+
+    def micro(self, mode: str) -> None:
+        """A micro-batch before the last one of a step."""
+        with self.mode(mode):
+            self.backward(*self.forward(*self.batch()))
+        if mode == "reduce" and self.had_backward:
+            self.after_backward()
+
+    def step(self, *micro: str, clip: bool = False, to_none: bool = True) -> None:
+        """Micro-batches with or without a reduction, the last with; then the optimizer."""
+        for mode in micro:
+            self.micro(mode)
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if micro and not losses[0].requires_grad:
+            self.zero()  # without a backward nothing reduces what micro-batches have left
+        self.after_backward()
+        if clip:
+            with self.sharded_shown():
+                norms = [fsdp2.clip_grad_norm_(each.parameters(), 0.1) for each in self.both()]
+            assert_same(whole(norms[1]), whole(norms[0]), "norm")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        with self.sharded_shown():
+            assert_same_parameters(self.model, self.plain)
+
+    def step_with(self, clip: bool, to_none: bool) -> None:
+        self.step("reduce", clip=clip, to_none=to_none)
+
+    def finalized(self, async_op: bool, *modes: str) -> None:
+        """An iteration that the program ends by itself."""
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        self.free()
+        model.set_manual_backward_finalization(True)
+        had_backward = False
+        for mode in modes:
+            with self.mode(mode):
+                self.backward(*self.forward(*self.batch()))
+            had_backward |= self.had_backward
+        self.had_backward = had_backward
+        handle = model.finalize_backward(async_op=async_op)
+        if handle is not None:
+            handle.wait()
+        self.after_backward()
+        model.set_manual_backward_finalization(False)
+        self.zero()
+
+    def stepped_in_backward(self) -> None:
+        """Each parameter is stepped, and its gradient dropped, as soon as it is there."""
+        layers = [node.layer for node in (*nodes(self.plain), self.plain)]
+        if any(layer.repeats > 1 or layer.recomputed or "same" in layer.kind for layer in layers):
+            return  # later parts of the backward would see the new weights
+
+        def step(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter -= 0.02 * parameter.grad
+            parameter.grad = None
+
+        step_now = torch.no_grad()(step)
+        handles = []
+        with self.sharded_shown():
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(step_now))
+        self.backward(*self.forward(*self.batch()))
+        average_gradients(self.plain)
+        for parameter in self.plain.parameters():
+            if parameter.grad is not None:
+                step_now(parameter)
+        for handle in handles:
+            handle.remove()
+        with self.sharded_shown():
+            assert_same_parameters(self.model, self.plain)
+            assert all(parameter.grad is None for parameter in self.model.parameters())
+
+    # -- several forwards or backwards -------------------------------------------------------
+
+    def forwards(self, num: int, order: str) -> None:
+        """Several forwards, then their backwards: as one, in turn or in reverse."""
+        losses = [self.forward(*self.batch()) for _ in range(num)]
+        if order == "sum":
+            losses = [tuple(torch.stack(mine).sum() for mine in zip(*losses, strict=True))]
+        for pair in losses if order == "in turn" else losses[::-1]:
+            self.backward(*pair)
+        self.after_backward()
+        self.zero()
+
+    def twice(self, *modes: str) -> None:
+        """Two backwards of one graph, the first perhaps in another mode."""
+        losses = self.forward(*self.batch())
+        if losses[0].requires_grad:
+            with self.mode(modes[0]) if modes else contextlib.nullcontext():
+                for loss in losses:
+                    loss.backward(retain_graph=True)
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def graph(self, *modes: str) -> None:
+        """A backward that makes a graph of its own, and one after it."""
+        losses = self.forward(*self.batch())
+        if losses[0].requires_grad:
+            for loss in losses:
+                loss.backward(create_graph=True)
+            for parameter in self.plain.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.detach()
+            self.had_backward = True
+            self.after_backward()
+            if "again" not in modes:
+                losses = self.forward(*self.batch())
+            self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def penalty(self, alone: bool) -> None:
+        """The gradient of the input in the loss."""
+        x, step = self.batch()
+        losses = []
+        for each in self.both():
+            mine = x.clone().requires_grad_()
+            y = each(mine, step)
+            (grad,) = torch.autograd.grad(y.square().sum(), mine, create_graph=True)
+            losses.append(grad.square().mean() + (0 if alone else (y - 1).square().mean()))
+        assert_same(losses[1], losses[0], "loss with a penalty")
+        self.backward(*losses)
+        average_gradients(self.plain)
+        with self.sharded_shown():
+            for mine, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+                if (mine.grad is None) != (theirs.grad is None):  # the derivative is zero
+                    for parameter in (mine, theirs):
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+        self.had_backward = True
+        self.after_backward()
+        self.zero()
+
+    def partial(self, number: int) -> None:
+        """A loss of what a unit in the middle returns."""
+        chosen = self.node(number, units=True)[0]
+        around = [n for n in (*nodes(self.plain), self.plain) if chosen in [*n.modules()][1:]]
+        if any(node.layer.recomputed for node in around):
+            # Refused: to recompute, backward would enter a unit in the middle, whose output the
+            # loss does not depend on.
+            return
+        seen: list[list[Tensor]] = [[], []]
+        handles = [
+            node.register_forward_hook(lambda _m, _a, out, into=into: into.append(tensor_of(out)))
+            for node, into in zip(self.node(number, units=True), seen, strict=True)
+        ]
+        self.forward(*self.batch())
+        for handle in handles:
+            handle.remove()
+        assert len(seen[0]) == len(seen[1])
+        if seen[0]:
+            self.backward(*(outputs[-1].square().mean() for outputs in seen))
+            self.after_backward()
+        self.zero()
+
+    def inputs(self) -> None:
+        """Gradients of the input, alone."""
+        self.zero()
+        x, step = self.batch()
+        found = []
+        for each in self.both():
+            mine = x.clone().requires_grad_()
+            (grad,) = torch.autograd.grad((each(mine, step) - 1).square().mean(), mine)
+            found.append(grad)
+        assert_same(found[1], found[0], "gradient of the input")
+        assert all(p.grad is None for p in self.model.parameters())
+
+    def alone(self, number: int, method: str) -> None:
+        """A module in the middle is called by itself."""
+        pair = self.node(number, units=True)
+        inside = [node.own for node in (*nodes(pair[0]), pair[0])]
+        everywhere = [node.own for node in (*nodes(self.plain), self.plain)]
+        weights = [id(getattr(own, "weight", own)) for own in everywhere]
+        if any(weights.count(id(getattr(own, "weight", own))) > 1 for own in inside):
+            return  # they may belong to a unit around this module, and such calls are refused
+        x, step = self.batch()
+        if method == "encode" and isinstance(pair[1], FSDPModule):
+            fsdp2.register_fsdp_forward_method(pair[1], "encode")
+        call = "__call__" if method == "forward" else method
+        # (In fp64: a unit inside of the model returns what it computes in.)
+        outputs = [tensor_of(getattr(each, call)(x, step)) for each in pair]
+        losses = [output.double().square().mean() for output in outputs]
+        assert_same(losses[1], losses[0], "loss of a module alone")
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    # -- forwards without a backward ---------------------------------------------------------
+
+    def evaluate(self, mode: str) -> None:
+        """A forward without gradients."""
+        context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        for each in self.both():
+            each.eval()
+        with context[mode]() if mode in context else contextlib.nullcontext():
+            self.forward(*self.batch())
+        for each in self.both():
+            each.train()
+
+    def drop(self) -> None:
+        """A forward whose output nobody uses."""
+        self.forward(*self.batch())
+
+    # -- what is done to gradients -----------------------------------------------------------
+
+    def hooked(self) -> None:
+        """Hooks of the user's on parameters: one changes gradients, one is told of them."""
+        told: tuple[set[str], set[str]] = (set(), set())
+        handles = []
+        with self.sharded_shown():
+            for seen, each in zip(told, self.both(), strict=True):
+                for name, parameter in each.named_parameters():
+                    if parameter.requires_grad:
+                        note = functools.partial(lambda names, name, _: names.add(name), seen, name)
+                        handles.append(parameter.register_hook(lambda grad: grad * 0.5))
+                        handles.append(parameter.register_post_accumulate_grad_hook(note))
+        self.backward(*self.forward(*self.batch()))
+        self.after_backward()
+        assert told[1] == told[0]
+        for handle in handles:
+            handle.remove()
+        self.zero()
+
+    def divide(self, factor: float, *modes: str) -> None:
+        """Gradients are sums over ranks divided by another number than that of the ranks."""
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_gradient_divide_factor(factor)
+        self.changed(dist.get_world_size() / factor, *modes)
+        for unit in units:
+            unit.set_gradient_divide_factor(dist.get_world_size())
+
+    def reduced_by_hook(self, *modes: str) -> None:
+        """Hooks on reduced gradients, in place of some communication of the user's."""
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if not all(map(has_one_mesh, units)):
+            return
+        for unit in units:
+            unit.set_all_reduce_hook(lambda part: part.mul_(0.5))
+        self.changed(0.5, *modes)
+        for unit in units:
+            unit.set_all_reduce_hook(lambda part: None)
+
+    def changed(self, factor: float, *modes: str) -> None:
+        """A step without the optimizer, whose gradients come out with a factor."""
+        modes = tuple(mode for mode in modes if mode not in ("reduce", "not last"))
+        for mode in modes:
+            self.micro(mode)
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if not losses[0].requires_grad:
+            self.zero()
+        # The average of averages is the average.
+        average_gradients(self.plain)
+        for parameter in self.plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor
+        self.after_backward()
+        self.zero()
+
+    def unused(self, number: int, *modes: str) -> None:
+        """Ranks use other modules than others; what a rank did not use counts as zeros."""
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        if not any(parameter.requires_grad for parameter in self.plain.own.parameters()):
+            return  # on some ranks there might be nothing to compute gradients of
+        model.set_reduce_scatter_unused_params(True)
+        free = [
+            pair
+            for pair in zip(nodes(self.plain), nodes(model), strict=True)
+            if not any(isinstance(module, FSDPModule) for module in pair[1].modules())
+        ]
+        if free:
+            for node in free[number % len(free)]:
+                node.absent = (dist.get_rank() + number) % 2 == 0
+        for mode in modes:
+            with self.mode(mode):
+                self.backward(*self.forward(*self.batch()))
+        self.backward(*self.forward(*self.batch()))
+        for parameter in self.plain.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.after_backward()
+        model.set_reduce_scatter_unused_params(False)
+        for each in self.both():
+            for node in nodes(each):
+                node.absent = False
+        self.zero()
+
+    # -- what comes in between ---------------------------------------------------------------
+
+    def between(self, mode: str, what: Operation) -> None:
+        """Something is done after a micro-batch, before the last one."""
+        self.micro(mode)
+        self.do(what)
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if losses[0].requires_grad:
+            self.after_backward()
+        self.zero()
+
+    def before_backward(self, what: Operation) -> None:
+        """Something is done between a forward and its backward."""
+        losses = self.forward(*self.batch())
+        self.do(what)
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def budget(self, what: Operation) -> None:
+        """The least limit on gathered bytes that works, as errors tell it."""
+        assert isinstance(self.model, FSDPModule)
+        if self.keeps_storage:
+            return  # either, or
+        self.free()
+        limit: int | None = 1
+        for _ in range(6):
+            self.model.set_max_gathered_bytes(limit)
+            try:
+                self.do(what)
+                break
+            except GatherBudgetError as error:
+                limit = error.least_bytes
+                self.zero()
+                # The plain model has been through this forward.
+                for buffer, expected in zip(
+                    self.model.buffers(), self.plain.buffers(), strict=True
+                ):
+                    buffer.copy_(expected)
+                self.free()
+        # Other ways through the model may need more.
+        self.model.set_max_gathered_bytes(10**6)
+        self.limited = True
+
+    # -- exceptions --------------------------------------------------------------------------
+
+    def raised(self, number: int, place: str, kind: str) -> bool:
+        """Whether a forward and backward raised, at this place of a node; the same of both."""
+        batch = self.batch()
+        raised = []
+        for each, node in zip(self.both(), self.node(number), strict=True):
+            node.fault = f"{place}/{kind}"
+            handle = add_faulty_hook(node, place) if place in HOOK_FAULTS else None
+            try:
+                loss = (each(*batch) - 1).square().mean()
+                if loss.requires_grad and "backward" in place:
+                    loss.backward()
+            except (PlannedError, KeyboardInterrupt):
+                raised.append(each)
+            node.fault = ""
+            if handle is not None:
+                handle.remove()
+        assert len(raised) in (0, 2)
+        return bool(raised)
+
+    def fail(self, number: int, place: str, kind: str) -> None:
+        """An exception in forward or backward; all gradients are dropped after it."""
+        self.raised(number, place, kind)
+        self.zero()
+
+    def stumble(self, number: int, place: str) -> None:
+        """A forward that raises. Gradients and graphs stay."""
+        self.raised(number, place, "error")
+
+    def retried(self, mode: str, number: int, place: str) -> None:
+        """A micro-batch fails after one that did not, and another one follows."""
+        self.micro(mode)
+        before = [parameter.grad for parameter in self.plain.parameters()]
+        before = [None if grad is None else grad.clone() for grad in before]
+        raised = self.raised(number, place, "error")
+        if raised:
+            for parameter, grad in zip(self.plain.parameters(), before, strict=True):
+                parameter.grad = grad
+        batch = self.batch()
+        losses = [(self.plain(*batch) - 1).square().mean()]
+        try:
+            losses.append((self.model(*batch) - 1).square().mean())
+        except RuntimeError as error:
+            # What the failed backward has added cannot be told from what was there.
+            said = "in the middle of an accumulation" in str(error)
+            if not (said and raised and mode != "reduce" and "backward" in place):
+                raise
+            for buffer, expected in zip(self.model.buffers(), self.plain.buffers(), strict=True):
+                buffer.copy_(expected)
+        else:
+            assert_same(losses[1], losses[0], "loss after a failure")
+            self.backward(*losses)
+            if self.had_backward:
+                self.after_backward()
+        self.zero()
+
+    def reset(self, mode: str, number: int, place: str) -> None:
+        """The iteration is dropped, perhaps after an exception."""
+        assert isinstance(self.model, FSDPModule)
+        with self.mode(mode):
+            self.backward(*self.forward(*self.batch()))
+            if place:
+                self.raised(number, place, "error")
+        self.model.reset_iter_state()
+        assert_sharded(self.model)
+        assert all(parameter.grad is None for parameter in self.model.parameters())
+        self.plain.zero_grad()
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
