@@ -81,7 +81,8 @@ class Recorder:
             tap.install(self._patches)
             if unit.runtime is not None:
                 self.watch(runtime_of(unit))
-                tap.prepare()
+                if unit.param_group.materialized:  # else the next gather plans it anew
+                    tap.prepare()
         log.read_total(mark := log.mark())
         self._note(kinds.SAMPLE, mark)
 

@@ -8,14 +8,17 @@ how many that took. A fault that none of them finds is a hole in the grammar, or
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "fsdp2"
@@ -51,7 +54,8 @@ class Fault:
 
 GRADS, REDUCTION = "runtime/unit_grads.py", "runtime/reduction.py"
 UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/root.py"
-HOOKS, LAYOUT, PARAM = "runtime/hooks.py", "sharding/layout.py", "sharding/param.py"
+HOOKS, LAYOUT, BUCKET = "runtime/hooks.py", "sharding/layout.py", "sharding/bucket.py"
+RUNS, COMPRESSED, CUSTOM = "optim/flat_runs.py", "comm/compressed.py", "comm/custom.py"
 
 FAULTS = (
     # -- gradients ---------------------------------------------------------------------------
@@ -155,13 +159,13 @@ FAULTS = (
     ),
     Fault(
         "a frozen unit that stays gathered computes with weights of before a load",
-        "sharding/bucket.py",
+        BUCKET,
         "return self.cache_valid and self._versions() == self._cached_versions",
         "return self.cache_valid",
     ),
     Fault(
         "the same for writes by operators on DTensors",
-        "sharding/bucket.py",
+        BUCKET,
         "return self._versions()[1] != self._cached_versions[1]",
         "return False",
     ),
@@ -208,6 +212,130 @@ FAULTS = (
         "            if not any(module in running for module in unit.modules):",
         "            if not running:",
     ),
+    # -- iterations that are dropped, or ended by hand ---------------------------------------
+    Fault(
+        "zero_grad leaves sums that wait for an all-reduce",
+        ROOT,
+        "gradients.holds_partial_sums = not config.all_reduce_grads",
+        "gradients.holds_partial_sums = False",
+    ),
+    Fault(
+        "zero_grad leaves gradients of micro-batches that no reduction has taken",
+        ROOT,
+        "gradients.holds_earlier = leave or not config.reduce_grads",
+        "gradients.holds_earlier = False",
+    ),
+    Fault(
+        "reset_iter_state leaves gradients that are attached",
+        ROOT,
+        "                param.sharded.grad = None\n        # After a failed forward",
+        "                pass\n        # After a failed forward",
+    ),
+    Fault(
+        "gradients of a backward that raised stay attached",
+        REDUCTION,
+        "        for param in self.attached:\n            param.grad = None\n",
+        "",
+    ),
+    Fault(
+        "what an earlier backward of a failed iteration has left is reduced with the next one",
+        ROOT,
+        "            for unit in self.units:\n                unit.gradients.drop()\n",
+        "",
+    ),
+    Fault(
+        "finalize_backward leaves gradients to a later iteration",
+        "runtime/by_hand.py",
+        "    finalization.reducing = True\n",
+        "    finalization.reducing = False\n",
+    ),
+    # -- communication -----------------------------------------------------------------------
+    Fault(
+        "hooks on reduced gradients are not called",
+        REDUCTION,
+        "            if self.hook is not None:\n                for part in self._ranges():",
+        "            if self.hook is not None:\n                for part in ():",
+    ),
+    Fault(
+        "a custom reduce-scatter that sums gives sums for means",
+        CUSTOM,
+        "            mean.finish([out])\n",
+        "",
+    ),
+    Fault(
+        "a custom all-gather leaves packed parameters in the pack",
+        CUSTOM,
+        "            plan.unpack()\n",
+        "",
+    ),
+    Fault(
+        "in few bytes, a rank's own gradients do not count on the shard that it owns",
+        COMPRESSED,
+        "                        total.add_(mine)",
+        "                        total.add_(mine, alpha=0)",
+    ),
+    Fault(
+        "error feedback adds whole gradients to the next ones",
+        COMPRESSED,
+        "        row.add_decoded(rows, residuals, times=-1)\n",
+        "",
+    ),
+    Fault(
+        "larger shards of reshard_after_forward=int are those of another rank",
+        BUCKET,
+        "rank = self.rank % secondary.num_shards",
+        "rank = (self.rank + 1) % secondary.num_shards",
+    ),
+    # -- memory ------------------------------------------------------------------------------
+    Fault(
+        "a limit on gathered bytes frees units in whose forward another one runs",
+        "runtime/gather_budget.py",
+        "if unit.running or unit.backward_began or unit.weight_grads_deferred:\n            return",
+        "if unit.backward_began or unit.weight_grads_deferred:\n            return",
+    ),
+    Fault(
+        "frozen parameters that were kept gathered count as current when planned anew",
+        UNIT,
+        "        for bucket in held:\n            bucket.cache_valid = False\n",
+        "",
+    ),
+    Fault(
+        "frozen parameters are kept gathered after they are thawed",
+        "runtime/frozen_cache.py",
+        "not nbytes or any(param.sharded.requires_grad for param in bucket.params)",
+        "not nbytes",
+    ),
+    # -- optimizers, copies ------------------------------------------------------------------
+    Fault(
+        "flat_step gives all parameters of a run the state of the first",
+        RUNS,
+        "        start = self.offsets[i]\n",
+        "        start = self.offsets[0]\n",
+    ),
+    Fault(
+        "flat_step joins parameters whose counts of steps differ",
+        RUNS,
+        "entries.append((key, value.dtype, value.device, numbers[id(value)]))",
+        "entries.append((key, value.dtype, value.device))",
+    ),
+    Fault(
+        "flat_step steps parameters without gradients beside others that have some",
+        RUNS,
+        "return not self.active and not all(missing)",
+        "return False",
+    ),
+    Fault(
+        "a copy of what was frozen while gathered trains",
+        "api/deepcopy.py",
+        "    unit.param_group.take_freezing()  # done to what is gathered\n",
+        "",
+    ),
+    Fault(
+        "offload_optimizer loses what a step made anew",
+        "offload/paging.py",
+        "                made[key] = value\n            elif",
+        "                pass\n            elif",
+    ),
     # -- registration and hooks --------------------------------------------------------------
     Fault(
         "functional_call leaves its tensors in units that stay gathered",
@@ -249,20 +377,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults whose effect or file has this text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--programs", type=int, default=150, help="at most, for each fault")
+    parser.add_argument("--programs", type=int, default=60, help="at most, for each fault")
     parser.add_argument("--minutes", type=float, default=6, help="at most, for each fault")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes; no new fault then")
+    parser.add_argument("--results", type=Path, help="a JSON file: faults that it has are skipped")
+    parser.add_argument("--table", type=Path, help="write all of --results there, as Markdown")
     options = parser.parse_args()
-    chosen = [f for f in FAULTS if options.only in f.effect or options.only in f.file]
-    found = []
-    for fault in chosen:
+    until_s = time.monotonic() + 60 * options.stop_after
+    results: dict[str, Any] = {}
+    if options.results is not None and options.results.exists():
+        results = json.loads(options.results.read_text())
+    for fault in FAULTS:
+        if options.only not in fault.effect and options.only not in fault.file:
+            continue
+        if fault.effect in results or time.monotonic() > until_s:
+            continue
         number, message = programs_until_found(
             fault, programs=options.programs, minutes=options.minutes, seed=options.seed
         )
-        if number is not None:
-            found.append(number)
+        results[fault.effect] = {
+            "file": fault.file,
+            "program": None if number is None else number + 1,
+            "of": options.programs,
+            "told": message.strip(),
+        }
         told = "not found" if number is None else f"found by program {number + 1}"
         print(f"{fault.file}: {fault.effect}: {told}{message}", flush=True)
-    print(f"{len(found)} of {len(chosen)} found, by {sum(found) + len(found)} programs")
+        if options.results is not None:
+            options.results.write_text(json.dumps(results, indent=1) + "\n")
+    found = [each["program"] for each in results.values() if each["program"] is not None]
+    print(f"{len(found)} of {len(results)} found, by {sum(found)} programs")
+    if options.table is not None:
+        options.table.write_text(table(results))
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results in the order of `FAULTS`, as a page."""
+    known = [(fault, results[fault.effect]) for fault in FAULTS if fault.effect in results]
+    found = sum(result["program"] is not None for _, result in known)
+    lines = [
+        "# Planted faults",
+        "",
+        "Written by `python -m planted_faults --table`. Each fault is one wrong line in a copy of",
+        "the package; random programs run against it until one fails.",
+        f"{found} of {len(known)} are found.",
+        "",
+        "| file | effect | found by program |",
+        "|---|---|---|",
+    ]
+    for fault, result in known:
+        number = result["program"] or f"not among {result['of']}"
+        lines.append(f"| `{fault.file}` | {fault.effect} | {number} |")
+    return "\n".join(lines) + "\n"
 
 
 def programs_until_found(

@@ -350,6 +350,16 @@ class Backwards(Pair):
                 node.absent = False
         self.zero()
 
+    def abandoned(self, mode: str, to_none: bool) -> None:
+        """Gradients of a micro-batch are dropped before the next one."""
+        self.micro(mode)
+        self.zero(to_none=to_none)
+        losses = self.forward(*self.batch())
+        self.backward(*losses)
+        if to_none and losses[0].requires_grad:
+            self.after_backward()
+        self.zero()
+
     # -- what comes in between ---------------------------------------------------------------
 
     def between(self, mode: str, what: Operation) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 import fsdp2
+from draws import Draw, in_order, just, one, one_of, several
 from program_backwards import MODES
 from program_pair import Operation
 from programs import Program
-from random_models import FAULTS, HOOK_FAULTS, all_layers, layers, styles
+from random_models import FAULTS, HOOK_FAULTS, all_layers, layers, style
 
-numbers = st.integers(0, 30)
+numbers = one(*range(31))
 OPTIMIZERS = ["sgd", "momentum", "adamw"]
 WRAPPED = ["plain", "local", "flat", "offload"]
 COMM_POLICIES = (
@@ -42,76 +42,79 @@ PRECISIONS = (
         param_dtype_override_fn=keep_some,
     ),
 )
-mode, modes = st.sampled_from(MODES), st.lists(st.sampled_from(MODES), max_size=3)
-place = st.sampled_from((*FAULTS, *HOOK_FAULTS))
+flag, mode, modes = one(False, True), one(*MODES), several(one(*MODES), 0, 3)
+place = one(*FAULTS, *HOOK_FAULTS)
 
 
-def with_modes(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Operation]:
+def of(name: str, *arguments: Draw[Any]) -> Draw[Operation]:
+    return in_order(just(name), *arguments)
+
+
+def with_modes(name: str, *arguments: Draw[Any]) -> Draw[Operation]:
     """An operation whose last arguments are modes of micro-batches."""
-    return st.tuples(st.tuples(st.just(name), *arguments), modes).map(lambda a: (*a[0], *a[1]))
+    return lambda chance: (*of(name, *arguments)(chance), *modes(chance))
 
 
-def of(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Operation]:
-    return st.tuples(st.just(name), *arguments)
+def setting(method: str, *values: Any) -> Draw[Operation]:
+    return of("setting", just(method), one(*values))
 
 
-def setting(method: str, *values: Any) -> st.SearchStrategy[Operation]:
-    return of("setting", st.just(method), st.sampled_from(values))
+def node_setting(method: str, *values: Any) -> Draw[Operation]:
+    return of("node_setting", numbers, just(method), one(*values))
 
 
-def node_setting(method: str, *values: Any) -> st.SearchStrategy[Operation]:
-    return of("node_setting", numbers, st.just(method), st.sampled_from(values))
-
-
-EVALUATE = of("evaluate", st.sampled_from(["no_grad", "inference", ""]))
-FUNCTIONAL = of("functional", st.sampled_from(["whole", "trained"]))
+EVALUATE = of("evaluate", one("no_grad", "inference", ""))
+FUNCTIONAL = of("functional", one("whole", "trained"))
 # What may be done where gradients or a graph are held.
-IN_BETWEEN = st.one_of(
-    of("look", st.sampled_from(["sharded", "whole"])),
-    EVALUATE,
-    of("gather", numbers, st.just(True)),
-    of("drop"),
-    FUNCTIONAL,
-    of("stumble", numbers, st.sampled_from([p for p in (*FAULTS, *HOOK_FAULTS) if "forw" in p])),
+IN_BETWEEN = one_of(
+    (
+        of("look", one("sharded", "whole")),
+        EVALUATE,
+        of("gather", numbers, just(True)),
+        of("drop"),
+        FUNCTIONAL,
+        of("stumble", numbers, one(*(p for p in (*FAULTS, *HOOK_FAULTS) if "forw" in p))),
+    )
 )
 STEP = with_modes("step")
 # By what they exercise. A program keeps to a few of these families, so that it comes to cases that
 # take several operations of one kind.
-FAMILIES: dict[str, tuple[st.SearchStrategy[Operation], ...]] = {
+FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
     "accumulation": (
         STEP,
         of("between", mode, IN_BETWEEN),
-        with_modes("finalized", st.booleans()),
+        with_modes("finalized", flag),
         with_modes("unused", numbers),
+        of("abandoned", mode, flag),
     ),
     "gradients": (
-        of("step_with", st.booleans(), st.booleans()),
+        of("step_with", flag, flag),
         of("hooked"),
-        with_modes("divide", st.sampled_from([1.0, 3.0])),
+        with_modes("divide", one(1.0, 3.0)),
         with_modes("reduced_by_hook"),
         of("stepped_in_backward"),
     ),
     "graphs": (
-        of("forwards", st.sampled_from([2, 3]), st.sampled_from(["sum", "in turn", ""])),
+        of("forwards", one(2, 3), one("sum", "in turn", "")),
         with_modes("twice"),
-        of("graph", st.sampled_from(["again", "anew"])),
-        of("penalty", st.booleans()),
+        of("graph", one("again", "anew")),
+        of("penalty", flag),
         of("partial", numbers),
         of("inputs"),
         of("before_backward", IN_BETWEEN),
-        of("alone", numbers, st.sampled_from(["forward", "encode"])),
+        of("alone", numbers, one("forward", "encode")),
     ),
     "failures": (
-        of("fail", numbers, place, st.sampled_from(["error", "interrupt"])),
+        of("fail", numbers, place, one("error", "interrupt")),
         of("retried", mode, numbers, place),
-        of("reset", mode, numbers, st.sampled_from(["", *FAULTS, *HOOK_FAULTS])),
+        of("reset", mode, numbers, one("", *FAULTS, *HOOK_FAULTS)),
     ),
     "weights": (
-        of("state_dict", st.sampled_from(["sharded", "whole", "files"])),
+        of("state_dict", one("sharded", "whole", "files")),
         of("change", numbers),
         FUNCTIONAL,
         EVALUATE,
-        of("gather", numbers, st.booleans()),
+        of("gather", numbers, flag),
         of("drop"),
     ),
     "freezing": (
@@ -124,15 +127,15 @@ FAMILIES: dict[str, tuple[st.SearchStrategy[Operation], ...]] = {
         of("copy"),
         of("move"),
         of("cast"),
-        of("merge", st.sampled_from([100, 1000])),
+        of("merge", one(100, 1000)),
     ),
     "optimizers": (
-        of("optimizer", st.sampled_from(OPTIMIZERS), st.sampled_from(WRAPPED)),
+        of("optimizer", one(*OPTIMIZERS), one(*WRAPPED)),
         of("resume"),
-        of("step_with", st.booleans(), st.booleans()),
+        of("step_with", flag, flag),
     ),
     "memory": (
-        of("budget", st.one_of(STEP, EVALUATE, of("forwards", st.just(2), st.just("")))),
+        of("budget", one_of((STEP, EVALUATE, of("forwards", just(2), just(""))))),
         setting("set_reshard_after_forward", False, True),
         setting("set_reshard_after_backward", False, True),
         setting("set_reduce_scatter_max_input_buffers", 1, 2, 8),
@@ -141,83 +144,63 @@ FAMILIES: dict[str, tuple[st.SearchStrategy[Operation], ...]] = {
         of("lookup", numbers),
     ),
     "communication": (
-        of("custom", numbers, st.booleans(), st.booleans()),
-        of("comm_policy", numbers, st.sampled_from([None, *COMM_POLICIES])),
+        of("custom", numbers, flag, flag),
+        of("comm_policy", numbers, one(None, *COMM_POLICIES)),
         node_setting("set_force_sum_reduction_for_comms", False, True),
         setting("set_separate_reduce_scatter_group", True, False),
-        of("prefetch", numbers, st.just("set_modules_to_forward_prefetch"), numbers),
-        of("prefetch", numbers, st.just("set_modules_to_backward_prefetch"), numbers, numbers),
+        of("prefetch", numbers, just("set_modules_to_forward_prefetch"), numbers),
+        of("prefetch", numbers, just("set_modules_to_backward_prefetch"), numbers, numbers),
     ),
-    "observers": (of("observe", st.one_of(IN_BETWEEN, of("twice"), STEP)),),
+    "observers": (of("observe", one_of((IN_BETWEEN, of("twice"), STEP))),),
 }
 OPERATIONS = tuple(each for family in FAMILIES.values() for each in family)
 
 
-@st.composite
-def operations(draw: st.DrawFn) -> tuple[Operation, ...]:
+def operations(chance: random.Random) -> tuple[Operation, ...]:
     """Of all families, or of a few."""
     chosen = OPERATIONS
-    if draw(st.integers(0, 3)):
-        names = st.sampled_from(sorted(FAMILIES))
-        families = draw(st.lists(names, min_size=1, max_size=3))
+    if chance.randrange(4):
+        families = chance.sample(sorted(FAMILIES), chance.randint(1, 3))
         chosen = tuple(each for name in families for each in FAMILIES[name])
     # Steps in between: an operation may leave the model in a state in which only they go wrong.
-    either = st.one_of(STEP, st.one_of(chosen), st.one_of(chosen))
-    return tuple(draw(st.lists(either, min_size=1, max_size=8)))
+    return several(one_of((STEP, *[one_of(chosen)] * 3)), 1, 8)(chance)
 
 
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
+def program(chance: random.Random) -> Program:
     # The root has a parameter, so that there is something to optimize.
     model = dataclasses.replace(
-        draw(layers(2, draw(styles()))),
+        layers(2, style(chance))(chance),
         skipped=None,
         kind="linear",
         passes="tensor",
         detached=False,
     )
-    world_size = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6]))
-    replicas = draw(st.sampled_from([n for n in (1, 2, 3, 4) if world_size % n == 0]))
+    world_size = chance.choice([1, 2, 2, 3, 3, 4, 4, 5, 6])
+    replicas = chance.choice([n for n in (1, 2, 3, 4) if world_size % n == 0])
     shards = world_size // replicas
     precision = fsdp2.MixedPrecisionPolicy()
     if not any(layer.kind == "batchnorm" for layer in all_layers(model)):  # its buffers stay fp64
-        precision = draw(st.sampled_from([precision] * 4 + list(PRECISIONS)))
+        precision = chance.choice([precision] * 4 + list(PRECISIONS))
+    offloads = not chance.randrange(8)
     return Program(
         model,
         world_size,
         replicas,
         options={
-            "direct_min_bytes": draw(st.sampled_from([None, 0, 60, 150])),
-            "offload_policy": fsdp2.CPUOffloadPolicy()
-            if draw(st.integers(0, 7)) == 0
-            else fsdp2.OffloadPolicy(),
+            "direct_min_bytes": chance.choice([None, 0, 60, 150]),
+            "offload_policy": fsdp2.CPUOffloadPolicy() if offloads else fsdp2.OffloadPolicy(),
             "mp_policy": precision,
-            "comm_policy": draw(st.sampled_from([None] * 8 + list(COMM_POLICIES))),
+            "comm_policy": chance.choice([None] * 8 + list(COMM_POLICIES)),
         },
-        placement=draw(st.sampled_from(["", "", "last dim", "small whole"])),
-        operations=draw(operations()),
-        first=(draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from([*WRAPPED, "flat"]))),
-        shards=draw(st.sampled_from([1, 1, 1, *(n for n in (2, 3) if shards % n == 0)])),
-        deterministic=draw(st.sampled_from([False, False, False, True])),
-        on_meta=draw(st.sampled_from([False] * 5 + [True])),
+        placement=chance.choice(["", "", "last dim", "small whole"]),
+        operations=operations(chance),
+        first=(chance.choice(OPTIMIZERS), chance.choice([*WRAPPED, "flat"])),
+        shards=chance.choice([1, 1, 1, *(n for n in (2, 3) if shards % n == 0)]),
+        deterministic=chance.random() < 0.25,
+        on_meta=chance.random() < 0.15,
     )
 
 
 def sample(num: int, first: int = 0) -> list[Program]:
     """So many programs, others for each ``first`` seed."""
-    found: list[Program] = []
-
-    @seed(first)
-    @settings(
-        max_examples=num,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs())
-    def draw(program: Program) -> None:
-        found.append(program)
-
-    draw()
-    return found
+    return [program(random.Random(f"{first}/{number}")) for number in range(num)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+
+from draws import Draw, one, several
 
 # What a layer computes with; all take and return tensors of shape (batch, WIDTH).
 KINDS = (
@@ -246,8 +248,7 @@ def all_layers(layer: Layer) -> Iterator[Layer]:
         yield from all_layers(inner)
 
 
-@st.composite
-def styles(draw: st.DrawFn) -> dict[str, st.SearchStrategy[Any]]:
+def style(chance: random.Random) -> dict[str, Draw[Any]]:
     """How the layers of one model are drawn.
 
     Half of the attributes keep to one or two of their values: what needs three layers of the same
@@ -267,16 +268,19 @@ def styles(draw: st.DrawFn) -> dict[str, st.SearchStrategy[Any]]:
         "passes": ("tensor", "tensor", "keyword", "nested"),
         "detached": (*[False] * 7, True),
     }
-    style = {}
+    found = {}
     for name, values in choices.items():
-        if draw(st.booleans()):
-            values = tuple(draw(st.lists(st.sampled_from(values), min_size=1, max_size=2)))
-        style[name] = st.sampled_from(values)
-    return style
+        if chance.random() < 0.5:
+            values = tuple(chance.choice(values) for _ in range(chance.randint(1, 2)))
+        found[name] = one(*values)
+    return found
 
 
-def layers(depth: int, style: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Layer]:
-    inside: st.SearchStrategy[tuple[Layer, ...]] = st.just(())
-    if depth:
-        inside = st.lists(layers(depth - 1, style), max_size=3).map(tuple)
-    return st.builds(Layer, inside=inside, **style)
+def layers(depth: int, style: dict[str, Draw[Any]]) -> Draw[Layer]:
+    """A layer with up to three inside, and so on, so deep."""
+
+    def draw(chance: random.Random) -> Layer:
+        inside = several(layers(depth - 1, style), 0, 3)(chance) if depth else ()
+        return Layer(inside=inside, **{name: each(chance) for name, each in style.items()})
+
+    return draw

@@ -195,6 +195,19 @@ def test_bytes_are_those_that_explain_tells() -> None:
 
 
 @distributed(2)
+def test_a_profile_that_begins_after_a_setting_of_communication() -> None:
+    """The next gather plans the unit anew."""
+    model = shard_case(MLP, MLP.build(), mesh=cached_mesh(2))
+    batch = MLP.batch(0, dist.get_rank(), torch.float32)
+    MLP.loss(model, *batch).backward()
+    assert isinstance(model, FSDPModule)
+    model.set_force_sum_reduction_for_comms(True)
+    with profile(model) as p:
+        MLP.loss(model, *batch).backward()
+    assert p.recording.communications
+
+
+@distributed(2)
 def test_memory_over_the_step() -> None:
     model = shard_case(MLP, MLP.build(), mesh=cached_mesh(2))
     p = run(model, MLP.batch(0, 0, torch.float32)[0], steps=2)
