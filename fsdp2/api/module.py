@@ -426,12 +426,17 @@ class FSDPModule(_Base):
         self._unit_and_runtime()[1].reset(discard=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients: of all sharded parameters, registered now or not, and those
-        accumulated without gradient sync.
+        """Reset all gradients: of all sharded parameters, registered now or not, those accumulated
+        without gradient sync, and those still being reduced (`set_is_last_backward`).
 
         With ``set_to_none`` their memory is freed, unless something else refers to a gradient.
         """
         units = self._units(recurse=True)
+        runtimes = dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None)
+        for runtime in runtimes:
+            # Of a backward that was not the last one: they would be attached after this.
+            if not runtime.in_backward:
+                runtime.reductions.complete(runtime.streams)
         for unit in units:
             if unit.gradients.earlier_are_left():
                 unit.gradients.drop()
@@ -445,7 +450,7 @@ class FSDPModule(_Base):
                 elif param.sharded.grad is not None:
                     param.sharded.grad.requires_grad_(False).zero_()
         super().zero_grad(set_to_none)  # parameters that no unit has
-        for runtime in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
+        for runtime in runtimes:
             runtime.release_gradients()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:

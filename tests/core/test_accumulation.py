@@ -188,6 +188,21 @@ def test_is_last_backward_only_for_the_last() -> None:
         assert_same_gradients(model, plain)
 
 
+@ours_only("torch's zero_grad leaves what is being reduced")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(2, 3)
+def test_zero_grad_drops_what_is_still_being_reduced(set_to_none: bool) -> None:
+    model, plain = pair(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(False)
+    run_both(TRANSFORMER, model, plain, 0)
+    model.set_is_last_backward(True)
+    for each in (model, plain):
+        each.zero_grad(set_to_none=set_to_none)
+    run_both(TRANSFORMER, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
 @distributed(2, 3)
 def test_local_sums_join_gradients_that_are_already_there() -> None:
     """Reduce, then accumulate locally, then reduce again, without zero_grad in between."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 
+import harness
+from fsdp2 import FSDPModule, fully_shard
 from harness import ours_only, run_on
 from planted_faults import FAULTS, PACKAGE, Fault, programs_until_found
 from program_grammar import sample
@@ -11,6 +17,7 @@ from program_runs import failures
 from programs import Operation, Program, run
 from random_models import Layer
 
+SUPPORT = Path(harness.__file__).parent
 pytestmark = ours_only("settings and functions that torch does not have")
 
 
@@ -33,6 +40,14 @@ FOUND: dict[str, tuple[Operation, ...]] = {
     "frozen while gathered, and copied": (("drop",), FREEZE, COPY, ("step",)),
     "frozen while gathered, and moved": (("drop",), FREEZE, FREEZE_INNER, ("move",), ("step",)),
     "functional_call after a failure": (FAILS, FUNCTIONAL, ALONE),
+    "dropped while being reduced": (("abandoned", "not last", True),),
+    "profiled after a setting": (
+        ("step",),
+        ("node_setting", 0, "set_force_sum_reduction_for_comms", True),
+        ("observe", ("step",)),
+    ),
+    "resumed with counts of steps": (("optimizer", "adamw", "offload"), ("step",), ("resume",)),
+    "called alone, then in functional_call": (("alone", 0, "forward"), FUNCTIONAL, ("step",)),
 }
 
 
@@ -42,6 +57,26 @@ def test_found_programs(name: str, reshard: int | None) -> None:
     inner = Layer("linear", bias=False, unit="sharded", reshard=reshard)
     model = Layer("linear", bias=False, inside=(inner,))
     run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", FOUND[name]))
+
+
+# What no program uses, and why.
+NOT_DRAWN = {
+    "set_post_optim_event": "events of a device",
+    "set_symm_mem_for_comm": "CUDA and NCCL only",
+    "set_allocate_memory_from_process_group_for_comm": "CUDA and NCCL only",
+    "set_reduce_scatter_divide_factor": "the old name of set_gradient_divide_factor",
+    "ignored_params": "are no business of the library",
+}
+
+
+def test_programs_use_the_whole_interface() -> None:
+    """Each method of `FSDPModule` and each argument of `fully_shard`, or the reason is above."""
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    arguments = [name for name in inspect.signature(fully_shard).parameters if name != "module"]
+    files = [*SUPPORT.glob("program*.py")]
+    used = "".join(path.read_text() for path in files)
+    missing = {n for n in (*methods, *arguments) if not re.search(rf"\b{n}\b", used)}
+    assert missing == set(NOT_DRAWN)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.effect)

@@ -336,6 +336,8 @@ class Backwards(Pair):
         if free:
             for node in free[number % len(free)]:
                 node.absent = (dist.get_rank() + number) % 2 == 0
+        for node in self.node(number + 1, units=True):  # that of no rank is used
+            node.absent = node not in self.both()
         for mode in modes:
             with self.mode(mode):
                 self.backward(*self.forward(*self.batch()))

@@ -42,7 +42,16 @@ PRECISIONS = (
         param_dtype_override_fn=keep_some,
     ),
 )
-flag, mode, modes = one(False, True), one(*MODES), several(one(*MODES), 0, 3)
+flag, mode = one(False, True), one(*MODES)
+
+
+def modes(chance: random.Random) -> tuple[str, ...]:
+    """Up to three, half of the time the same ones: their sums are kept in different places."""
+    if chance.random() < 0.5:
+        return (mode(chance),) * chance.randint(1, 3)
+    return several(mode, 0, 3)(chance)
+
+
 place = one(*FAULTS, *HOOK_FAULTS)
 
 
@@ -92,6 +101,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("hooked"),
         with_modes("divide", one(1.0, 3.0)),
         with_modes("reduced_by_hook"),
+        with_modes("unused", numbers),
         of("stepped_in_backward"),
     ),
     "graphs": (

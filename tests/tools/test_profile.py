@@ -200,8 +200,9 @@ def test_a_profile_that_begins_after_a_setting_of_communication() -> None:
     model = shard_case(MLP, MLP.build(), mesh=cached_mesh(2))
     batch = MLP.batch(0, dist.get_rank(), torch.float32)
     MLP.loss(model, *batch).backward()
-    assert isinstance(model, FSDPModule)
-    model.set_force_sum_reduction_for_comms(True)
+    for unit in MLP.units(model):
+        assert isinstance(unit, FSDPModule)
+        unit.set_force_sum_reduction_for_comms(True)
     with profile(model) as p:
         MLP.loss(model, *batch).backward()
     assert p.recording.communications
