@@ -398,7 +398,6 @@ def main() -> None:
         results[fault.effect] = {
             "file": fault.file,
             "program": None if number is None else number + 1,
-            "of": options.programs,
             "told": message.strip(),
         }
         told = "not found" if number is None else f"found by program {number + 1}"
@@ -426,7 +425,7 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     for fault, result in known:
-        number = result["program"] or f"not among {result['of']}"
+        number = result["program"] or f"not found {result['told']}"
         lines.append(f"| `{fault.file}` | {fault.effect} | {number} |")
     return "\n".join(lines) + "\n"
 

@@ -63,9 +63,10 @@ def test_the_core_stays_small() -> None:
     # are registered again; 51 and 3 for threads that end before the interpreter does, or the
     # process would abort and its exit code be lost; 25 and 5 for ranks of one host that may not
     # read, and still send nothing between hosts; 5 and 1 for copies of what several streams of
-    # compute have saved.
-    assert core().code_lines <= 9419
-    assert core().functions <= 1006
+    # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
+    # forward, and `zero_grad` of what is still being reduced.
+    assert core().code_lines <= 9431
+    assert core().functions <= 1007
 
 
 def test_no_function_of_the_core_is_long() -> None:
