@@ -8,13 +8,12 @@ arithmetic on elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """Per dim, ``shape`` entries from ``start`` on; empty tuples for 0-dim tensors."""
 
     start: tuple[int, ...]

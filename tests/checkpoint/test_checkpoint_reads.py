@@ -32,7 +32,7 @@ from fsdp2.checkpoint.format.checksum import crc32
 from fsdp2.checkpoint.format.header import TensorInfo
 from fsdp2.checkpoint.format.manifest import Chunk
 from fsdp2.checkpoint.format.tensors import DTYPES, NAMES
-from fsdp2.checkpoint.loading import fill, reading, source
+from fsdp2.checkpoint.loading import fill, reading, source, tasks
 from fsdp2.checkpoint.loading.reading import Target, read_into, read_verified, verify_boxes
 from fsdp2.checkpoint.loading.source import Extent, Source, Stored
 from fsdp2.dtensor.boxes import Box
@@ -53,9 +53,11 @@ def cut(tensor: Tensor, box: Box) -> Tensor:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(reading, "STAGE_BYTES", BLOCK * reading.PIECE_BLOCKS)
-    monkeypatch.setattr(reading, "MAX_PENDING", 7)
+    for module in (reading, tasks):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+        monkeypatch.setattr(module, "STAGE_BYTES", BLOCK * reading.PIECE_BLOCKS)
+        monkeypatch.setattr(module, "MAX_PENDING", 7)
+    monkeypatch.setattr(tasks, "cores_of_rank", lambda: 2)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -215,9 +217,9 @@ def test_no_thread_goes_on_after_an_error_of_another() -> None:
         time.sleep(0.01)
         ran.append(stream)
 
-    tasks = [reading.Task(1000, fail), *(reading.Task(1, go_on) for _ in range(1000))]
+    every = [reading.Task(1000, fail), *(reading.Task(1, go_on) for _ in range(1000))]
     with pytest.raises(CorruptCheckpoint, match="wrong"):
-        list(reading.in_threads(Source(Path()), tasks, 2))
+        list(reading.in_threads(Source(Path()), every, 2))
     assert len(ran) < 1000
 
 
@@ -488,7 +490,7 @@ def test_every_stretch_has_a_descriptor_of_its_own(
     found, stored = checkpoint(tmp_path, whole, [Box.whole((4000,))], "shared")
     target = Target("weight", stored, Box.whole((4000,)), torch.zeros(4000))
     reads: dict[int, list[tuple[int, int]]] = {}
-    monkeypatch.setattr(reading, "MAX_PENDING", 1000)
+    monkeypatch.setattr(tasks, "MAX_PENDING", 1000)
     original = source.read_exactly
 
     def recording(fd: int, out: memoryview, offset: int) -> int:
@@ -504,7 +506,7 @@ def test_every_stretch_has_a_descriptor_of_its_own(
     assert not own & reads.keys()
     (only,) = reads.values()
     assert only == [(6 + i, min(BLOCK, 16_000 - i)) for i in range(0, 16_000, BLOCK)]
-    parts = reading._stretches([reading.Task(n, print) for n in (5, 1, 1, 1, 4, 4)], 4)
+    parts = tasks._stretches([reading.Task(n, print) for n in (5, 1, 1, 1, 4, 4)], 4)
     assert [[task.num_bytes for task in part] for part in parts] == [[5], [1, 1, 1], [4], [4]]
     assert DTYPES[stored.info.dtype] == whole.dtype
 
@@ -584,11 +586,11 @@ def many(folder: Path, num: int) -> tuple[Source, list[Stored]]:
 def test_a_task_reads_many_small_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a task costs is not paid for each tensor, and each is still compared by itself."""
     num = 3 * reading.MAX_SMALL
-    tasks = []
+    made = []
     original = reading.in_threads
 
     def counting(source: Source, given: Any, num_threads: int) -> Any:
-        tasks.extend(given := list(given))
+        made.extend(given := list(given))
         return original(source, given, num_threads)
 
     monkeypatch.setattr(reading, "in_threads", counting)
@@ -600,10 +602,10 @@ def test_a_task_reads_many_small_tensors(tmp_path: Path, monkeypatch: pytest.Mon
         targets = [Target(t.info.name, t, whole, into[i]) for i, t in enumerate(tensors)]
         read_verified(found, targets)
         assert torch.equal(into, expected)
-        assert len(tasks) == 6
-        tasks.clear()
+        assert len(made) == 6
+        made.clear()
         assert verify_boxes(found, [(t, whole) for t in tensors]) == 12 * num
-        assert len(tasks) == 6
+        assert len(made) == 6
         # One that is not to be filled as a whole, in the middle of the others.
         part = torch.zeros(2)
         targets[70] = Target("t70", tensors[70], Box((1,), (2,)), part)

@@ -177,8 +177,8 @@ class Disk:
 
 def read_exactly(fd: int, out: memoryview, offset: int) -> int:
     """Fill ``out`` from ``offset`` on; returns the number of bytes read, fewer at end of file."""
-    done = 0
-    while done < len(out):
+    done = os.preadv(fd, [out], offset)  # almost always all of it
+    while 0 < done < len(out):
         num = os.preadv(fd, [out[done:]], offset + done)
         if num == 0:
             break

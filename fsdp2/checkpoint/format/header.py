@@ -11,8 +11,9 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CorruptCheckpoint
 
@@ -32,8 +33,13 @@ MAX_TENSOR_BYTES = 2**63 - 1
 ALIGN_BYTES = 4096  # so that the data of every file starts on a page
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+@lru_cache(1024)
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor. The results are kept: the layers of a model repeat a few shapes."""
+    return prod(shape) * ITEM_BITS[dtype] // 8
+
+
+class TensorInfo(NamedTuple):
     """A tensor as a file describes it. ``dtype`` is safetensors' name for it."""
 
     name: str
@@ -46,7 +52,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
+        return bytes_of(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -167,8 +173,13 @@ def parse_header(body: bytes, file_size: int, file: str) -> Header:
         raise CorruptCheckpoint(f"{file}: __metadata__ is a {type(metadata).__name__}")
     data_start = 8 + len(body)
     tensors, ranges = {}, []
+    known: dict[tuple[Any, ...], int] = {}
     for name, entry in table.items():
-        info, begin, end = _parse_entry(name, entry, file)
+        found = _entry_like(known, name, entry)
+        if found is None:
+            found = _parse_entry(name, entry, file)
+            known[found[0][1:]] = found[0].nbytes
+        info, begin, end = found
         tensors[name] = info
         ranges.append((begin, end, name))
     ranges.sort()
@@ -222,6 +233,31 @@ def fits(shape: Sequence[int], itemsize: int) -> bool:
         if nbytes > MAX_TENSOR_BYTES:  # at once: a product of all could take minutes
             return False
     return True
+
+
+_INT = frozenset((int,))  # `True` is an int in Python, but its type is another
+
+
+def _entry_like(
+    known: dict[tuple[Any, ...], int], name: str, entry: object
+) -> tuple[TensorInfo, int, int] | None:
+    """What `_parse_entry` finds, if it has found another of the same dtype and shape; else None.
+
+    Args:
+        known: dtype and shape of those that are right, with their bytes.
+    """
+    if type(entry) is not dict or len(entry) != 3 or not name.isascii():
+        return None
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list:
+        return None
+    if len(offsets) != 2 or not _INT.issuperset(map(type, (*shape, *offsets))):
+        return None
+    begin, end = offsets
+    info = TensorInfo(name, dtype, tuple(shape))
+    if begin < 0 or end > MAX_TENSOR_BYTES or known.get(info[1:]) != end - begin:
+        return None
+    return info, begin, end
 
 
 def _parse_entry(name: str, entry: object, file: str) -> tuple[TensorInfo, int, int]:

@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ...dtensor.boxes import Box
 from ..errors import CorruptCheckpoint
-from .header import ITEM_BITS, TensorInfo, fits, parse_json
-from .strict import Check, converted
+from .header import ITEM_BITS, TensorInfo, bytes_of, fits, parse_json
+from .strict import Check, converted, is_file_name
 
 VERSION = 1
 FOLDER = ".fsdp2"
@@ -45,8 +46,7 @@ class Part:
     writes: bool
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of one tensor that one rank wrote.
 
     Attributes:
@@ -66,7 +66,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.tensor.itemsize
+        return bytes_of(self.tensor.dtype, self.box.shape)
 
 
 @dataclass(frozen=True)
@@ -196,22 +196,21 @@ def load(data: bytes, file: str) -> Manifest:
 
 
 def _parsed(content: dict[str, Any], check: Check) -> Manifest:
-    tensors = {}
-    for name, described in check.table(content["tensors"], "tensors").items():
-        dtype, shape = check.items(described, name)
-        shape = check.numbers(shape, f"the shape of {name!r}")
-        if dtype not in ITEM_BITS or not fits(shape, ITEM_BITS[dtype] // 8):
-            raise check.bad(f"the dtype and shape of {name!r}", f"{dtype} {list(shape)}")
-        tensors[name] = TensorInfo(name, dtype, shape)
+    described = check.table(content["tensors"], "tensors")
+    tensors = _tensors_at_once(described)
+    if tensors is None:
+        tensors = {name: _parsed_tensor(name, each, check) for name, each in described.items()}
+    rows = check.items(content["chunks"], "chunks")
+    chunks = _chunks_at_once(rows, tensors)
+    if chunks is None:
+        chunks = tuple(_parsed_chunk(each, tensors, check) for each in rows)
     return Manifest(
         nonce=check.text(content["nonce"], "nonce"),
         name=check.text(content["name"], "name"),
         rank=check.number(content["rank"], "rank"),
         ranks=check.numbers(content["ranks"], "ranks"),
         sets=tuple(_parsed_set(each, check) for each in check.items(content["sets"], "sets")),
-        chunks=tuple(
-            _parsed_chunk(each, tensors, check) for each in check.items(content["chunks"], "chunks")
-        ),
+        chunks=chunks,
         aliases=check.texts(content["aliases"], "aliases"),
         small_files={
             check.file_name(name, "small_files"): digest
@@ -241,6 +240,77 @@ def _parsed_set(content: Any, check: Check) -> SetOfFiles:
     )
 
 
+# Tensors and chunks are most of a manifest, and nearly all are as they should be. So they are checked
+# all at once first; if that finds anything unusual, one by one, for an error that names it.
+_INT, _TEXT, _LIST = frozenset((int,)), frozenset((str,)), frozenset((list,))
+_INT_OR_NONE = frozenset((int, type(None)))
+
+
+def _tensors_at_once(described: dict[str, Any]) -> dict[str, TensorInfo] | None:
+    """What `_parsed_tensor` returns for each; None unless all are known to be right."""
+    try:
+        dtypes, shapes = zip(*described.values(), strict=True)
+        if not _LIST.issuperset(map(type, chain(described.values(), shapes))):
+            return None
+        if not _INT.issuperset(map(type, chain.from_iterable(shapes))):
+            return None
+        found = {
+            name: TensorInfo(name, dtype, tuple(shape))
+            for name, dtype, shape in zip(described, dtypes, shapes, strict=True)
+        }
+        for dtype, shape in {info[1:] for info in found.values()}:
+            if min(shape, default=0) < 0 or not fits(shape, ITEM_BITS[dtype] // 8):
+                return None
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found
+
+
+def _chunks_at_once(rows: list[Any], tensors: dict[str, TensorInfo]) -> tuple[Chunk, ...] | None:
+    """What `_parsed_chunk` returns for each; None unless all are known to be right.
+
+    Equal boxes are one object.
+    """
+    try:
+        _, files, starts, shapes, offsets, sums = zip(*rows, strict=True)
+        right = (
+            _LIST.issuperset(map(type, chain(rows, starts, shapes)))
+            and _INT.issuperset(map(type, chain.from_iterable(chain(starts, shapes))))
+            and _INT_OR_NONE.issuperset(map(type, offsets))
+            and _TEXT.issuperset(map(type, chain(files, sums)))
+            and all(map(is_file_name, set(files)))
+            and all(0 <= offset < 2**63 for offset in set(offsets) - {None})
+        )
+        if not right:
+            return None
+        boxes: dict[object, Box] = {}
+        chunks = []
+        for name, file, start, shape, offset, text in rows:
+            tensor = tensors[name]
+            key = (tensor.shape, tuple(start), tuple(shape))
+            box = boxes.get(key)
+            if box is None:
+                box = boxes[key] = Box(key[1], key[2])
+                if not box.within(tensor.shape):
+                    return None
+            if len(text) == 8:  # of a small one
+                checksums: tuple[int, ...] = (int(text, 16),)
+            else:
+                checksums = tuple([int(text[i : i + 8], 16) for i in range(0, len(text), 8)])
+            chunks.append(Chunk(tensor, file, box, offset, checksums))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return tuple(chunks)
+
+
+def _parsed_tensor(name: str, content: Any, check: Check) -> TensorInfo:
+    dtype, shape = check.items(content, name)
+    shape = check.numbers(shape, f"the shape of {name!r}")
+    if dtype not in ITEM_BITS or not fits(shape, ITEM_BITS[dtype] // 8):
+        raise check.bad(f"the dtype and shape of {name!r}", f"{dtype} {list(shape)}")
+    return TensorInfo(name, dtype, shape)
+
+
 def _parsed_chunk(content: Any, tensors: dict[str, TensorInfo], check: Check) -> Chunk:
     name, file, start, shape, offset, checksums = check.items(content, "a chunk")
     box = Box(check.numbers(start, "start of a box"), check.numbers(shape, "shape of a box"))
@@ -260,17 +330,22 @@ def index_of(manifests: Iterable[Manifest]) -> dict[str, Any] | None:
 
     Files of single ranks are not in it, because readers of an index expect whole tensors.
     """
+    files_of = [
+        (file, header)
+        for manifest in manifests
+        for files in manifest.sets
+        for file, header in files.headers.items()
+        if files.whole and file.startswith("model")
+    ]
+    if len({file for file, _ in files_of}) <= 1:
+        return None
     weight_map: dict[str, str] = {}
     total_bytes = 0
-    for manifest in manifests:
-        for files in manifest.sets:
-            for file, header in files.headers.items():
-                if not files.whole or not file.startswith("model"):
-                    continue
-                for name, entry in json.loads(header).items():
-                    # Ranks that share no files may have written the same tensor: the first counts.
-                    if name != "__metadata__" and weight_map.setdefault(name, file) == file:
-                        total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    for file, header in files_of:
+        for name, entry in json.loads(header).items():
+            # Ranks that share no files may have written the same tensor: the first counts.
+            if name != "__metadata__" and weight_map.setdefault(name, file) == file:
+                total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
     if len(set(weight_map.values())) <= 1:
         return None
     return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

@@ -4,23 +4,14 @@ A checksum covers a block: 1 MiB of what one rank wrote of one tensor. Verificat
 blocks; a rank's shard consists of whole blocks except at its ends. So `read_verified` goes block by
 block: straight into the tensor where the block is contiguous there, otherwise through a small
 buffer. Nothing is read twice.
-
-Each thread reads its own stretch, in file order and through its own descriptor, because the
-system's readahead follows a descriptor: two threads that took turns on one descriptor were a third
-slower (two processes, one file, nothing cached).
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -28,17 +19,14 @@ from torch import Tensor
 from ...common.memory import memory_of
 from ...dtensor.boxes import Box, boxes_of_range, offset, run_numel, run_offsets, span, strides
 from ..errors import CorruptCheckpoint
-from ..format.checksum import crc32
 from ..format.manifest import BLOCK_BYTES, Chunk
 from ..format.tensors import DTYPES
 from .source import Extent, Source, Stored
+from .tasks import MAX_PENDING, NUM_THREADS, STAGE_BYTES, Stream, Task, in_threads
 
-PIECE_BLOCKS = 4  # read by one task: their bytes stay in the processor's cache
-STAGE_BYTES = PIECE_BLOCKS * BLOCK_BYTES  # buffer for bytes that cannot go straight into place
+PIECE_BLOCKS = STAGE_BYTES // BLOCK_BYTES  # read by one task
 DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into place
-MAX_PENDING = 1024  # tasks at a time, of up to `STAGE_BYTES` each
 MAX_SMALL = 64  # chunks of one block that one task reads: a task costs what two of them do
-NUM_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -60,110 +48,6 @@ class Target:
             and not (local.is_conj() or local.is_neg())
             and local.dtype == DTYPES[self.stored.info.dtype]
         )
-
-
-class Stream:
-    """One thread's reader: a buffer, and its own descriptor, so that it has its own readahead.
-
-    Args:
-        shared: use the source's descriptor instead; for callers that read piece after piece.
-    """
-
-    def __init__(self, source: Source, *, shared: bool = False) -> None:
-        self.source = source
-        self._shared = shared
-        self._file = ""
-        self._fd = -1
-        self._buffer: Tensor | None = None
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def read(self, file: str, out: memoryview, offset: int) -> int:
-        """Read as `Source.read` does; returns the number of bytes."""
-        if file != self._file and not self._shared:
-            self.__exit__()
-            self._file, self._fd = file, self.source.reopen(file)
-        for first in range(0, len(out), BLOCK_BYTES):
-            part = out[first : first + BLOCK_BYTES]
-            self.source.read(file, part, offset + first, None if self._shared else self._fd)
-        return len(out)
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        """Memory that stays in the processor's cache; the same memory at every call."""
-        if self._buffer is None:
-            self._buffer = torch.empty(STAGE_BYTES, dtype=torch.uint8, device="cpu")
-        return self._buffer[:num_bytes]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task on a range of a file's bytes."""
-
-    num_bytes: int
-    run: Callable[[Stream], object]
-
-
-def in_threads(source: Source, tasks: Iterable[Task], num_threads: int) -> Iterator[int]:
-    """Run tasks, a stretch of consecutive ones per thread; yields the bytes of each finished task.
-
-    Memory does not grow with the checkpoint. After an error, no further task starts.
-    """
-    tasks = iter(tasks)
-    batch = list(islice(tasks, MAX_PENDING))
-    if len(batch) == 1:
-        batch[0].run(Stream(source, shared=True))
-        yield batch[0].num_bytes
-        return
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        while batch:
-            done: SimpleQueue[int | BaseException] = SimpleQueue()
-            stop = threading.Event()
-            try:
-                for stretch in _stretches(batch, num_threads):
-                    pool.submit(_run_stretch, source, stretch, done, stop)
-                for _ in batch:
-                    result = done.get()
-                    if isinstance(result, BaseException):
-                        raise result
-                    yield result
-            finally:
-                stop.set()
-            batch = list(islice(tasks, MAX_PENDING))
-
-
-def _stretches(tasks: Sequence[Task], num: int) -> list[list[Task]]:
-    """Cut into ``num`` stretches with about the same number of bytes."""
-    total = max(1, sum(task.num_bytes for task in tasks))
-    parts: list[list[Task]] = [[] for _ in range(num)]
-    before = 0
-    for task in tasks:
-        parts[min(num - 1, before * num // total)].append(task)
-        before += task.num_bytes
-    return [part for part in parts if part]
-
-
-def _run_stretch(
-    source: Source,
-    stretch: Sequence[Task],
-    done: SimpleQueue[int | BaseException],
-    stop: threading.Event,
-) -> None:
-    try:
-        with Stream(source) as stream:
-            for task in stretch:
-                if stop.is_set():
-                    return
-                task.run(stream)
-                done.put(task.num_bytes)
-    except BaseException as error:
-        stop.set()
-        done.put(error)
 
 
 # -- blocks with checksums ----------------------------------------------------------------------
@@ -191,6 +75,12 @@ class _Blocks:
     @property
     def stop(self) -> int:
         return min(self.numbers.stop * BLOCK_BYTES, self.chunk.nbytes)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file, and where in it the first byte is."""
+        index, inside = divmod(self.start, self.layout.run)
+        return self.chunk.file, self.first + self.layout.offsets[index] + inside
 
 
 class _Layout:
@@ -322,18 +212,18 @@ def _read_and_drop(blocks: _Blocks, stream: Stream) -> None:
 def _read_block(blocks: _Blocks, number: int, out: memoryview, stream: Stream) -> None:
     chunk, layout, start = blocks.chunk, blocks.layout, number * BLOCK_BYTES
     data = out[: min(BLOCK_BYTES, chunk.nbytes - start)]
-    done = 0
+    done = found = 0
     while done < len(data):  # once, unless the chunk lies in the file in several runs
         index, inside = divmod(start + done, layout.run)
         num = min(layout.run - inside, len(data) - done)
         first = blocks.first + layout.offsets[index]
-        stream.read(chunk.file, data[done : done + num], first + inside)
+        found = stream.read_summed(chunk.file, data[done : done + num], first + inside, found)
         done += num
-    _compare(stream.source, chunk, number, data)
+    _compare(stream.source, chunk, number, found)
 
 
-def _compare(source: Source, chunk: Chunk, number: int, data: memoryview) -> None:
-    if crc32(data) != chunk.checksums[number]:
+def _compare(source: Source, chunk: Chunk, number: int, found: int) -> None:
+    if found != chunk.checksums[number]:
         raise CorruptCheckpoint(
             f"{source.path}/{chunk.file}: the checksum of tensor '{chunk.tensor.name}' is "
             f"wrong in block {number} of {len(chunk.checksums)} (of 1 MiB, counted in the "
@@ -377,7 +267,8 @@ class _SmallTasks:
         smalls, num_bytes = self._smalls, self._num_bytes
         self._smalls, self._num_bytes = [], 0
         if smalls:
-            yield Task(num_bytes, partial(_read_smalls, smalls))
+            place = smalls[0].chunk.file, smalls[0].start
+            yield Task(num_bytes, partial(_read_smalls, smalls), place)
 
 
 def _read_smalls(smalls: Sequence[_Small], stream: Stream) -> None:
@@ -388,8 +279,8 @@ def _read_smalls(smalls: Sequence[_Small], stream: Stream) -> None:
             if memory is None:
                 memory = memory_of(stream.buffer(BLOCK_BYTES))
             data = memory[: chunk.nbytes]
-        stream.read(chunk.file, data, small.start)
-        _compare(stream.source, chunk, 0, data)
+        found = stream.read_summed(chunk.file, data, small.start)
+        _compare(stream.source, chunk, 0, found)
 
 
 def verify_boxes(
@@ -425,7 +316,8 @@ def _verifying_tasks(needed: Sequence[_Needed]) -> Iterator[Task]:
             continue
         yield from small.rest()
         for blocks in each.blocks():
-            yield Task(blocks.stop - blocks.start, partial(_read_and_drop, blocks))
+            run = partial(_read_and_drop, blocks)
+            yield Task(blocks.stop - blocks.start, run, blocks.place)
     yield from small.rest()
 
 
@@ -476,9 +368,10 @@ def _verified_tasks(needed: _Needed, target: Target, memory: memoryview | None) 
     for blocks in needed.blocks():
         out = _place_of(blocks, memory) if memory is not None else None
         if out is not None:
-            yield Task(len(out), partial(_read_blocks, blocks, out))
+            yield Task(len(out), partial(_read_blocks, blocks, out), blocks.place)
         else:
-            yield Task(blocks.stop - blocks.start, partial(_read_and_copy, blocks, target))
+            run = partial(_read_and_copy, blocks, target)
+            yield Task(blocks.stop - blocks.start, run, blocks.place)
 
 
 def _place_of(blocks: _Blocks, memory: memoryview) -> memoryview | None:
@@ -584,10 +477,13 @@ def _plain_tasks(
                 num = min(STAGE_BYTES, layout.run - first)
                 out = memory[to + first : to + first + num]
                 start = extent.offset + from_ + first
-                yield Task(num, partial(_read_straight, extent.file, out, start))
+                run = partial(_read_straight, extent.file, out, start)
+                yield Task(num, run, (extent.file, start))
         return
     for piece in layout.inside.pieces(max(1, STAGE_BYTES // size), extent.box.shape):
-        yield Task(piece.numel * size, partial(_read_staged, target, extent, piece))
+        start = extent.offset + offset(piece, extent.box.shape) * size
+        run = partial(_read_staged, target, extent, piece)
+        yield Task(piece.numel * size, run, (extent.file, start))
 
 
 def _read_straight(file: str, out: memoryview, start: int, stream: Stream) -> None:

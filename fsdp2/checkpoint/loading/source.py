@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
@@ -50,8 +51,7 @@ from ..saving.attempt import check_agreement
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """A box of a tensor that a file holds row-major and contiguous, from byte ``offset`` on."""
 
     file: str
@@ -192,6 +192,16 @@ class Source:
                 raise self._no_more_files() from error
             return os.dup(fd)  # no /proc here
 
+    def is_cached(self, file: str, offset: int) -> bool:
+        """Whether a byte of a data file is in the page cache; False if the system cannot tell."""
+        flag = getattr(os, "RWF_NOWAIT", None)  # of Linux
+        if flag is None or file in self.fetch:
+            return False
+        try:
+            return os.preadv(self._fds[file], [bytearray(1)], offset, flag) == 1
+        except OSError:  # it is not there, or the file system has no such flag
+            return False
+
     def _no_more_files(self) -> CheckpointError:
         return CheckpointError(
             f"{self.path}: this process may open no more files: {len(self._fds)} of the "
@@ -309,6 +319,7 @@ def _collect(source: Source, missing: list[int]) -> None:
     """Fill in tensors from the headers of the files and the chunks of the manifests."""
     headers: dict[str, Header] = {}
     owner: dict[str, tuple[int, ...]] = {}
+    wholes: dict[tuple[int, ...], Box] = {}
     for manifest in source.manifests.values():
         source.aliases.update(manifest.aliases)
         for files in manifest.sets:
@@ -327,28 +338,33 @@ def _collect(source: Source, missing: list[int]) -> None:
         # The first set that has a file, as the files of several sets have other names.
         set_of = {file: s.ranks for s in reversed(manifest.sets) for file in s.sizes}
         for chunk in manifest.chunks:
-            name = chunk.tensor.name
-            table = _table_of(source, chunk.file, name)
-            whole = chunk.offset is None
-            stored = table.setdefault(name, Stored(chunk.tensor))
-            ranks = set_of.get(chunk.file)
+            tensor, file, box, in_own_file, _ = chunk
+            name = tensor.name
+            table = _table_of(source, file, name)
+            stored = table.get(name)
+            if stored is None:
+                stored = table[name] = Stored(tensor)
+            ranks = set_of.get(file)
             if ranks is None:
                 raise CorruptCheckpoint(
-                    f"{source.path}: '{name}' lies in {chunk.file}, which the manifest does not "
-                    "list"
+                    f"{source.path}: '{name}' lies in {file}, which the manifest does not list"
                 )
             if owner.setdefault(name, ranks) != ranks:
                 continue  # the same tensor again, written by ranks that share no files with these
-            _check_chunk(source, chunk, headers[chunk.file], stored.info)
-            offset = headers[chunk.file].offsets[name]
-            extent = Extent(
-                chunk.file, Box.whole(chunk.tensor.shape) if whole else chunk.box, offset
-            )
-            if not whole or not stored.extents:
-                stored.extents.append(extent)
+            _check_chunk(source, chunk, headers[file], stored.info)
+            if in_own_file is not None or not stored.extents:
+                holds = box
+                if in_own_file is None:
+                    holds = wholes.get(tensor.shape) or Box.whole(tensor.shape)
+                    wholes[tensor.shape] = holds
+                stored.extents.append(Extent(file, holds, headers[file].offsets[name]))
             stored.chunks.append(chunk)
+    apart: set[tuple[Box, ...]] = set()  # equal layers are cut in the same way
     for stored in (*source.tensors.values(), *source.optimizer.values()):
-        _check_apart(source, stored)
+        boxes = tuple([chunk.box for chunk in stored.chunks])
+        if boxes not in apart:
+            _check_apart(source, stored.info.name, boxes)
+            apart.add(boxes)
     for file, header in headers.items():
         for name, info in header.tensors.items():
             table = _table_of(source, file, name)
@@ -367,13 +383,13 @@ def _table_of(source: Source, file: str, name: str) -> dict[str, Stored]:
     return source.optimizer
 
 
-def _check_apart(source: Source, stored: Stored) -> None:
+def _check_apart(source: Source, name: str, boxes: tuple[Box, ...]) -> None:
     """Check that no element is in two chunks: their sizes add up to the tensor's, so that another
     element would be in none, and keep the value that it has in memory."""
-    both = overlapping([chunk.box for chunk in stored.chunks])
+    both = overlapping(boxes)
     if both is not None:
         raise CorruptCheckpoint(
-            f"{source.path}: of '{stored.info.name}' two ranks wrote the same part: "
+            f"{source.path}: of '{name}' two ranks wrote the same part: "
             f"{both[0].shape} at {both[0].start} and {both[1].shape} at {both[1].start}"
         )
 
@@ -405,13 +421,12 @@ def _check_header(source: Source, file: str, header: Header, expected: str) -> N
 
 
 def _check_chunk(source: Source, chunk: Chunk, header: Header, as_of_others: TensorInfo) -> None:
-    info = header.tensors.get(chunk.tensor.name)
-    shape = chunk.tensor.shape if chunk.offset is None else chunk.box.shape
+    tensor = chunk.tensor
+    in_file = tensor if chunk.offset is None else tensor._replace(shape=chunk.box.shape)
     blocks = -(-chunk.nbytes // BLOCK_BYTES)
     if (
-        info is None
-        or (info.dtype, info.shape) != (chunk.tensor.dtype, shape)
-        or chunk.tensor != as_of_others
+        header.tensors.get(tensor.name) != in_file
+        or tensor != as_of_others
         or len(chunk.checksums) != blocks
     ):
         raise CorruptCheckpoint(

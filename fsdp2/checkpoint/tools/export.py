@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -166,7 +166,7 @@ def _plan(
 def _converted(info: TensorInfo, dtype: str | None) -> TensorInfo:
     if dtype is None or not DTYPES[info.dtype].is_floating_point:
         return info
-    return replace(info, dtype=EXPORT_DTYPES[dtype])
+    return info._replace(dtype=EXPORT_DTYPES[dtype])
 
 
 def _write_index(disk: Disk, plans: dict[str, FilePlan], folder: int) -> None:
