@@ -57,6 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
         monkeypatch.setattr(module, "STAGE_BYTES", BLOCK * reading.PIECE_BLOCKS)
         monkeypatch.setattr(module, "MAX_PENDING", 7)
+    monkeypatch.setattr(tasks, "STEP_BYTES", 3 * BLOCK // 8)
     monkeypatch.setattr(tasks, "cores_of_rank", lambda: 2)
 
 
@@ -491,6 +492,7 @@ def test_every_stretch_has_a_descriptor_of_its_own(
     target = Target("weight", stored, Box.whole((4000,)), torch.zeros(4000))
     reads: dict[int, list[tuple[int, int]]] = {}
     monkeypatch.setattr(tasks, "MAX_PENDING", 1000)
+    monkeypatch.setattr(tasks, "STEP_BYTES", BLOCK)
     original = source.read_exactly
 
     def recording(fd: int, out: memoryview, offset: int) -> int:
@@ -509,6 +511,66 @@ def test_every_stretch_has_a_descriptor_of_its_own(
     parts = tasks._stretches([reading.Task(n, print) for n in (5, 1, 1, 1, 4, 4)], 4)
     assert [[task.num_bytes for task in part] for part in parts] == [[5], [1, 1, 1], [4], [4]]
     assert DTYPES[stored.info.dtype] == whole.dtype
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("num_cached", [0, 5, None])
+def test_with_one_core_threads_only_wait_for_the_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_blocks: None,
+    num_cached: int | None,
+    verified: bool,
+) -> None:
+    """What is in the page cache is read by the caller, up to the first task that is not."""
+    monkeypatch.setattr(tasks, "cores_of_rank", lambda: 1)
+    whole = torch.arange(4000.0)
+    found, stored = checkpoint(tmp_path, whole, [Box.whole((4000,))], "shared")
+    target = Target("weight", stored, Box.whole((4000,)), torch.zeros(4000))
+    asked: list[tuple[str, int]] = []
+    by_caller: list[int] = []
+
+    def is_cached(source: Source, file: str, offset: int) -> bool:
+        asked.append((file, offset))
+        return num_cached is None or len(asked) <= num_cached
+
+    def recording(fd: int, out: memoryview, offset: int) -> int:
+        if threading.current_thread() is threading.main_thread():
+            by_caller.append(len(out))
+        return original(fd, out, offset)
+
+    original = source.read_exactly
+    monkeypatch.setattr(Source, "is_cached", is_cached)
+    monkeypatch.setattr(source, "read_exactly", recording)
+    with found:
+        (read_verified if verified else read_into)(found, [target])
+    assert torch.equal(target.local, whole)
+    of_task = reading.PIECE_BLOCKS * BLOCK
+    places = [("shared", 6 + i) for i in range(0, 16_000, of_task)]
+    assert asked == places[: None if num_cached is None else num_cached + 1]
+    assert sum(by_caller) == (16_000 if num_cached is None else num_cached * of_task)
+
+
+def test_the_page_cache_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = checkpoint(tmp_path, torch.arange(64.0), [Box.whole((64,))], "shared")
+    with found:
+        assert not found.is_cached("shared", 10_000)  # after its end
+        monkeypatch.setattr(os, "preadv", lambda *_: 1)
+        assert found.is_cached("shared", 6) == hasattr(os, "RWF_NOWAIT")
+        found.fetch["shared"] = lambda memory, offset: len(memory)
+        assert not found.is_cached("shared", 6)
+        found.fetch.clear()
+        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+        assert not found.is_cached("shared", 6)
+
+
+@pytest.mark.parametrize(("cores", "local", "each"), [(8, "4", 2), (2, "2", 1), (1, "4", 0)])
+def test_cores_are_shared_by_the_ranks_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int, local: str, each: int
+) -> None:
+    monkeypatch.setattr(tasks, "num_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert tasks.cores_of_rank() == each
 
 
 # -- what does not grow with the number of tensors ------------------------------------------------

@@ -551,6 +551,15 @@ def test_other_layouts_of_parts_of_one_shape() -> None:
 
 
 @distributed(2)
+def test_wholes_of_other_shapes_with_parts_of_one_shape() -> None:
+    """The first of two ranks holds four rows of seven, and of eight."""
+    run = Run(nn.Module(), [], (0, 1), dist.get_rank())
+    for rows in (8, 7, 8):
+        run.model = bag(cached_mesh(2), [Shard(0)], x=torch.randn(rows, 3))
+        run.check(of_last=False)
+
+
+@distributed(2)
 def test_a_loaded_state_has_the_layout_of_the_one_before() -> None:
     """Its DTensors have descriptions of their own."""
     model = build("1d")

@@ -13,7 +13,7 @@ How often bytes are read depends on what they overwrite:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,14 +27,12 @@ from ...dtensor.boxes import Box
 from ...dtensor.from_local import laid_out_as
 from ..errors import CheckpointError, some
 from ..format.tensors import DTYPES, local_of
-from ..saving.capture import ModelTensors, fsdp_modules
+from ..saving.capture import ModelTensors, fsdp_modules, plain_modules
 from .reading import Target, read_into, read_verified, verify_boxes
 from .source import Source, Stored
 
 logger = logging.getLogger("fsdp2.checkpoint")
 STAGED_BYTES = 32 << 20  # with the buffers of the threads, less than 64 MiB
-# Methods of a module by which its tensors get names.
-_SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
 
 
 @dataclass
@@ -161,22 +159,17 @@ def check_meta(found: ModelTensors, model: nn.Module, to_be_filled: set[str]) ->
 
 def _has_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer is on the meta device; True if only names can tell."""
-    left, seen = [model], {model}
-    usual: set[type] = set()
-    while left:
-        module = left.pop()
-        kind = type(module)
-        if kind not in usual and any(getattr(kind, n) is not getattr(nn.Module, n) for n in _SHOW):
-            return True  # it may show more than is registered
-        usual.add(kind)
+    modules = plain_modules(model)
+    if modules is None:
+        return True
+    return any(tensor.is_meta for tensor in _tensors_in(modules))
+
+
+def _tensors_in(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.is_meta:
-                return True
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                left.append(child)
-    return False
+            if tensor is not None:
+                yield tensor
 
 
 def _make_real(
@@ -190,7 +183,11 @@ def _make_real(
     meta = [w for w in wanted if w.tensor.is_meta]
     if not meta or model is None:
         return {}
-    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    modules = plain_modules(model)
+    if modules is None:
+        registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    else:
+        registered = {id(t) for t in _tensors_in(modules)}
     derived = [w.name for w in meta if id(w.tensor) not in registered]
     if derived:
         raise CheckpointError(

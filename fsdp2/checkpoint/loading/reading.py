@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +31,7 @@ DIRECT_RUN_BYTES = 32 << 10  # runs of at least this size are read straight into
 MAX_SMALL = 64  # chunks of one block that one task reads: a task costs what two of them do
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A tensor to fill: ``local`` is the ``box`` of the checkpoint's tensor ``stored``."""
 
     name: str
@@ -132,18 +133,17 @@ def _pieces(offsets: Iterable[int], run: int, size: int) -> Iterator[range]:
             yield range(first, min(first + PIECE_BLOCKS, part.stop))
 
 
-@dataclass(frozen=True)
-class _Needed:
-    """A chunk that overlaps a box of the tensor, and the extent of its file that holds it."""
+class _Needed(NamedTuple):
+    """A chunk that overlaps a box of the tensor, and the extent of its file that holds it.
+
+    Attributes:
+        place: file and first byte: the order of reading, front to back.
+    """
 
     chunk: Chunk
     extent: Extent
     layout: _Layout
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """File and first byte: the order of reading, front to back."""
-        return self.chunk.file, self.extent.offset + self.layout.offsets[0]
+    place: tuple[str, int]
 
     def blocks(self) -> Iterator[_Blocks]:
         """All blocks that contain a byte of the box, a few at a time."""
@@ -162,9 +162,17 @@ class _Planner:
         """The chunks of a tensor that overlap ``box``."""
         for chunk in stored.chunks:
             if self._overlap(box, chunk.box):
-                extent = next(e for e in stored.extents if _holds(e, chunk))
-                size = chunk.tensor.itemsize
-                yield _Needed(chunk, extent, self._layout(chunk.box, extent.box, box, size))
+                extent = _extent_of(stored, chunk)
+                layout = self._layout(chunk.box, extent.box, box, chunk.tensor.itemsize)
+                place = chunk.file, extent.offset + layout.offsets[0]
+                yield _Needed(chunk, extent, layout, place)
+
+
+def _extent_of(stored: Stored, chunk: Chunk) -> Extent:
+    for extent in stored.extents:
+        if _holds(extent, chunk):
+            return extent
+    raise AssertionError(f"no file holds '{chunk.tensor.name}'")  # `open_source` has seen to it
 
 
 def _holds(extent: Extent, chunk: Chunk) -> bool:
@@ -231,8 +239,7 @@ def _compare(source: Source, chunk: Chunk, number: int, found: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Small:
+class _Small(NamedTuple):
     """A chunk of one block, which lies in the file from byte ``start`` on.
 
     Attributes:
@@ -299,7 +306,7 @@ def verify_boxes(
     """
     planner = _Planner()
     needed = [each for stored, box in wanted for each in planner.needed(stored, box)]
-    needed.sort(key=lambda each: each.place)
+    needed.sort(key=attrgetter("place"))
     total = 0
     for num in in_threads(source, _verifying_tasks(needed), num_threads):
         total += num

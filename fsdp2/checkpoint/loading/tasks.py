@@ -14,9 +14,9 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain, islice
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ class Stream:
         return self._buffer[:num_bytes]
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A task on a range of a file's bytes.
 
     Attributes:
@@ -137,9 +136,7 @@ def cores_of_rank() -> int:
     return num_cores() // max(1, num_ranks)
 
 
-def _while_cached(
-    source: Source, tasks: Iterator[Task]
-) -> Generator[int, None, Iterator[Task]]:
+def _while_cached(source: Source, tasks: Iterator[Task]) -> Generator[int, None, Iterator[Task]]:
     """Run tasks in this thread, up to the first that has to wait for the disk; returns the rest."""
     stream = Stream(source, shared=True)
     for task in tasks:

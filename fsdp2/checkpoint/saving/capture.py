@@ -26,6 +26,8 @@ from ..format.tensors import describe, local_of
 from ..format.values import encode
 
 RankLocal = Callable[[str], bool]
+# Methods of a module by which its tensors and children get names.
+_SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
 
 
 @dataclass
@@ -435,8 +437,32 @@ def _refuse_double_names(entries: Sequence[Entry]) -> None:
 
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:
     """Modules that gather their parameters, of this package or of torch's."""
-    for module in model.modules():
-        if callable(getattr(module, "unshard", None)) and callable(
-            getattr(module, "reshard", None)
-        ):
+    gathers: dict[type, bool] = {}  # asked of the class: thousands of modules lack these names
+    for module in plain_modules(model) or model.modules():
+        kind = type(module)
+        if kind not in gathers:
+            names = ("unshard", "reshard")
+            gathers[kind] = all(callable(getattr(kind, name, None)) for name in names)
+        if gathers[kind]:
             yield module
+
+
+def plain_modules(model: nn.Module) -> list[nn.Module] | None:
+    """``model.modules()`` without a Python generator per level for each of them.
+
+    None if any of them may show other tensors or children than are registered.
+    """
+    left, found = [model], {model: None}
+    usual: set[type] = set()
+    while left:
+        module = left.pop()
+        kind = type(module)
+        if kind not in usual:
+            if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _SHOW):
+                return None
+            usual.add(kind)
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
+    return list(found)

@@ -36,7 +36,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 PLAIN_TYPES = {Tensor, nn.Parameter, nn.Buffer}  # others may have inner tensors, or none yet
 PLAIN_VALUES = {type(None), bool, int, float, str}
 # One look at each tensor: thousands are not in the processor's cache, least of all after a step.
-whole_of, part_of = attrgetter("shape", "dtype"), attrgetter("shape", "dtype", "device", "layout")
+part_of = attrgetter("shape", "dtype", "device", "layout")
 
 
 class Repeated:
@@ -128,8 +128,8 @@ class _Form:
     """All that what is worked out for a save follows from.
 
     Attributes:
-        values: compared by equality. ``specs``: of DTensors, None for others; their meshes are
-            told apart by identity.
+        values: compared by equality. ``specs``: of DTensors, None for others. They say the shapes
+            of whole tensors; their meshes are told apart by identity.
     """
 
     values: tuple[object, ...]
@@ -145,7 +145,6 @@ class _Form:
             about,
             present.states,
             list(map(type, tensors)),
-            list(map(whole_of, tensors)),
             list(map(part_of, local)),
         )
         specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
@@ -163,6 +162,8 @@ def _same_layout(spec: Any, other: Any) -> bool:
     if spec is None or other is None:
         return spec is other
     if spec.mesh is not other.mesh or spec.placements != other.placements:
+        return False
+    if spec.tensor_meta != other.tensor_meta:
         return False
     # A strided shard is equal to a plain one in some releases of torch.
     return list(map(type, spec.placements)) == list(map(type, other.placements))
