@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..policy import OffloadPolicy, check_dtypes
 from ..runtime.hooks import unit_holding
 from ..runtime.unit import Unit, unit_of, units_in
 from ..sharding.mesh import DataParallelMesh, device_of
+from ..sharding.param import ShardedParam
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
@@ -129,6 +131,40 @@ def check_direct_min_bytes(value: Any) -> None:
             f"direct_min_bytes must not be negative, got {value}: 0 gathers every parameter "
             "straight into place, a huge number gathers none that way"
         )
+
+
+def checked_granularity(value: Any) -> Callable[[nn.Parameter, str], int]:
+    """``shard_granularity`` as a function of a parameter and its name."""
+    if value is None or not callable(value):
+        rows = 1 if value is None else _checked_rows(value, "shard_granularity must be")
+        return lambda param, name: rows
+    return lambda param, name: _checked_rows(
+        value(param), f"shard_granularity of parameter '{name}' must return"
+    )
+
+
+def warn_of_padding(params: Iterable[ShardedParam]) -> None:
+    """Warn if a unit's granularities leave more padding than parameters."""
+    wanted = [param for param in params if param.granularity > 1]
+    padded = {param: param.padded_numel for param in wanted}
+    if not wanted or sum(padded.values()) < 2 * sum(prod(param.full_shape) for param in wanted):
+        return
+    worst = max(wanted, key=lambda param: padded[param] - prod(param.full_shape))
+    warnings.warn(
+        f"shard_granularity: of parameter '{worst.fqn}' of shape {worst.full_shape}, "
+        f"{worst.mesh.num_shards} ranks have room for {padded[worst]:,} elements, since shards of "
+        f"{worst.granularity} rows leave some ranks without any. Storages and messages of its unit "
+        "are twice as large or more than without: use fewer rows, or replicate the parameter",
+        stacklevel=5,
+    )
+
+
+def _checked_rows(value: Any, wants: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{wants} a number of rows, got {value!r}")
+    if not 1 <= value < 2**32:
+        raise ValueError(f"{wants} a number of rows, at least 1, got {value}")
+    return value
 
 
 # -- what is already sharded -----------------------------------------------------------------------

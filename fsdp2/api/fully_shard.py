@@ -36,10 +36,12 @@ from .arguments import (
     check_policies,
     check_tied_units,
     checked_device,
+    checked_granularity,
     checked_ignored,
     checked_modules,
     checked_reshard,
     warn_of_other_meshes,
+    warn_of_padding,
 )
 from .deepcopy import refuse_own_deepcopy
 from .library_methods import adapt_layers, refuse_pruning, refused_methods
@@ -48,6 +50,7 @@ from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_o
 from .torch_errors import explain_errors
 
 PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult | None]
+Granularity = int | Callable[[nn.Parameter], int] | None
 
 
 # A module, or a list of modules: what is given is what comes back.
@@ -66,6 +69,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
+    shard_granularity: Granularity = None,
 ) -> M:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -96,6 +100,11 @@ def fully_shard(
             saves messages. 0 gathers every eligible parameter directly, a huge number none. At
             most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB.
         comm_policy: send weights and gradients in fewer bytes. None: in full.
+        shard_granularity: rows per block (entries along the dim that is sharded), or a function of
+            the parameter that returns them: the shards of all ranks consist of whole blocks,
+            except where the parameter ends. Padding grows, as every rank's storage has room for as
+            many rows as the first rank has; ranks beyond the last block hold none. None: 1, as
+            `torch.chunk` cuts.
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
@@ -117,6 +126,7 @@ def fully_shard(
     modules = checked_modules(module)
     ignored = checked_ignored(ignored_params)
     check_direct_min_bytes(direct_min_bytes)
+    granularity = checked_granularity(shard_granularity)
     dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
     reshard = checked_reshard(reshard_after_forward, dp_mesh)
     _make_unit(
@@ -124,6 +134,7 @@ def fully_shard(
         dp_mesh,
         ignored,
         shard_placement_fn,
+        granularity,
         UnitConfig(
             mp_policy,
             offload_policy,
@@ -198,6 +209,7 @@ def replicate(
         replicated(resolve_mesh(mesh, dp_mesh_dims)),
         ignored,
         None,
+        lambda param, name: 1,
         UnitConfig(mp_policy, offload_policy, comm_options=CommOptions(policy=comm_policy)),
     )
     return module
@@ -208,6 +220,7 @@ def _make_unit(
     mesh: DataParallelMesh,
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
+    granularity: Callable[[nn.Parameter, str], int],
     config: UnitConfig,
 ) -> None:
     """Make a unit of the parameters left in ``modules``; install its hooks and methods."""
@@ -220,7 +233,7 @@ def _make_unit(
     unit = Unit(modules, mesh, device, config)
     tree = _managed_modules(unit.modules)
     with torch.inference_mode(False):  # else the shards could never be trained
-        found = _find_parameters(unit, tree, ignored, shard_placement_fn)
+        found = _find_parameters(unit, tree, ignored, shard_placement_fn, granularity)
         unit.param_group.check_comm_policy([item.managed for item in found], config.comm_options)
         # Groups connect now: at the first gather their communicators would take their buffers when
         # memory is at its peak.
@@ -245,6 +258,7 @@ def _make_unit(
         name_units(unit.modules[0], units_in(unit.modules[0]))
     watch_flattening(unit.params)
     warn_of_other_meshes(unit, modules)
+    warn_of_padding(unit.params)
     look_at_requests()
     refuse_pruning()
     explain_errors()
@@ -320,6 +334,7 @@ def _find_parameters(
     tree: list[nn.Module],
     ignored: set[nn.Parameter],
     shard_placement_fn: PlacementFn | None,
+    granularity: Callable[[nn.Parameter, str], int],
 ) -> list[_Found]:
     """The parameters of the modules in ``tree``, including those shared with inner units.
 
@@ -353,7 +368,7 @@ def _find_parameters(
         fqn = f"{names[module]}.{name}" if names[module] else name
         mesh, dim = _placement(shard_placement_fn, param, fqn, unit.mesh)
         check_parameter(param, fqn, module, mesh, unit.modules)
-        managed = ShardedParam(param, places, mesh, dim, fqn)
+        managed = ShardedParam(param, places, mesh, dim, fqn, granularity(param, fqn))
         found.append(_Found(param, managed, earlier))
     return found
 

@@ -44,7 +44,7 @@ from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
 from .comm_settings import checked_budget
-from .fully_shard import PlacementFn, fully_shard, replicate
+from .fully_shard import Granularity, PlacementFn, fully_shard, replicate
 from .module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
@@ -112,6 +112,7 @@ def shard_model(
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
     max_gathered_bytes: int | None = None,
+    shard_granularity: Granularity = None,
 ) -> M:
     """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
@@ -146,6 +147,7 @@ def shard_model(
             next in the last step; more: those that follow in model order.
         max_gathered_bytes: limit on the bytes of gathered parameters, which then decides how many
             units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
+        shard_granularity: as in `fully_shard`, for all units.
 
     Returns:
         ``model``.
@@ -177,6 +179,7 @@ def shard_model(
     if chosen.sharded:
         options["shard_placement_fn"] = _placement(shard_placement_fn, replicate_below)
         options["direct_min_bytes"] = direct_min_bytes
+        options["shard_granularity"] = shard_granularity
     modules = dict(model.named_modules())
     for unit in units:
         members = [modules[name] for name in unit.modules]

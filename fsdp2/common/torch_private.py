@@ -145,6 +145,14 @@ DISTRIBUTED = (
         "torch.distributed.tensor.placement_types._StridedShard",
     ),
     *_names(
+        "shards of whole blocks of rows",
+        "torch.distributed.tensor.placement_types._StridedShard._split_tensor",
+        "torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset",
+        "torch.distributed.tensor._redistribute._gen_transform_infos_non_cached",
+        "torch.distributed.tensor._redistribute._TransformInfo",
+        without="`shard_granularity` raises `NotImplementedError`",
+    ),
+    *_names(
         "meshes of some dims of a mesh, and the mesh that one was cut from",
         "torch.distributed.device_mesh.DeviceMesh._flatten",
         "torch.distributed.device_mesh.DeviceMesh._concatenate",

@@ -160,8 +160,17 @@ def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> It
         yield Box((index, *box.start), (1, *box.shape))
 
 
-def split_evenly(size: int, num: int, index: int) -> tuple[int, int]:
-    """Start and length of part ``index``, if `torch.chunk` cuts ``size`` entries into ``num``."""
-    chunk = -(-size // num)
+def entries_per_part(size: int, num: int, granularity: int = 1) -> int:
+    """Entries of all parts but the last ones, if ``size`` entries are cut into ``num``.
+
+    Args:
+        granularity: parts are multiples of it, except where the entries end; 1: as `torch.chunk`.
+    """
+    return min(-(-size // (num * granularity)) * granularity, size)
+
+
+def split_evenly(size: int, num: int, index: int, granularity: int = 1) -> tuple[int, int]:
+    """Start and length of part ``index``, cut as `entries_per_part` says."""
+    chunk = entries_per_part(size, num, granularity)
     start = min(index * chunk, size)
     return start, min(chunk, size - start)

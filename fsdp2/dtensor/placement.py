@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from .block_shard import granularity_of, is_block_shard
 from .boxes import Box, split_evenly
 from .from_local import dtensor_over
 
@@ -140,12 +141,18 @@ def box_of(
     Each tensor dim is cut once per mesh dim that shards it, in the order in which the shardings
     were applied: from left to right, except that a `_StridedShard` tells by its split factor that
     so many pieces were made by mesh dims to its right before (tensor parallelism is applied
-    before data parallelism, whose mesh dim comes first). Each cut is one of `torch.chunk`.
+    before data parallelism, whose mesh dim comes first). Each cut is one of `torch.chunk`, or
+    between blocks of rows.
     """
     start, size = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         for mesh_dim in _order(dim, mesh_shape, placements, name):
-            first, size[dim] = split_evenly(size[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+            first, size[dim] = split_evenly(
+                size[dim],
+                mesh_shape[mesh_dim],
+                coordinate[mesh_dim],
+                granularity_of(placements[mesh_dim]),
+            )
             start[dim] += first
     for placement in placements:
         if not isinstance(placement, Replicate | Shard | _StridedShard):
@@ -190,7 +197,7 @@ def _order(
 
 
 def _is_strided(placement: Placement) -> bool:
-    return isinstance(placement, _StridedShard)
+    return isinstance(placement, _StridedShard) and not is_block_shard(placement)
 
 
 def is_gathered_part(part: DTensor, whole: DTensor) -> bool:

@@ -11,6 +11,7 @@ from .flat import flat_step
 from .local import local_step
 from .muon import Muon, orthogonalize
 from .norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from .quantized import block_rows
 from .whole import WholeTask, run_whole
 from .whole_step import whole_step
 
@@ -18,6 +19,7 @@ __all__ = [
     "Layout",
     "Muon",
     "WholeTask",
+    "block_rows",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "flat_step",

@@ -16,7 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 from weakref import WeakSet
 
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..dtensor.boxes import Box, run_numel, run_offsets
+from ..dtensor.from_local import local_of
 from ..dtensor.subclasses import inner_of
 from .exchange import cut_of
 from .probe import quietly
@@ -70,6 +71,52 @@ def _is_wrapper(value: Any) -> bool:
     )
 
 
+def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter], int]:
+    """A ``shard_granularity`` with which quantized state does not depend on the number of ranks.
+
+    For optimizers that quantize the state of a parameter in blocks of its elements if it has enough
+    of them and blocks divide it. Every shard is then quantized as the parameter would be on one
+    process, in the same blocks.
+
+    Args:
+        block_numel: elements per block.
+        min_numel: parameters of fewer elements are not quantized.
+
+    Returns:
+        A function of a parameter, for `fully_shard` and `shard_model`. It finds the fewest rows
+        with which shards on dim 0 consist of whole blocks and have at least ``min_numel`` elements.
+        A parameter that blocks do not divide is not quantized on one process: one rank gets all of
+        its rows.
+
+    Raises:
+        ValueError: for numbers that make no sense.
+
+    Example:
+        >>> shard_model(model, shard_granularity=block_rows(256, min_numel=4096))
+        >>> optimizer = torchao.optim.AdamW8bit(model.parameters())
+    """
+    if block_numel < 1 or min_numel < 0:
+        raise ValueError(f"There are no blocks of {block_numel} of at least {min_numel} elements")
+
+    def rows_per_block(param: nn.Parameter) -> int:
+        shape = local_of(param).shape
+        if not shape or shape.numel() < max(min_numel, 1):
+            return 1
+        size, row = shape[0], prod(shape[1:])
+        if shape.numel() % block_numel:
+            return size
+        step = block_numel // gcd(block_numel, row)
+        # The last shard has the rows that are left over, and perhaps some blocks.
+        fits = (
+            rows
+            for rows in range(step, size, step)
+            if rows * row >= min_numel and (size % rows == 0 or size % rows * row >= min_numel)
+        )
+        return next(fits, size)
+
+    return rows_per_block
+
+
 def warn_of_differences(optimizer: Optimizer, known: Callable[[Tensor], Any]) -> None:
     """Warn, once, of parameters whose state is not quantized as in one process.
 
@@ -101,7 +148,8 @@ def _describe(optimizer: Optimizer, params: Iterable[tuple[str, Any]]) -> str | 
         f"{original_name(optimizer)} over DTensors decides shard by shard how to quantize its "
         f"state, so its steps are not those of one process: for '{name}' of shape "
         f"{tuple(param.shape)}, {why}{others}. fsdp2.optim.whole_step(optimizer) quantizes as one "
-        "process does; see docs/optimizers.md for the shapes with which DTensors do"
+        "process does, and so do DTensors that are sharded with a shard_granularity: see "
+        "block_rows in docs/optimizers.md"
     )
 
 
@@ -118,7 +166,9 @@ class Trials:
     def why_different(self, param: DTensor) -> str | None:
         """Why the state of the shards is not that of the whole; None if it is."""
         shape, mesh_shape = tuple(param.shape), tuple(param.device_mesh.shape)
-        boxes = cut_of(shape, mesh_shape, tuple(param.placements)).boxes
+        cut = cut_of(shape, mesh_shape, tuple(param.placements))
+        # What is kept of no elements makes no difference.
+        boxes = [box for box in cut.boxes if box.numel] or list(cut.boxes)
         whole = self._state(param, shape)
         parts = {box.shape: self._state(param, box.shape) for box in boxes}
         if whole is None or any(part is None for part in parts.values()):

@@ -255,6 +255,7 @@ class Bucket:
             mesh.num_shards,
             itemsizes=self.itemsizes,
             direct_min_bytes=direct_min_bytes,
+            granularities=[p.granularity for p in params],
         )
         # Whether gathering is the identity. Then parameters compute on the shards themselves: there
         # is no second copy, and what the optimizer writes needs no gather to be seen.

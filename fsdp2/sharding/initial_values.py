@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..dtensor.boxes import split_evenly
 from ..dtensor.from_local import local_of
 from .param import ShardedParam
 from .samples import Samples
@@ -66,5 +67,5 @@ def _is_cut_for_all(param: ShardedParam) -> bool:
     num_shards, dim = param.mesh.num_shards, param.dim
     if num_shards == 1 or dim is None or not param.full_shape[dim]:
         return False
-    rows = param.full_shape[dim]
-    return -(-rows // -(-rows // num_shards)) == num_shards
+    last = split_evenly(param.full_shape[dim], num_shards, num_shards - 1, param.granularity)
+    return last[1] > 0

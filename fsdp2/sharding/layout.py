@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from ..dtensor.boxes import entries_per_part
+
 ALIGN_BYTES = 16  # of every slice of a collective
 GATHERED_ALIGN_BYTES = 256  # of every whole parameter: what kernels get from allocators otherwise
 # Most direct parameters of a bucket; if there are more, the largest. Each is one entry of a batched
@@ -46,7 +48,8 @@ class Slot:
     Attributes:
         shape: the whole parameter as this rank sees it (after tensor parallelism).
         dim: the sharded dim; ``None`` for a parameter that every rank holds whole (0-dim ones).
-        chunk: entries along ``dim`` per rank; the last ranks may hold fewer or none.
+        chunk: entries along ``dim`` per rank; the last ranks may hold fewer or none. As
+            `torch.chunk` cuts, or more of them, a multiple of the parameter's granularity.
         shard_offset, shard_numel: the padded shard in the sharded storage.
         full_offset, full_numel: the padded whole parameter in the gathered storage.
         direct: gathered straight into its place, not in the pack.
@@ -147,6 +150,7 @@ def plan_bucket(
     *,
     itemsizes: Sequence[int],
     direct_min_bytes: int,
+    granularities: Sequence[int] | None = None,
 ) -> BucketLayout:
     """Lay out the parameters of a bucket.
 
@@ -158,6 +162,7 @@ def plan_bucket(
             all-gather first.
         direct_min_bytes: a parameter whose slice, which one rank sends, has fewer bytes (in the
             dtype of the all-gather) is packed. Of the others the `MAX_DIRECT` largest are direct.
+        granularities: of how many entries along its dim the shards of each consist; None: 1.
 
     Returns:
         The layout; a pure function of the arguments, so every rank computes the same.
@@ -165,7 +170,9 @@ def plan_bucket(
     # Counted in elements of the narrowest dtype: storages in all dtypes share these offsets, and
     # what is a multiple of 16 bytes in the narrowest one is so in all.
     align = ALIGN_BYTES // min(ALIGN_BYTES, *itemsizes)
-    chunks = [_chunk(s, d, num_shards) for s, d in zip(shapes, dims, strict=True)]
+    blocks = granularities or [1] * len(shapes)
+    cuts = list(zip(shapes, dims, blocks, strict=True))
+    chunks = [_chunk(shape, dim, num_shards, block) for shape, dim, block in cuts]
     shard_numels = [_shard_numel(*args) for args in zip(shapes, dims, chunks, strict=True)]
 
     def may_be_direct(i: int) -> bool:
@@ -175,7 +182,7 @@ def plan_bucket(
         big = shard_numels[i] * itemsizes[0] >= max(direct_min_bytes, 1)
         return dims[i] == 0 and big and shard_numels[i] % align == 0
 
-    even = [d == 0 and s[0] % num_shards == 0 for s, d in zip(shapes, dims, strict=True)]
+    even = [dims[i] == 0 and chunks[i] * num_shards == shapes[i][0] for i in range(len(shapes))]
     everything = range(len(shapes))
     direct = list(everything)
     if num_shards > 1:
@@ -287,8 +294,8 @@ def _finish(
     )
 
 
-def _chunk(shape: tuple[int, ...], dim: int | None, num_shards: int) -> int:
-    return 1 if dim is None else -(-shape[dim] // num_shards)
+def _chunk(shape: tuple[int, ...], dim: int | None, num_shards: int, granularity: int = 1) -> int:
+    return 1 if dim is None else entries_per_part(shape[dim], num_shards, granularity)
 
 
 def _shard_numel(shape: tuple[int, ...], dim: int | None, chunk: int) -> int:

@@ -14,6 +14,7 @@ that own it:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ..common.failures import explained
-from ..dtensor.boxes import strides
+from ..dtensor.block_shard import block_shard
+from ..dtensor.boxes import entries_per_part, strides
 from ..dtensor.from_local import dtensor_over
 from ..policy import compute_dtype
 from .annotations import Annotations, read_annotations
@@ -120,6 +122,7 @@ class ShardedParam:
         mesh: DataParallelMesh,
         dim: int,
         fqn: str = "",
+        granularity: int = 1,
     ) -> None:
         """Describe ``original``; it becomes sharded when `attach` gets its shard.
 
@@ -130,6 +133,7 @@ class ShardedParam:
             mesh: the ranks to shard over.
             dim: the dim to shard; ignored for 0-dim parameters, which every rank holds whole.
             fqn: its qualified name, for messages.
+            granularity: of how many entries along ``dim`` its shards consist.
         """
         self.owners = owners
         self.mesh = mesh
@@ -164,13 +168,14 @@ class ShardedParam:
                 f"Shard dim {dim} is invalid for {whole.ndim}D tensor"
             )
         self.dim: int | None = dim % whole.ndim if whole.ndim else None
+        self.granularity = self._checked_granularity(granularity)
         others = self.tensor_parallel
         if others is not None and others.data_parallel:
             others = others.without_data_parallel(self.fqn)
         shape, stride = original.shape, original.stride()
         if self.tensor_parallel is not None:
             shape, stride = self.tensor_parallel.shape, self.tensor_parallel.stride
-        self.sharded_spec = _sharded_spec(shape, stride, others, mesh, self.dim)
+        self.sharded_spec = _sharded_spec(shape, stride, others, self)
         self.attributes = user_attributes(original)
         for name in self.annotations.attributes if self.annotations is not None else ():
             self.attributes.pop(name, None)  # true of the unsharded tensor only
@@ -183,6 +188,30 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.secondary: nn.Parameter | None = None
         self._found_by: set[int] = set()  # keys of `_managed`
+
+    def _checked_granularity(self, granularity: int) -> int:
+        """1 if shards are the same without: then placements are those of torch's FSDP2."""
+        if self.dim is None or self.mesh.shard_group is None or granularity == 1:
+            return 1
+        size, num = self.full_shape[self.dim], self.mesh.num_shards
+        if entries_per_part(size, num, granularity) == entries_per_part(size, num):
+            return 1
+        if self.extension:
+            raise ValueError(
+                f"Parameter '{self.fqn}' of shape {self.full_shape} cannot have shards of "
+                f"{granularity} rows: its class cuts it itself. Let shard_granularity return 1 "
+                "for it"
+            )
+        return granularity
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the shards of all ranks, with their padding."""
+        numel = prod(self.full_shape)
+        if self.dim is None or not numel:
+            return numel
+        size, num = self.full_shape[self.dim], self.mesh.num_shards
+        return numel // size * num * entries_per_part(size, num, self.granularity)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -425,12 +454,12 @@ def _sharded_spec(
     shape: torch.Size,
     stride: tuple[int, ...],
     tensor_parallel: TensorSpec | None,
-    mesh: DataParallelMesh,
-    dim: int | None,
+    param: ShardedParam,
 ) -> TensorSpec:
+    mesh, dim, granularity = param.mesh, param.dim, param.granularity
     data_parallel: list[Placement] = [Replicate()] * mesh.mesh.ndim
     if mesh.shard_group is not None and dim is not None:
-        data_parallel[-1] = Shard(dim)
+        data_parallel[-1] = Shard(dim) if granularity == 1 else block_shard(dim, granularity)
     if tensor_parallel is None:
         return TensorSpec(mesh.mesh, tuple(data_parallel), shape, stride)
     # Tensor parallelism was applied first. Where both shard the same dim, this rank's
@@ -441,6 +470,13 @@ def _sharded_spec(
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
             splits *= size
     if splits > 1 and dim is not None and mesh.shard_group is not None:
+        if granularity > 1:
+            raise ValueError(
+                f"Parameter '{param.fqn}' of shape {tuple(shape)} cannot have shards of "
+                f"{granularity} rows: tensor parallelism cuts dim {dim} as well, into {splits} "
+                f"parts, whose blocks do not divide evenly among {mesh.num_shards} ranks. Let "
+                "shard_granularity return 1 for it, or shard_placement_fn another dim"
+            )
         data_parallel[-1] = _StridedShard(dim, split_factor=splits)
     return TensorSpec(
         concatenate(mesh.mesh, tensor_parallel.mesh),

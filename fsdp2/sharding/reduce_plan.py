@@ -153,8 +153,12 @@ def copy_in(
 
 def _is_simple(slot: Slot) -> bool:
     """Whether ``_chunk_cat`` by itself cuts the gradient as the ranks hold it."""
-    # It pads with zeros, for ranks without any rows as well. It would fail on empty tensors.
-    return slot.shard_numel > 0 and slot.dim == 0
+    # It pads with zeros, for ranks without any rows as well. It would fail on empty tensors, and it
+    # cuts as `torch.chunk` does, with no regard to blocks.
+    if slot.dim != 0 or not slot.shard_numel:
+        return False
+    num_shards = slot.full_numel // slot.shard_numel
+    return slot.chunk == -(-slot.shape[0] // num_shards)
 
 
 def _rows_first(

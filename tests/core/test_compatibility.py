@@ -121,7 +121,7 @@ def test_every_name_of_torch_is_there() -> None:
 )
 def test_the_arguments_of_fully_shard() -> None:
     theirs_shown = call("fully_shard", theirs.fully_shard)
-    ours = f"{theirs_shown[:-1]}, direct_min_bytes=None, comm_policy=None)"
+    ours = f"{theirs_shown[:-1]}, direct_min_bytes=None, comm_policy=None, shard_granularity=None)"
     assert call("fully_shard", fsdp2.fully_shard) == ours
     assert f"`{theirs_shown}`" in PAGE
     for name in inspect.signature(fsdp2.fully_shard).parameters:

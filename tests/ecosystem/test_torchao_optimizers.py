@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint, full_state_dict, fully_shard
-from fsdp2.optim import whole_step
+from fsdp2.optim import block_rows, whole_step
 from harness import distributed, run_on
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -132,6 +132,26 @@ def test_shards_that_are_quantized_differently_warn_at_the_first_step() -> None:
             assert word in messages[0], messages
             assert "AdamW8bit over DTensors" in messages[0]
             assert "whole_step" in messages[0]
+
+
+BLOCKS = {"AdamW8bit": 256, "AdamW4bit": 128, "AdamWFp8": 256}  # elements
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(2, 3, long=(1, 4))
+def test_steps_over_shards_of_whole_blocks_are_those_of_one_process(kind: str) -> None:
+    """Bit for bit, whatever the shapes: of some, a few ranks hold all rows."""
+    rows = block_rows(BLOCKS[kind], min_numel=4096)
+    for sizes in (UNEVEN, (64, 96, 200)):
+        whole, model = linear(sizes), sharded(sizes, shard_granularity=rows)
+        one, ours = optimizer_of(kind, whole), optimizer_of(kind, model)
+        run = Run().train(model, ours)
+        assert run.messages == []
+        run.train(whole, one)
+        assert any(quantized(one))
+        values = full_state_dict(model, ranks=range(dist.get_world_size()))
+        for name, wanted in whole.state_dict().items():
+            assert torch.equal(values[name], wanted), name
 
 
 @distributed(2, 3)

@@ -97,9 +97,12 @@ def own_part(reference: Tensor, like: DTensor) -> Tensor:
         return reference
     (mesh_dim,) = dims
     placement = like.placements[mesh_dim]
-    assert isinstance(placement, Shard), f"placement {placement}"
-    # Rows are dealt out like torch.chunk does it; ranks beyond the last chunk hold none.
-    num_rows = -(-reference.shape[placement.dim] // like.device_mesh.size(mesh_dim))
+    # Rows are dealt out like torch.chunk does it, or in blocks, whose size is a negative split
+    # factor; ranks beyond the last hold none.
+    assert isinstance(placement, Shard) or placement.split_factor < 0, f"placement {placement}"
+    block = 1 if isinstance(placement, Shard) else -placement.split_factor
+    num_blocks = -(-reference.shape[placement.dim] // block)
+    num_rows = block * -(-num_blocks // like.device_mesh.size(mesh_dim))
     start = min(
         num_rows * like.device_mesh.get_local_rank(mesh_dim), reference.shape[placement.dim]
     )

@@ -1,0 +1,175 @@
+"""A placement for shards that end only where blocks of rows do.
+
+`Shard` cuts as `torch.chunk` does, and most of torch knows no other rule: operators describe their
+results with a new ``Shard(dim)``, so that a subclass of it with another rule would be lost on the
+way, and what is left would be wrong. `_StridedShard` has a number besides its dim, its split
+factor, and operators hand that on: it says into how many pieces a dim was cut before. Positive
+numbers keep that meaning. A negative one says here that shards are whole blocks of so many rows;
+without this file torch refuses such a number wherever it cuts or joins a tensor.
+
+[Note: what torch is taught]
+All that torch knows about where a `_StridedShard` lies comes from two methods of that class: one
+cuts a tensor into shards, one tells size and offset of a shard. They are replaced when the first
+`block_shard` is made, and for other split factors they do what they did. So there is one class of
+placement, however an operator, pickle or a deep copy has made it again.
+
+On meshes of several dims torch plans how to redistribute a tensor without regard to what such a
+`_StridedShard` was cut from. Where that would give a wrong tensor, because several mesh dims cut
+the same tensor dim before or after, the plan is made here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor._redistribute as redistribution
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .boxes import split_evenly
+
+
+def block_shard(dim: int, granularity: int) -> Placement:
+    """The placement of a tensor dim that is cut into shards of whole blocks.
+
+    Args:
+        dim: the tensor dim.
+        granularity: entries along ``dim`` per block, at least 1. The last block may have fewer.
+
+    Raises:
+        NotImplementedError: if this release of torch lacks what is needed.
+    """
+    _teach_torch()
+    return _StridedShard(dim, split_factor=-granularity)
+
+
+def granularity_of(placement: Placement) -> int:
+    """Entries per block; 1 for placements that cut as `torch.chunk` does."""
+    return -int(placement.split_factor) if is_block_shard(placement) else 1  # type: ignore[attr-defined]
+
+
+def is_block_shard(placement: Any) -> bool:
+    """Whether `block_shard` made the placement, or an operator from one that it made."""
+    return isinstance(placement, _StridedShard) and int(placement.split_factor) < 0
+
+
+def _split_tensor(
+    self: Any,
+    tensor: torch.Tensor,
+    num_chunks: int,
+    *,
+    with_padding: bool = True,
+    contiguous: bool = True,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The shards of a whole tensor, and how much padding each got to be as long as the first."""
+    size, granularity = tensor.size(self.dim), granularity_of(self)
+    shards = [
+        tensor.narrow(self.dim, *split_evenly(size, num_chunks, index, granularity))
+        for index in range(num_chunks)
+    ]
+    missing: list[int] = []
+    if with_padding:
+        missing = [shards[0].size(self.dim) - shard.size(self.dim) for shard in shards]
+        shards = [_padded(s, self.dim, num) for s, num in zip(shards, missing, strict=True)]
+    return [shard.contiguous() if contiguous else shard for shard in shards], missing
+
+
+def _padded(shard: torch.Tensor, dim: int, num: int) -> torch.Tensor:
+    if not num:
+        return shard
+    shape = [num if d == dim else size for d, size in enumerate(shard.shape)]
+    return torch.cat([shard, shard.new_zeros(shape)], dim=dim)
+
+
+def _size_and_offset(
+    self: Any, curr_local_size: int, num_chunks: int, rank: int, *args: Any, **kwargs: Any
+) -> tuple[int, Any]:
+    """The size of a shard, and its first entry, all of its entries, or None, as asked for."""
+    start, size = split_evenly(curr_local_size, num_chunks, int(rank), granularity_of(self))
+    asked = next(iter((*args, *kwargs.values())), True)
+    if not isinstance(asked, bool):  # an enum since torch 2.13, ``return_first_offset`` before
+        if asked.name == "NONE":
+            return size, None
+        asked = asked.name == "FIRST"
+    return size, start if asked else list(range(start, start + size))
+
+
+def _show(self: Any) -> str:
+    return f"BlockShard(dim={self.dim}, granularity={granularity_of(self)})"
+
+
+_PLAN = "_gen_transform_infos_non_cached"  # from one layout to another
+_TAUGHT: dict[str, Callable[..., Any]] = {
+    "_split_tensor": _split_tensor,
+    "local_shard_size_and_offset": _size_and_offset,
+    "__repr__": _show,
+    "__str__": _show,
+}
+
+
+@functools.cache
+def _teach_torch() -> None:
+    """Let `_StridedShard` understand the split factors of `block_shard`."""
+    missing = [name for name in _TAUGHT if not callable(getattr(_StridedShard, name, None))]
+    plan = getattr(redistribution, _PLAN, None)
+    # A subclass of `Shard` would be taken for one by operators.
+    if missing or plan is None or issubclass(_StridedShard, Shard):
+        raise NotImplementedError(
+            f"shard_granularity is not supported with torch {torch.__version__}: it was tested "
+            "with torch 2.13 and 2.15, and this one describes sharded tensors otherwise"
+        )
+    for name, ours in _TAUGHT.items():
+        setattr(_StridedShard, name, _either(ours, getattr(_StridedShard, name)))
+    setattr(redistribution, _PLAN, _planned(plan))
+
+
+def _planned(plan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plan)
+    def made_plan(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        here = source.mesh.get_coordinate() if source.mesh.ndim > 1 else None
+        if here is not None and _are_nested(source.placements, target.placements):
+            return _plan_through_replicas(source, target, here)
+        return plan(source, target, *args, **kwargs)
+
+    return made_plan
+
+
+def _are_nested(source: Sequence[Any], target: Sequence[Any]) -> bool:
+    """Whether several mesh dims cut a tensor dim, one of them in blocks."""
+    cuts = {
+        (p.dim, mesh_dim)
+        for placements in (source, target)
+        for mesh_dim, p in enumerate(placements)
+        if isinstance(p, Shard | _StridedShard)
+    }
+    in_blocks = {p.dim for p in (*source, *target) if is_block_shard(p)}
+    return any(sum(dim == cut for cut, _ in cuts) > 1 for dim in in_blocks)
+
+
+def _plan_through_replicas(source: Any, target: Any, here: Sequence[int]) -> list[Any]:
+    """Replicate the tensor over all mesh dims, the last first, then cut it, the first first."""
+    # Not the fewest bytes, and right whatever cuts what.
+    shapes, shape = [], list(source.shape)
+    for mesh_dim, p in enumerate(source.placements):
+        shapes.append(list(shape))
+        if isinstance(p, Shard | _StridedShard):
+            num = source.mesh.size(mesh_dim)
+            shape[p.dim] = p.local_shard_size_and_offset(shape[p.dim], num, here[mesh_dim])[0]
+    joins = [(d, p, Replicate()) for d, p in enumerate(source.placements)]
+    cuts = [(d, Replicate(), p) for d, p in enumerate(target.placements)]
+    return [
+        redistribution._TransformInfo(d, (before, after), shapes[d])
+        for d, before, after in (*reversed(joins), *cuts)
+        if before != after
+    ]
+
+
+def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (ours if is_block_shard(self) else theirs)(self, *args, **kwargs)
+
+    return method
