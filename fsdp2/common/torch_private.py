@@ -147,7 +147,6 @@ DISTRIBUTED = (
     *_names(
         "shards of whole blocks of rows",
         "torch.distributed.tensor.placement_types._StridedShard._split_tensor",
-        "torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset",
         "torch.distributed.tensor._redistribute._gen_transform_infos_non_cached",
         "torch.distributed.tensor._redistribute._TransformInfo",
         without="`shard_granularity` raises `NotImplementedError`",

@@ -8,10 +8,10 @@ numbers keep that meaning. A negative one says here that shards are whole blocks
 without this file torch refuses such a number wherever it cuts or joins a tensor.
 
 [Note: what torch is taught]
-All that torch knows about where a `_StridedShard` lies comes from two methods of that class: one
-cuts a tensor into shards, one tells size and offset of a shard. They are replaced when the first
-`block_shard` is made, and for other split factors they do what they did. So there is one class of
-placement, however an operator, pickle or a deep copy has made it again.
+All that torch knows about where a `_StridedShard` lies comes from one method of that class, which
+cuts a tensor into shards: to join them, and to tell sizes and offsets, it cuts indices. The method
+is replaced when the first `block_shard` is made, and for other split factors does what it did. So
+there is one class of placement, however an operator, pickle or a deep copy has made it again.
 
 On meshes of several dims torch plans how to redistribute a tensor without regard to what such a
 `_StridedShard` was cut from. Where that would give a wrong tensor, because several mesh dims cut
@@ -84,19 +84,6 @@ def _padded(shard: torch.Tensor, dim: int, num: int) -> torch.Tensor:
     return torch.cat([shard, shard.new_zeros(shape)], dim=dim)
 
 
-def _size_and_offset(
-    self: Any, curr_local_size: int, num_chunks: int, rank: int, *args: Any, **kwargs: Any
-) -> tuple[int, Any]:
-    """The size of a shard, and its first entry, all of its entries, or None, as asked for."""
-    start, size = split_evenly(curr_local_size, num_chunks, int(rank), granularity_of(self))
-    asked = next(iter((*args, *kwargs.values())), True)
-    if not isinstance(asked, bool):  # an enum since torch 2.13, ``return_first_offset`` before
-        if asked.name == "NONE":
-            return size, None
-        asked = asked.name == "FIRST"
-    return size, start if asked else list(range(start, start + size))
-
-
 def _show(self: Any) -> str:
     return f"BlockShard(dim={self.dim}, granularity={granularity_of(self)})"
 
@@ -104,7 +91,6 @@ def _show(self: Any) -> str:
 _PLAN = "_gen_transform_infos_non_cached"  # from one layout to another
 _TAUGHT: dict[str, Callable[..., Any]] = {
     "_split_tensor": _split_tensor,
-    "local_shard_size_and_offset": _size_and_offset,
     "__repr__": _show,
     "__str__": _show,
 }

@@ -134,6 +134,14 @@ def test_shards_that_are_quantized_differently_warn_at_the_first_step() -> None:
             assert "whole_step" in messages[0]
 
 
+@distributed(3)
+def test_ranks_without_rows_do_not_hide_a_difference() -> None:
+    """Two ranks have two rows each, which are too few, and the third has none."""
+    messages = Run().train(model := sharded((1088, 4)), optimizer_of("AdamW8bit", model)).messages
+    assert len(messages) == 1
+    assert "'0.weight' of shape (4, 1088), it keeps the state of shards in full" in messages[0]
+
+
 BLOCKS = {"AdamW8bit": 256, "AdamW4bit": 128, "AdamWFp8": 256}  # elements
 
 

@@ -133,6 +133,14 @@ def test_padding_is_less_than_a_row_per_rank(rows: int, world_size: int) -> None
     assert padding < 4 * world_size
 
 
+def test_what_is_uneven_only_by_its_blocks_is_reduced_with_the_pack() -> None:
+    layout = plan_bucket(
+        [(12, 4), (12, 4)], [0, 0], 2, itemsizes=(4,), direct_min_bytes=0, granularities=[4, 1]
+    )
+    assert layout.direct == (1, 0)
+    assert layout.tail == (0,)
+
+
 def test_small_and_unaligned_parameters_are_packed() -> None:
     layout = plan_bucket(
         [(64, 64), (8,), (64, 1), (4, 3)], [0] * 4, 4, itemsizes=(4,), direct_min_bytes=256
