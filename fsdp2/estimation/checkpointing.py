@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,13 @@ _MATMULS = frozenset(("aten::mm", "aten::addmm"))
 
 
 @contextmanager
-def checkpointed(module: nn.Module, mode: str) -> Iterator[None]:
+def checkpointed(
+    module: nn.Module, mode: str, around: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     """Context in which ``module`` recomputes its activations in backward.
 
     Args:
+        around: makes the context of each forward, the first and the repeated one.
         mode: "none"; "full": only inputs are kept; "selective": results of attention and of every
             second matrix multiplication are kept, too.
 
@@ -49,7 +52,13 @@ def checkpointed(module: nn.Module, mode: str) -> Iterator[None]:
     if mode == "none":
         yield
         return
-    module.forward = apply_checkpointing(module.forward, mode)
+    forward = module.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return forward(*args, **kwargs)
+
+    module.forward = apply_checkpointing(noted, mode)
     try:
         yield
     finally:

@@ -130,17 +130,20 @@ class _CountingExchange(Exchange):
         unit = plan.bucket.unit_name
         pack = sum(p.layout.pack_numel * p.bucket.gather_dtype.itemsize for p in plans)
         copied = 2 * pack * self.size
-        self._note("all_gather", group, nbytes, sent, messages, unit, copied)
+        params = sum(len(p.layout.slots) for p in plans)
+        self._note("all_gather", group, nbytes, sent, messages, unit, copied, params)
 
     def _note_reduce(
         self, nbytes: int, sent: int | Sent, bucket: Any, plan: ReducePlan, copied: int
     ) -> None:
         num = len(plan.spans)
-        self._note("reduce_scatter", self.name, nbytes, sent, num, bucket.unit_name, copied)
+        params = len(plan.present)
+        self._note("reduce_scatter", self.name, nbytes, sent, num, bucket.unit_name, copied, params)
 
     def _note_all_reduce(self, tensors: Sequence[Any], nbytes: int, sent: int | Sent) -> None:
         unit = tensors[0].unit if tensors else ""
-        self._note("all_reduce", self.name, nbytes, sent, len(tensors), unit)
+        params = sum(t.params for t in tensors)
+        self._note("all_reduce", self.name, nbytes, sent, len(tensors), unit, params=params)
 
     def _note(
         self,
@@ -151,9 +154,12 @@ class _CountingExchange(Exchange):
         messages: int,
         unit: str,
         copied: int = 0,
+        params: int = 1,
     ) -> None:
         total, between = (sent.total, sent.between) if isinstance(sent, Sent) else (sent, None)
-        self.replay.transfer(Transfer(kind, group, nbytes, total, messages, unit, copied, between))
+        self.replay.transfer(
+            Transfer(kind, group, nbytes, total, messages, unit, copied, between, params)
+        )
 
 
 class _CountingCollectives(_CountingExchange):

@@ -35,6 +35,7 @@ class Transfer:
         copied: bytes that copies to and from buffers of the call read and write.
         between: of ``sent``, bytes to other nodes; None: as in a ring or, of an all-to-all, as much
             to each rank.
+        params: number of parameters, or of their gradients.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Transfer:
     unit: str
     copied: int = 0
     between: int | None = None
+    params: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,12 +97,14 @@ class Compute:
         net: bytes of activations at the end, relative to the beginning.
         memory: what is allocated and freed, in order: the number of a storage and its bytes, which
             are 0 where it is freed.
+        num_recomputed: how many of the operations are of a forward that backward repeats.
     """
 
     operations: tuple[Operation, ...]
     peak: int
     net: int
     memory: tuple[tuple[int, int], ...] = ()
+    num_recomputed: int = 0
 
     @property
     def flops(self) -> int:

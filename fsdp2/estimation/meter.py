@@ -184,6 +184,11 @@ class StorageMeter(TorchDispatchMode):
         self.live -= nbytes
         return nbytes
 
+    @property
+    def num_operations(self) -> int:
+        """How many there were since the last `take`."""
+        return len(self._operations)
+
     def take(self) -> Compute | None:
         """What happened since the last call; None if nothing did."""
         if not self._operations and not self._memory:

@@ -179,6 +179,8 @@ def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:
         flops = 0 if formula is None else int(formula(func, args, kwargs, result))
         known = formula is not None or _is_memory_bound(namespace, name)
     attention = name.startswith(_ATTENTION)
+    if attention and _causal(func, args, kwargs):
+        full_name += "_causal"  # reaches other FLOP/s, as kernels do not skip all that counts as 0
     return Cost(Operation(flops, nbytes, dtype, attention, full_name), known)
 
 

@@ -263,11 +263,16 @@ class _Secondary:
 
 
 class _Part:
-    """A contiguous part of the reduced gradients."""
+    """A contiguous part of the reduced gradients.
 
-    def __init__(self, nbytes: int, unit: str) -> None:
+    Args:
+        params: number of parameters whose gradients begin with it.
+    """
+
+    def __init__(self, nbytes: int, unit: str, params: int) -> None:
         self.nbytes = nbytes
         self.unit = unit
+        self.params = params
 
 
 class CountedReduction(Reduction):
@@ -287,7 +292,11 @@ class CountedReduction(Reduction):
 
     def _ranges(self) -> list[Any]:
         size = self.dtype.itemsize
-        return [_Part(numel * size, self.bucket.unit_name) for _, numel in self.plan.ranges]
+        params = [len(self.plan.present), *(0 for _ in self.plan.ranges)]
+        return [
+            _Part(numel * size, self.bucket.unit_name, number)
+            for (_, numel), number in zip(self.plan.ranges, params, strict=False)
+        ]
 
     def _parts(self) -> list[Any]:
         if self.policy is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -139,7 +140,9 @@ def trace_step(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
         for name in checkpoint_modules:
-            stack.enter_context(checkpointed(by_name[name], activation_checkpointing))
+            stack.enter_context(
+                checkpointed(by_name[name], activation_checkpointing, recorder.forward)
+            )
         for unit in units:
             unit.runtime = recorder
             _RecordingHooks(cast(Any, unit)).install()
@@ -200,6 +203,7 @@ def _run(
         )
     recorder.flush()
     recorder.trace.events.append(StartOfBackward())
+    recorder.in_backward = True
     loss.backward()
     recorder.flush()
     if offloaded is not None:
@@ -391,12 +395,32 @@ class _Recorder:
         self.trace = trace
         self.meter = meter
         self.root: Any = None
+        self.in_backward = False
+        self._num_recomputed = 0
+        self._recomputed_from: int | None = None  # while backward repeats a forward
 
     def flush(self) -> None:
         """Record the computation since the last event."""
+        if self._recomputed_from is not None:
+            self._num_recomputed += self.meter.num_operations - self._recomputed_from
+            self._recomputed_from = 0
+        number, self._num_recomputed = self._num_recomputed, 0
         done = self.meter.take()
         if done is not None:
-            self.trace.events.append(done)
+            self.trace.events.append(replace(done, num_recomputed=number) if number else done)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of a forward that may be a repeated one."""
+        if not self.in_backward or self._recomputed_from is not None:
+            yield
+            return
+        self._recomputed_from = self.meter.num_operations
+        try:
+            yield
+        finally:
+            self._num_recomputed += self.meter.num_operations - self._recomputed_from
+            self._recomputed_from = None
 
     def _call(self, kind: Kind, unit: Any, flag: bool = False) -> None:
         self.flush()

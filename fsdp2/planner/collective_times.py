@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,9 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..api.shard_model import shard_model
+from ..runtime.unit_config import DIRECT_MIN_BYTES
 from .curves import Points, rising
+from .in_steps import added, wait_for
 
 _ROUNDS, _WARM_UP = 9, 2
+# Units with several parameters: of the first size they are packed, of the second none is.
+_SEVERAL, _PACKED_BYTES = 8, 2**17
 
 
 class _Gradients(torch.autograd.Function):
@@ -88,12 +93,6 @@ class Unit:
         return median(gathers), median(reductions)
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has done everything."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-
-
 def ranks_per_node() -> int:
     """As the launcher says it; without one, all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -120,63 +119,42 @@ def _name(ranks: Sequence[int], node: int) -> str:
 
 
 def collective_tables(
-    device_type: str, sizes: Sequence[int], progress: Callable[[str], None]
-) -> tuple[dict[str, Points], float]:
-    """`Hardware.collective_s` and `Hardware.message_s`. All ranks call this.
+    device_type: str, sizes: Sequence[int], progress: Callable[[str], None], *, quick: bool = False
+) -> tuple[dict[str, Points], dict[str, Any]]:
+    """`Hardware.collective_s`, `message_s` and `param_s`. All ranks call this.
+
+    Where the host does everything in order, the times are those that a step gets longer by.
 
     Args:
         sizes: bytes of the whole, rising.
     """
-    if dist.get_world_size() < 2:
-        return {}, 0.0
     found: dict[str, Points] = {}
-    messages = []
+    messages: list[float] = []
+    params: list[float] = []
     for name, mesh in meshes(device_type).items():
         progress(f"collectives of {name} ranks")
-        gathers, reductions, sums = [], [], []
-        for nbytes in sizes:
-            gather_s, reduce_s = Unit(mesh, nbytes).times()
-            gathers.append((float(nbytes), gather_s))
-            reductions.append((float(nbytes), reduce_s))
-            sums.append((float(nbytes), Unit(mesh, nbytes, sharded=False).times()[1]))
-        found[f"all_gather {name}"] = rising(tuple(gathers))
-        found[f"reduce_scatter {name}"] = rising(tuple(reductions))
-        found[f"all_reduce {name}"] = rising(tuple(sums))
-        several = sum(Unit(mesh, sizes[-1], 8).times())
-        messages.append((several - gathers[-1][1] - reductions[-1][1]) / 14)
-    return found, max(0.0, min(median(messages), 1e-3))
+        make = partial(_in_steps, quick=quick) if device_type == "cpu" else _alone
+        rows = [(float(nbytes), make(mesh, nbytes, 1)) for nbytes in sizes]
+        for i, kind in enumerate(("all_gather", "reduce_scatter", "all_reduce")):
+            found[f"{kind} {name}"] = rising(tuple((nbytes, row[i]) for nbytes, row in rows))
+        direct_bytes = _SEVERAL * mesh.size() * DIRECT_MIN_BYTES
+        for nbytes, each in ((_PACKED_BYTES, params), (direct_bytes, messages)):
+            several, one = make(mesh, nbytes, _SEVERAL), make(mesh, nbytes, 1)
+            more = sum(several[:2]) - sum(one[:2])  # of a gather and a reduction
+            each.append(more / 2 / (_SEVERAL - 1))
+    param_s = max(0.0, min(median(params), 1e-3))
+    message_s = max(0.0, min(median(messages) - param_s, 1e-3))
+    return found, {"message_s": message_s, "param_s": param_s}
 
 
-def overlap(device_type: str, nbytes: int) -> float:
-    """The part of a gather that goes on while the host computes as long."""
-    if dist.get_world_size() < 2:
-        return 0.0
-    unit = Unit(init_device_mesh(device_type, (dist.get_world_size(),)), nbytes)
-    gather_s = unit.times()[0]
-    a = torch.ones(256, 256, device=unit.device)
-    c = torch.empty_like(a)
-    start = time.perf_counter()
-    for _ in range(5):
-        torch.mm(a, a, out=c)
-    wait_for(unit.device)
-    count = max(1, int(gather_s / ((time.perf_counter() - start) / 5)))
+def _alone(mesh: DeviceMesh, nbytes: int, num_params: int) -> tuple[float, float, float]:
+    """Seconds of a gather, a reduce-scatter and an all-reduce of a unit."""
+    sharded = Unit(mesh, nbytes, num_params).times()
+    return (*sharded, Unit(mesh, nbytes, num_params, sharded=False).times()[1])
 
-    def compute() -> None:
-        for _ in range(count):
-            torch.mm(a, a, out=c)
 
-    def both() -> None:
-        handle = unit.model.unshard(async_op=True)
-        compute()
-        handle.wait()
-
-    parts: list[list[float]] = [[], [], []]
-    for _ in range(_ROUNDS):
-        for seconds, call in zip(parts, (unit.model.unshard, compute, both), strict=True):
-            unit.model.reshard()
-            seconds.append(unit._seconds(call))
-    alone_s, compute_s, both_s = (median(each) for each in parts)
-    saved = (alone_s + compute_s - both_s) / min(alone_s, compute_s)
-    told = torch.tensor(saved, dtype=torch.float64, device=unit.device)
-    dist.all_reduce(told)
-    return min(1.0, max(0.0, told.item() / dist.get_world_size()))
+def _in_steps(
+    mesh: DeviceMesh, nbytes: int, num_params: int, *, quick: bool
+) -> tuple[float, float, float]:
+    """What they make a step longer by."""
+    return added(mesh, nbytes, _alone(mesh, nbytes, num_params), num_params, quick=quick)

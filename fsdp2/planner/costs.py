@@ -163,6 +163,7 @@ def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Co
     whole = seconds_at(points, transfer.nbytes)
     link = NODE if ring.num_nodes == 1 else NETWORK
     latency += hardware.message_s * max(0, transfer.messages - 1)
+    latency += hardware.param_s * max(0, transfer.params - 1)
     return Cost(latency, whole - points[0][1], link, occupies=True)
 
 

@@ -27,7 +27,8 @@ _MAY_BE_0 = (
     *("context_bytes", "workspace_bytes", "channel_bytes", "caches_memory"),
     *("multiprocessors", "launch_s", "call_host_s", "jitter"),
     *("half_intensity", "overlap", "disk_write_bandwidth", "disk_read_bandwidth"),
-    *("message_s", "host_ordered"),
+    *("message_s", "param_s", "host_ordered", "optimizer_launch_s"),
+    "recompute_s",
 )
 _RANGES = ("kernels_range", "links_range")
 # By what the keys of each are: a key that nothing looks up would be ignored.
@@ -100,9 +101,14 @@ class Hardware:
         collective_s: measured, by kind and number of ranks ("all_gather 8"), of ranks of one node,
             or with the number of nodes ("all_gather 16 on 2"): pairs of bytes of the whole, and
             seconds. Groups that are not in it are rings.
-        message_s: time of each further message of a measured collective.
+        message_s, param_s: time of each further message of a measured collective, and of each
+            further parameter of its unit.
         host_ordered: whether the host does everything one after the other, as with gloo on the CPU:
             there are no streams.
+        optimizer_launch_s: if ``host_ordered``, the time of the host per operator of an optimizer,
+            beyond the operator itself: its parameters are DTensors. 0: ``launch_s``.
+        recompute_s: if ``host_ordered``, how much longer the host takes for an operator that
+            activation checkpointing repeats, with what it does in forward for that.
         overlap: if ``host_ordered``, the part of a collective that goes on while the host computes.
         disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
             checkpoints, while all ranks write or read; 0: not known.
@@ -152,6 +158,9 @@ class Hardware:
     operator_flops: Mapping[str, Points] = field(default_factory=dict)
     collective_s: Mapping[str, Points] = field(default_factory=dict)
     message_s: float = 0.0
+    param_s: float = 0.0
+    optimizer_launch_s: float = 0.0
+    recompute_s: float = 0.0
     host_ordered: bool = False
     overlap: float = 0.0
     disk_write_bandwidth: float = 0.0

@@ -18,20 +18,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..common.host import memory_bytes
 from ..common.versions import __version__
 from ..doctor.speed import SLOW_PART, measure_flops
-from ..estimation.events import Compute, Operation
-from ..estimation.tracing import trace_step
-from .collective_times import collective_tables, overlap, ranks_per_node, wait_for
-from .costs import compute_s
+from ..estimation.events import Operation
+from .collective_times import collective_tables, ranks_per_node
+from .curves import Points
 from .hardware import PRESETS, Hardware
+from .in_steps import launch_s, optimizer_launch_s, wait_for
+from .meeting import failing_together, together
 from .timed import OperatorTimes, Timed, tables, two_constants
 from .workloads import CPU, CUDA, QUICK, Step, workloads
 
-_SECONDS = 0.03  # at least, for each workload
+_SECONDS = 0.02  # at least, for each workload
 _MOST_STEPS = 12
 _KERNELS = 50
 _DISK_BYTES = 64 * 2**20
@@ -63,6 +64,8 @@ def measure(
 
     Raises:
         OSError: for a folder that cannot be written.
+        RuntimeError: if another rank has failed, with its error; the default process group may
+            still wait for that rank then.
 
     Example:
         >>> from fsdp2.planner import measure
@@ -70,16 +73,29 @@ def measure(
         >>> ours.name, len(ours.operator_s) > 0
         ('measured', True)
     """
-    tell = progress or (lambda what: None)
+    with failing_together():
+        return _measured(quick, folder, name, progress or (lambda what: None))
+
+
+def _measured(
+    quick: bool, folder: str | os.PathLike[str] | None, name: str, tell: Callable[[str], None]
+) -> Hardware:
     device = _device()
     tell("operators")
-    timed = _operators(device, quick)
     kernel_s = _kernel_s(device)
+    times = OperatorTimes(device, _overhead_s(device, kernel_s), _threads_per_core())
+    timed = _operators(times, quick)
+    tell("the host")
+    host = _host(times)
     operator_s, operator_flops = tables(timed, kernel_s)
-    sizes = (2**12, 2**16) if quick else tuple(2**i for i in range(12, 28, 3))
-    collective_s, message_s = (
-        collective_tables(device.type, sizes, tell) if _is_job() else ({}, 0.0)
-    )
+    sizes = [2**i for i in ((14, 22) if quick else (12, 15, 18, 21, 23, 25))]
+    if not quick and device.type != "cpu":
+        sizes.append(2**28)
+    collective_s: dict[str, Points] = {}
+    calls: dict[str, Any] = {}
+    if _is_job():
+        together()
+        collective_s, calls = collective_tables(device.type, sizes, tell, quick=quick)
     tell("links and disk")
     on_host = device.type == "cpu"
     disk = _disk(Path(folder), 2**20 if quick else _DISK_BYTES) if folder is not None else (0, 0)
@@ -93,15 +109,14 @@ def measure(
         operator_s=operator_s,
         operator_flops=operator_flops,
         collective_s=collective_s,
-        message_s=message_s,
         host_ordered=on_host,
-        overlap=overlap(device.type, sizes[-1]) if on_host and _is_job() else 0.0,
+        **calls,
+        **host,
         **_links(collective_s),
         **_machine(device),
         disk_write_bandwidth=disk[0],
         disk_read_bandwidth=disk[1],
     )
-    made = replace(made, launch_s=_launch_s(device, made))
     return _agreed(made)
 
 
@@ -117,22 +132,18 @@ def _is_job() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _together() -> None:
-    if _is_job():
-        dist.barrier()
-
-
-def _operators(device: torch.device, quick: bool) -> list[Timed]:
+def _operators(times: OperatorTimes, quick: bool) -> list[Timed]:
     """Of all workloads; of all ranks the median."""
+    device = times.device
     sizes = QUICK if quick else (CPU if device.type == "cpu" else CUDA)
-    times = OperatorTimes(device)
     for dtype in (torch.float32, torch.bfloat16):
         for step in workloads(sizes, device, dtype):
-            _together()
+            together()
             _run(step, times, 2 if quick else _MOST_STEPS)
     found = times.found()
     if not _is_job():
         return found
+    together()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return medians(every)
@@ -156,25 +167,56 @@ def _run(step: Step, times: OperatorTimes, most: int) -> None:
         step()
     times.take = True
     start = time.perf_counter()
-    with times:
+    with times, times.stretching():
         for i in range(most):
             step()
-            if i >= 2 and time.perf_counter() - start > _SECONDS:
+            if i >= 1 and time.perf_counter() - start > _SECONDS:
                 break
 
 
 def _kernel_s(device: torch.device) -> float:
     """The time of a kernel that has next to nothing to do."""
+    clock = OperatorTimes(device).clock
     x = torch.ones(16, device=device)
     found = []
     for _ in range(20):
         wait_for(device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(_KERNELS):
             x.mul_(1.0)
         wait_for(device)
-        found.append((time.perf_counter() - start) / _KERNELS)
+        found.append((clock() - start) / _KERNELS)
     return median(found)
+
+
+def _overhead_s(device: torch.device, kernel_s: float) -> float:
+    """What `OperatorTimes` takes of the time of an operator."""
+    x = torch.ones(16, device=device)
+    times = OperatorTimes(device)
+    with times:
+        for _ in range(20 * _KERNELS):
+            x.mul_(1.0)
+    return max(0.0, times.found()[0].seconds - kernel_s) if device.type == "cpu" else 0.0
+
+
+def _threads_per_core() -> float:
+    """Of all ranks on this host."""
+    ranks = ranks_per_node() if dist.is_initialized() else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ranks * torch.get_num_threads() / (cores or 1)
+
+
+def _host(times: OperatorTimes) -> dict[str, Any]:
+    """Host seconds for each operator of a model, and of an optimizer."""
+    launched_s, again_s = launch_s(times)
+    found: dict[str, Any] = {"launch_s": launched_s}
+    if times.device.type == "cpu":
+        found["recompute_s"] = again_s
+    if _is_job() and times.device.type == "cpu":
+        together()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        found["optimizer_launch_s"] = optimizer_launch_s(times, mesh)
+    return found
 
 
 def _speeds(operator_s: Any, operator_flops: Any, quick: bool) -> dict[str, Any]:
@@ -191,6 +233,7 @@ def _speeds(operator_s: Any, operator_flops: Any, quick: bool) -> dict[str, Any]
     speeds: list[float] = []
     if _is_job() and not quick:
         own = measure_flops(int(os.environ.get("LOCAL_RANK", 0)))
+        together()
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         speeds = [round(each / max(every), 2) for each in every]
@@ -230,48 +273,11 @@ def _machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-class _Chain(nn.Module):
-    """Many operators that compute next to nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(16)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.sum()
-
-
-def _launch_s(device: torch.device, hardware: Hardware) -> float:
-    """What the host needs for an operator of a module, beyond what the operator takes by itself.
-
-    On a GPU, all that the host needs: the operator takes its own time.
-    """
-    model = _Chain()
-    trace = trace_step(model, torch.randn(8, 8), [""], device_type=device.type)
-    computes = [event for event in trace.events if isinstance(event, Compute)]
-    number = sum(len(each.operations) for each in computes)
-    known_s = sum(compute_s(each, hardware) for each in computes) if device.type == "cpu" else 0.0
-    model.to(device)
-    x = torch.randn(8, 8, device=device)
-    found = []
-    for _ in range(30):
-        model.zero_grad()
-        wait_for(device)
-        start = time.perf_counter()
-        model(x).backward()
-        found.append(time.perf_counter() - start)
-    return max(0.0, (median(found) - known_s) / number)
-
-
 def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
     """Bytes per second that this rank writes to the disk, and reads, while all do."""
     data = os.urandom(2**20) * (nbytes // 2**20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdp2-measure-") as file:
-        _together()
+        together()
         start = time.perf_counter()
         file.write(data)
         file.flush()
@@ -279,7 +285,7 @@ def _disk(folder: Path, nbytes: int) -> tuple[float, float]:
         write_s = time.perf_counter() - start
         if hasattr(os, "posix_fadvise"):  # or it would be read from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        _together()
+        together()
         start = time.perf_counter()
         file.seek(0)
         file.read()
@@ -291,6 +297,7 @@ def _agreed(hardware: Hardware) -> Hardware:
     """That of rank 0, on all."""
     if not _is_job():
         return hardware
+    together()
     told = [hardware]
     dist.broadcast_object_list(told)
     return told[0]

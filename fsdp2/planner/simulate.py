@@ -173,6 +173,7 @@ class Simulator:
             seconds = compute_s(compute, self.hardware)
             if self.hardware.host_ordered:  # nothing hides the time of the host
                 seconds += self.hardware.launch_s * len(compute.operations)
+                seconds += self.hardware.recompute_s * compute.num_recomputed
             known = self._compute_s[id(compute)] = (compute, seconds)
         return known[1]
 
@@ -188,7 +189,8 @@ class Simulator:
         hardware = self.hardware
         measured = [measured_s(operation, hardware) for operation in cost.operations]
         if hardware.host_ordered and measured and None not in measured:
-            return sum(each or 0.0 for each in measured) + hardware.launch_s * len(measured)
+            launch_s = hardware.optimizer_launch_s or hardware.launch_s
+            return sum(each or 0.0 for each in measured) + launch_s * len(measured)
         bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         return cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth)
 

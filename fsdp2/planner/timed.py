@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -37,13 +38,30 @@ class OperatorTimes(TorchDispatchMode):
 
     Args:
         device: whose operators they are.
+        overhead_s: what this mode takes of each operator's time; subtracted.
+        most_stretch: threads of the ranks on this host for each core. What is more than that is due
+            to other programs, which need not be there during a training.
+
+    Attributes:
         take: whether to keep the times.
+        total_s: of all that was kept.
+        number: of operators that were kept.
+        clock: on the CPU, what this thread computes: an operator that is interrupted, because there
+            are more ranks than cores, takes no more of it.
+        stretch: how much longer all that takes because ranks interrupt each other.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, overhead_s: float = 0.0, most_stretch: float = 1.0
+    ) -> None:
         super().__init__()
         self.device = device
+        self.overhead_s = overhead_s
+        self.most_stretch = max(1.0, most_stretch)
         self.take = True
+        self.total_s, self.number = 0.0, 0
+        self.clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self._stretches: list[float] = []
         self._seconds: dict[Operation, list[float]] = defaultdict(list)
         self._free: dict[Any, bool] = {}
 
@@ -56,14 +74,17 @@ class OperatorTimes(TorchDispatchMode):
         if self._free[func] or not self.take:
             return func(*args, **kwargs)
         if self.device.type == "cpu":
-            start = time.perf_counter()
+            start = time.thread_time()
             result = func(*args, **kwargs)
-            seconds = time.perf_counter() - start
+            seconds = time.thread_time() - start
         else:
             seconds, result = self._on_device(lambda: func(*args, **kwargs))
         cost = cost_of(func, args, kwargs, result)
         if cost is not None:
+            seconds = max(seconds - self.overhead_s, seconds / 4)
             self._seconds[cost.operation].append(seconds)
+            self.total_s += seconds
+            self.number += 1
         return result
 
     def _on_device(self, call: Callable[[], Any]) -> tuple[float, Any]:
@@ -81,9 +102,24 @@ class OperatorTimes(TorchDispatchMode):
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / _REPEATS, result
 
+    @contextmanager
+    def stretching(self) -> Iterator[None]:
+        """Context that finds out for how much of its time this thread computes."""
+        wall, own = time.perf_counter(), self.clock()
+        yield
+        wall, own = time.perf_counter() - wall, self.clock() - own
+        if own > 0:
+            self._stretches.append(wall / own)
+
+    @property
+    def stretch(self) -> float:
+        found = median(self._stretches) if self._stretches else 1.0
+        return min(max(1.0, found), self.most_stretch)
+
     def found(self) -> list[Timed]:
         """What was timed so far."""
-        return [Timed(operation, median(each)) for operation, each in self._seconds.items()]
+        by = self.stretch
+        return [Timed(operation, by * median(each)) for operation, each in self._seconds.items()]
 
 
 def tables(timed: list[Timed], kernel_s: float) -> tuple[dict[str, Points], dict[str, Points]]:

@@ -35,6 +35,7 @@ from fsdp2.planner.curves import curve, rate_at, rising, seconds_at
 from fsdp2.planner.measure import medians, to_dict
 from fsdp2.planner.outcomes import bound_sentence
 from fsdp2.planner.timed import OperatorTimes, Timed, tables, two_constants
+from fsdp2.planner.workloads import _training
 from fsdp2.wrap import units_of
 
 f32, bf16 = torch.float32, torch.bfloat16
@@ -159,6 +160,112 @@ def test_a_host_that_orders_everything_hides_nothing() -> None:
     busy = Simulator(tabled(host_ordered=True, launch_s=1e-3), None).run(trace, setup)
     number = sum(len(getattr(each.work, "operations", ())) for each in slow.launches)
     assert busy.seconds - slow.seconds == pytest.approx(number * 1e-3)
+
+
+def test_each_further_parameter_of_a_unit_takes_its_time() -> None:
+    made = model()
+    trace = trace_step(made, torch.randn(8, 64), ["0", "1", "2"], device_type="cpu")
+    setup = make_setup(units_of(made, "auto"), 2)
+    plain = tabled(host_ordered=True)
+    plain = replace(plain, collective_s={f"{k} 2": ((1e3, 1e-4),) for k in (
+        "all_gather", "reduce_scatter", "all_reduce")})  # fmt: skip
+    step = Simulator(plain, None).run(trace, setup)
+    # Each unit has four parameters: three more in each gather and in each reduction.
+    transfers = [each.work for each in step.launches if isinstance(each.work, Transfer)]
+    assert {each.params for each in transfers} == {4}
+    longer = Simulator(replace(plain, param_s=1e-3), None).run(trace, setup)
+    assert longer.seconds - step.seconds == pytest.approx(len(transfers) * 3e-3)
+    replicated = make_setup(units_of(made, "auto"), 2, strategy="none")
+    summed = Simulator(plain, None).run(trace, replicated)
+    sums = [each.work for each in summed.launches if isinstance(each.work, Transfer)]
+    assert {each.kind for each in sums} == {"all_reduce"}
+    assert sum(each.params for each in sums) == len(list(made.parameters()))
+
+
+def test_optimizers_of_sharded_parameters_take_time_of_the_host() -> None:
+    made = model()
+    trace = trace_step(made, torch.randn(8, 64), ["0", "1", "2"], device_type="cpu")
+    setup = make_setup(units_of(made, "auto"), 2)
+    by_hand = tabled(host_ordered=True, launch_s=1e-5)
+    one = Simulator(by_hand, "sgd").run(trace, setup)
+    two = Simulator(replace(by_hand, optimizer_launch_s=2e-5), "sgd").run(trace, setup)
+    number = len(list(made.parameters()))  # of operators, too
+    assert two.optimizer_s - one.optimizer_s == pytest.approx(number * 1e-5)
+    assert two.seconds - one.seconds == pytest.approx(number * 1e-5)
+
+
+def test_operators_that_checkpointing_repeats_take_time_of_the_host() -> None:
+    made = model()
+    names = ["0", "1", "2"]
+    x = torch.randn(8, 64)
+    again = trace_step(
+        made, x, names, device_type="cpu", activation_checkpointing="full", checkpoint_modules=names
+    )
+    once = trace_step(made, x, names, device_type="cpu")
+    assert not any(getattr(event, "num_recomputed", 0) for event in once.events)
+    number = sum(getattr(event, "num_recomputed", 0) for event in again.events)
+    every, first = (
+        sum(len(getattr(event, "operations", ())) for event in each.events)
+        for each in (again, once)
+    )
+    assert number == every - first
+    assert 3 * 2 <= number <= 3 * 3  # the norm need not be repeated
+    setup = make_setup(units_of(made, "auto"), 2)
+    plain = Simulator(tabled(host_ordered=True), None).run(again, setup)
+    longer = Simulator(tabled(host_ordered=True, recompute_s=1e-3), None).run(again, setup)
+    assert longer.seconds - plain.seconds == pytest.approx(number * 1e-3)
+
+
+def test_causal_attention_has_speeds_of_its_own() -> None:
+    """Kernels do not skip all that counts as nothing: by other speeds it would be too short."""
+    times = OperatorTimes(torch.device("cpu"))
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with times:
+        for causal in (True, False):
+            nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal).sum().backward()
+    found = {each.operation.operator for each in times.found() if each.operation.attention}
+    assert len(found) == 4
+    assert sum(name.endswith("_causal") for name in found) == 2
+    assert {f"{name} float32" for name in found} < tables(times.found(), 0.0)[1].keys()
+
+
+def test_copies_of_a_workload_are_run_forward_before_any_backward() -> None:
+    order: list[str] = []
+
+    class Noted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order.append("forward")
+            made = super().forward(x)
+            made.register_hook(lambda grad: order.append("backward"))
+            return made
+
+    x = torch.randn(4, 8)
+    nbytes = 4 * (x.nbytes + 4 * 8 * 8)  # with results and gradients
+    _training(lambda: (Noted(8, 8, bias=False), (x.clone(),)), 3 * nbytes)()
+    assert order == ["forward"] * 3 + ["backward"] * 3
+
+
+def test_ranks_that_measure_from_python_do_not_wait_for_one_that_failed(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    def fails(*args):
+        raise RuntimeError("no more kernels")
+    module._run = fails
+def main(options):
+    dist.init_process_group("gloo")
+    try:
+        fsdp2.planner.measure(quick=True)
+    except RuntimeError as error:
+        print(f"rank {rank} got: {error}", file=sys.stderr, flush=True)
+        time.sleep(8)  # as where an error is caught: connections and the store stay there
+    os._exit(7)
+"""
+    ended = measure_on(3, tmp_path / "ours.json", script, tmp_path)
+    for rank, (code, err, seconds) in enumerate(ended):
+        assert code == 7
+        by = "" if rank == 1 else "measure: rank 1: RuntimeError: "
+        assert f"rank {rank} got: {by}no more kernels" in err
+        assert seconds < 90  # others would wait for the timeout of the group
 
 
 def test_operators_are_timed_as_a_trace_counts_them() -> None:
