@@ -257,7 +257,7 @@ def main(options):
         fsdp2.planner.measure(quick=True)
     except RuntimeError as error:
         print(f"rank {rank} got: {error}", file=sys.stderr, flush=True)
-        time.sleep(8)  # as where an error is caught: connections and the store stay there
+        time.sleep(4)  # as where an error is caught: connections and the store stay there
     os._exit(7)
 """
     ended = measure_on(3, tmp_path / "ours.json", script, tmp_path)
