@@ -166,9 +166,7 @@ class Trials:
     def why_different(self, param: DTensor) -> str | None:
         """Why the state of the shards is not that of the whole; None if it is."""
         shape, mesh_shape = tuple(param.shape), tuple(param.device_mesh.shape)
-        cut = cut_of(shape, mesh_shape, tuple(param.placements))
-        # What is kept of no elements makes no difference.
-        boxes = [box for box in cut.boxes if box.numel] or list(cut.boxes)
+        boxes = cut_of(shape, mesh_shape, tuple(param.placements)).boxes
         whole = self._state(param, shape)
         parts = {box.shape: self._state(param, box.shape) for box in boxes}
         if whole is None or any(part is None for part in parts.values()):

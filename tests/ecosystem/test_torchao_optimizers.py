@@ -220,3 +220,28 @@ def test_state_of_whole_step_loads_on_any_number_of_ranks(tmp_path: Path, kind: 
         assert before.keys() == now.keys()
         for name, value in before.items():
             assert torch.equal(value.view(torch.uint8), now[name].view(torch.uint8)), name
+
+
+def steps_in_blocks(folder: str, *, load: bool) -> dict[str, Any]:
+    """The weights after some steps and one more; before that one, state is saved or loaded."""
+    model = sharded(UNEVEN, shard_granularity=block_rows(256, min_numel=4096))
+    optimizer = optimizer_of("AdamW8bit", model)
+    checkpoints = checkpoint.Checkpointer(folder)
+    if load:
+        checkpoints.load(model=model, optimizer=optimizer)
+    else:
+        Run().train(model, optimizer)
+        checkpoints.save(1, model=model, optimizer=optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with mock.patch.object(torch, "compile", uncompiled):
+        optimizer.step()
+    return full_state_dict(model, ranks=range(dist.get_world_size()))
+
+
+def test_quantized_state_in_blocks_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
+    saved = run_on(2, steps_in_blocks, str(tmp_path), load=False)[0]
+    for world_size in (1, 3):
+        loaded = run_on(world_size, steps_in_blocks, str(tmp_path), load=True)[0]
+        for name, value in saved.items():
+            assert torch.equal(loaded[name], value), (world_size, name)
