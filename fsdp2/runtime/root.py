@@ -341,6 +341,10 @@ class Runtime:
         unit.next_in_backward = before
         for parent in unit.enclosing:
             if parent.param_group.params:
+                # A loss of an output inside of it: backward comes to what it computed before.
+                passed = not parent.backward_began and parent.config.unshard_in_backward
+                if passed and parent.state in RESHARDED and parent.awaits_backward:
+                    parent.unshard(self.streams)
                 self._reduce_early(parent)
 
     def begin_backward(self) -> None:

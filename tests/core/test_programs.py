@@ -59,6 +59,15 @@ def test_found_programs(name: str, reshard: int | None) -> None:
     run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", FOUND[name]))
 
 
+def test_a_loss_inside_of_units_that_were_freed() -> None:
+    """Backward read weights of the units around that were freed, once without an error."""
+    leaf = Layer("norm", unit="sharded")
+    inner = Layer("norm", unit="sharded", reshard=True, inside=(leaf,))
+    model = Layer("linear", inside=(inner,))
+    operations: tuple[Operation, ...] = (("step",), ("partial", 0), ("step",))
+    run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", operations))
+
+
 # What no program uses, and why.
 NOT_DRAWN = {
     "set_post_optim_event": "events of a device",

@@ -65,8 +65,8 @@ def test_the_core_stays_small() -> None:
     # read, and still send nothing between hosts; 5 and 1 for copies of what several streams of
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
-    # of rows.
-    assert core().code_lines <= 9483
+    # of rows; 3 for losses inside of freed units.
+    assert core().code_lines <= 9486
     assert core().functions <= 1009
 
 
