@@ -217,6 +217,7 @@ MODULES = (
         "torch.nn.Module()._state_dict_pre_hooks",
         "torch.nn.Module._apply",
     ),
+    *_names("all modules of a model, without a generator for each", "torch.nn.Module()._modules"),
     *_names("what `load_*` returns", "torch.nn.modules.module._IncompatibleKeys"),
     *_names(
         "whether `torch.func.functional_call` put other parameters into a module",

@@ -94,6 +94,7 @@ class CountedParam:
         self.grad_dtype_is_set = False
         self.grad_dtype = None
         self.extension = False
+        self.granularity = 1  # no estimate takes another
         self.full_shape = info.shape
         # (A parameter that is replicated has a mesh of one rank; its dim says nothing.)
         self.dim = (dim or 0) if info.shape else None

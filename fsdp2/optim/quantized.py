@@ -92,8 +92,8 @@ def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter],
         ValueError: for numbers that make no sense.
 
     Example:
+        >>> # For torchao.optim.AdamW8bit with its default block_size:
         >>> shard_model(model, shard_granularity=block_rows(256, min_numel=4096))
-        >>> optimizer = torchao.optim.AdamW8bit(model.parameters())
     """
     if block_numel < 1 or min_numel < 0:
         raise ValueError(f"There are no blocks of {block_numel} of at least {min_numel} elements")

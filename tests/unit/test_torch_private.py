@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parents[2] / "fsdp2"
 LISTED = {entry.name.replace("()", "") for entry in torch_private.NAMES}
 LAST_PARTS = {name.rpartition(".")[2] for name in LISTED}
 # Python's own, with a leading underscore.
-PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe"}
+PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_replace"}
 # Names that the oldest supported torch lacks, and since when torch has them.
 NEW = {"torch.Tensor._has_grad_dtype_override": "2.15"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
