@@ -429,7 +429,7 @@ sys.exit(main(options))
 """
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_ranks_end_with_the_cause_if_one_fails(failing: int, tmp_path: Path) -> None:
     """In the middle, while the others wait in a collective that nobody interrupts."""
     script = f"""
@@ -452,6 +452,7 @@ else:
     assert not (tmp_path / "ours.json").exists()
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_written_is_noticed_before_measuring(tmp_path: Path) -> None:
     script = """
 def measured(device, quick):
