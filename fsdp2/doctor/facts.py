@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..common.host import address_of_interface, boot_id, memory_bytes
+from ..common.host import address_of_interface, boot_id, memory_bytes, num_cores
 from ..common.versions import __version__
 
 # Settings that change what ranks send to each other, or how.
@@ -102,7 +102,7 @@ def facts_of(rank: int, world_size: int, local_rank: int) -> Facts:
         num_devices=count,
         device_used=used,
         device_bytes=size,
-        cores=len(os.sched_getaffinity(0)),
+        cores=num_cores(),
         threads=torch.get_num_threads(),
         memory_free=free,
         memory_bytes=total,

@@ -293,10 +293,9 @@ class CountedReduction(Reduction):
 
     def _ranges(self) -> list[Any]:
         size = self.dtype.itemsize
-        params = [len(self.plan.present), *(0 for _ in self.plan.ranges)]
         return [
-            _Part(numel * size, self.bucket.unit_name, number)
-            for (_, numel), number in zip(self.plan.ranges, params, strict=False)
+            _Part(numel * size, self.bucket.unit_name, 0 if i else len(self.plan.present))
+            for i, (_, numel) in enumerate(self.plan.ranges)
         ]
 
     def _parts(self) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..common.host import memory_bytes
+from ..common.host import memory_bytes, num_cores
 from ..common.versions import __version__
 from ..doctor.speed import SLOW_PART, measure_flops
 from ..estimation.events import Operation
@@ -202,8 +202,7 @@ def _overhead_s(device: torch.device, kernel_s: float) -> float:
 def _threads_per_core() -> float:
     """Of all ranks on this host."""
     ranks = ranks_per_node() if dist.is_initialized() else 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ranks * torch.get_num_threads() / (cores or 1)
+    return ranks * torch.get_num_threads() / num_cores()
 
 
 def _host(times: OperatorTimes) -> dict[str, Any]:

@@ -193,23 +193,33 @@ def test_compiled_steps_are_those_of_one_process(kind: str) -> None:
             assert_those_of(model, whole)
 
 
-def stepped_whole(kind: str, folder: str, *, load: bool) -> tuple[dict[str, Any], Any]:
-    model = sharded(UNEVEN)
-    optimizer = whole_step(optimizer_of(kind, model))
+def train_and_save(model: Any, optimizer: Any, folder: str, *, load: bool) -> None:
+    """With ``load``, what another run has saved in its place."""
     checkpoints = checkpoint.Checkpointer(folder)
     if load:
         checkpoints.load(model=model, optimizer=optimizer)
     else:
         Run().train(model, optimizer)
         checkpoints.save(1, model=model, optimizer=optimizer)
-    state = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
-    # In float32, which holds every value of float8: gloo does not gather that.
-    found = {name: t.float().full_tensor() for name, t in state["tensors"].items()}
+
+
+def step_once_more(model: Any, optimizer: Any) -> Any:
+    """The weights afterwards."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     with mock.patch.object(torch, "compile", uncompiled):
         optimizer.step()
-    return found, full_state_dict(model, ranks=range(dist.get_world_size()))
+    return full_state_dict(model, ranks=range(dist.get_world_size()))
+
+
+def stepped_whole(kind: str, folder: str, *, load: bool) -> tuple[dict[str, Any], Any]:
+    model = sharded(UNEVEN)
+    optimizer = whole_step(optimizer_of(kind, model))
+    train_and_save(model, optimizer, folder, load=load)
+    state = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
+    # In float32, which holds every value of float8: gloo does not gather that.
+    found = {name: t.float().full_tensor() for name, t in state["tensors"].items()}
+    return found, step_once_more(model, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", pytest.param("AdamWFp8", marks=pytest.mark.long)])
@@ -226,17 +236,8 @@ def steps_in_blocks(folder: str, *, load: bool) -> dict[str, Any]:
     """The weights after some steps and one more; before that one, state is saved or loaded."""
     model = sharded(UNEVEN, shard_granularity=block_rows(256, min_numel=4096))
     optimizer = optimizer_of("AdamW8bit", model)
-    checkpoints = checkpoint.Checkpointer(folder)
-    if load:
-        checkpoints.load(model=model, optimizer=optimizer)
-    else:
-        Run().train(model, optimizer)
-        checkpoints.save(1, model=model, optimizer=optimizer)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    with mock.patch.object(torch, "compile", uncompiled):
-        optimizer.step()
-    return full_state_dict(model, ranks=range(dist.get_world_size()))
+    train_and_save(model, optimizer, folder, load=load)
+    return step_once_more(model, optimizer)
 
 
 def test_quantized_state_in_blocks_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
