@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
+from .borders import Border, Entrance, TransformedBorder, mark, nodes_at, watch
 from .building import build_runtime
 from .middle import Middle, watch_base
 from .root import runtime_of
@@ -66,6 +67,7 @@ class UnitHooks:
         self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
+        self._input_nodes: dict[int, Any] = {}  # of forwards that run; see `borders.mark`
         self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
         self._pre_forward = skip_compile(self.pre_forward)
         self._post_forward = skip_compile(self.post_forward)
@@ -77,7 +79,7 @@ class UnitHooks:
         # later see the sharded parameters after forward.
         for module in self.unit.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward)
+            module.register_forward_hook(self._post_forward, with_kwargs=True)
 
     def take_over(self, other: UnitHooks, module: nn.Module) -> None:
         """Put these hooks in the places of ``other``'s, which a copied module still holds."""
@@ -111,7 +113,7 @@ class UnitHooks:
                 output = method(*args, **kwargs)
             finally:
                 self._inside_method = False
-            return self._post_forward(module, args, output)
+            return self._post_forward(module, args, kwargs, output)
 
         return call
 
@@ -134,6 +136,9 @@ class UnitHooks:
             self.unit.registration.register_overrides()
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
+            if self._input_nodes and self.unit.running <= 1:
+                # Of forwards that raised, and of inputs that a hook of the user's has replaced.
+                self._input_nodes.clear()
             checker = type_checker()
             if checker is not None:
                 return self._mark_typed_inputs(checker, args, kwargs)
@@ -154,29 +159,35 @@ class UnitHooks:
             args, kwargs = map_tensors(self._cast_input, (args, kwargs))
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._inside_method:
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         unit = self.unit
         runtime = runtime_of(unit)
         middle = runtime.middle
-        if middle is not None and middle.unit is unit and middle.skips_post_forward(args, output):
+        if (
+            middle is not None
+            and middle.unit is unit
+            and middle.skips_post_forward((args, kwargs), output)
+        ):
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         differentiable = False
         forward = Forward(unit)
-        enter = functools.partial(self.enter_backward, forward)
+        enter: Callable[[Any], None] = functools.partial(self.enter_backward, forward)
+        if self._input_nodes:
+            enter = self._watch_inputs(args, kwargs, enter)
         # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
         # the call of an autograd function per output, so only there.
         if is_transformed():
             differentiable = any(tensor.requires_grad for tensor in tensors_in(output))
-            output = map_tensors(functools.partial(_Entrance.apply, enter), output)
+            output = map_tensors(functools.partial(Entrance.apply, enter), output)
         elif torch.is_grad_enabled():
             for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(enter)
                     differentiable = True
                     if tensor._base is not None:
-                        watch_base(tensor._base, args, enter)
+                        watch_base(tensor._base, (args, kwargs), enter)
         outside_torch_modes(
             runtime.post_forward, unit, differentiable=differentiable, forward=forward
         )
@@ -197,26 +208,45 @@ class UnitHooks:
         # forbids changing them in place, and reaches only tensors in positional arguments.
         transformed = is_transformed()
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor and not transformed:
-            if args[0].requires_grad:
-                # The usual case, by the cheapest node there is. The engine runs its pre-hooks when
-                # the gradient is complete: after every operator of the unit that uses the input.
+            if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
-                marked.grad_fn.register_prehook(self.leave_backward)  # type: ignore[union-attr]
+                self._input_nodes[id(marked)] = marked.grad_fn
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
-        # One node for all inputs: of a view for each, the first would run while the operators that
-        # use the others have yet to.
-        found = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+        given = list(tensors_in((args, kwargs)))
+        found = {id(tensor): tensor for tensor in given if tensor.requires_grad}
         if not found:
             self._watch_accumulation()
             return args, kwargs
         self._watching = False
-        border = _TransformedBorder if transformed else _Border
-        marked_all = border.apply(self.leave_backward, *found.values())
-        replaced = dict(zip(found, marked_all, strict=True))
+        if transformed or not all(map(_has_views, found.values())):
+            border = TransformedBorder if transformed else Border
+            all_marked = border.apply(self.leave_backward, *found.values())
+        else:
+            all_marked = [mark(self._input_nodes, tensor) for tensor in found.values()]
+        replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+    def _watch_inputs(
+        self, args: tuple, kwargs: dict, enter: Callable[[Any], None]
+    ) -> Callable[[Any], None]:
+        """Notice when backward leaves this forward; returns what to do when it enters."""
+        marked = self._input_nodes
+        node = marked.pop(id(args[0]), None) if args else None
+        if node is not None and not marked and args[0].grad_fn is node:  # the usual case
+            node.register_prehook(self.leave_backward)
+            return enter
+        nodes = [] if node is None else nodes_at(node, args[0])
+        for tensor in tensors_in((args, kwargs)) if marked else ():
+            node = marked.pop(id(tensor), None)
+            if node is not None:
+                nodes += nodes_at(node, tensor)
+        if nodes:
+            second = self.watch_second_backward
+            return watch(nodes, runtime_of(self.unit), self.leave_backward, second, enter)
+        return enter
 
     def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The same where `spmd_types` checks types: what is marked has those of the inputs."""
@@ -319,68 +349,15 @@ class UnitHooks:
             runtime.reduce(unit)
 
 
+def _has_views(tensor: torch.Tensor) -> bool:
+    """Whether a view of the whole is as good as ``tensor``."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+    return plain and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def hooks_of(unit: Unit) -> UnitHooks:
     """The hooks on the modules of ``unit``."""
     return unit.hooks  # type: ignore[return-value]
-
-
-class _Border(torch.autograd.Function):
-    """Identity on several tensors, with one node; its backward reports and passes gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, leave: Callable[..., None], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # else an input that is not used costs a tensor of zeros
-        ctx.leave = leave
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leave(grads)
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(t if t is None else t.view_as(t) for t in tangents)
-
-
-class _TransformedBorder(_Border):
-    """The same in the form that ``torch.func`` transforms want, which takes longer to call."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(leave: Callable[..., None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tensors
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.leave = inputs[0]
-
-
-class _Entrance(torch.autograd.Function):
-    """Identity on an output of a transformed forward, where hooks on tensors would be lost."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(enter: Callable[..., None], tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.enter = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        ctx.enter(grad)
-        return None, grad
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
-        return _Entrance.apply(ctx.enter, tangent.view_as(tangent))
 
 
 def about_to_write(unit: Unit) -> None:

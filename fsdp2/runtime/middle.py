@@ -117,7 +117,7 @@ class Middle:
         unit.running += 1
         return True
 
-    def skips_post_forward(self, args: tuple, output: object) -> bool:
+    def skips_post_forward(self, inputs: object, output: object) -> bool:
         """End a forward that `skips_pre_forward` began; False if the hooks have to end it."""
         if self.graph:
             marks = self._outputs
@@ -125,7 +125,7 @@ class Middle:
                 if tensor.requires_grad:
                     _mark(tensor, marks)
                     if tensor._base is not None:
-                        watch_base(tensor._base, args, marks[0])
+                        watch_base(tensor._base, inputs, marks[0])
         elif torch.is_grad_enabled():
             return False  # the module turned gradients on
         self.unit.running -= 1
@@ -159,12 +159,12 @@ def _mark(tensor: torch.Tensor, hooks: dict[int, Callable[..., None]]) -> None:
     tensor._backward_hooks = None
 
 
-def watch_base(base: torch.Tensor, args: tuple, enter: Callable[..., None]) -> None:
+def watch_base(base: torch.Tensor, inputs: object, enter: Callable[..., None]) -> None:
     """Watch the node that made ``base``, of which an output is a view.
 
     Changing the view in place rewrites its history, and the hook on it is lost.
     """
     # If the base is an input, another module made it, and backward gets there after this unit.
-    inputs = [t for t in tensors_in(args) if t is base or t._base is base]
-    if base.grad_fn is not None and not inputs:
+    given = any(t is base or t._base is base for t in tensors_in(inputs))
+    if base.grad_fn is not None and not given:
         base.grad_fn.register_prehook(enter)

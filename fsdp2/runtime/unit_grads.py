@@ -84,7 +84,7 @@ class UnitGrads:
                 and (node := _accumulator(param)) is not None
             ]
         # Usually the first answer ends it; none is given where nothing is trained.
-        return any(map(_will_run, self._accumulators)) or not self._accumulators
+        return any(map(will_run, self._accumulators)) or not self._accumulators
 
     def are_left(self) -> bool:
         """Whether anything is left to reduce, including sums that wait for an all-reduce."""
@@ -281,7 +281,7 @@ def _accumulator(param: torch.Tensor) -> Any:
         return None
 
 
-def _will_run(accumulator: Any) -> bool:
+def will_run(accumulator: Any) -> bool:
     """Whether this run of autograd is going to execute the node ``accumulator``."""
     try:
         return torch._C._will_engine_execute_node(accumulator)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -275,6 +276,71 @@ def test_a_unit_changes_its_input_in_place(mode: bool) -> None:
 
     case = Case("in_place", build, children, normal_batch(3, 3))
     check_training(case, Training(steps=3), reshard_after_forward=mode)
+
+
+class InPlaceOf(nn.Module):
+    """Changes inputs in place, some of which it has used before.
+
+    With ``how`` "keyword", the input has a name; with "two" and "one of two", there are two that
+    need gradients; "late" uses its input before and after; "part" changes a part of it.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        before = x + self.linear.bias if self.how == "late" else 0
+        changed = x[:, :2] if self.how == "part" else x
+        changed.mul_(0.5)
+        if other is None:
+            return self.linear(x) + before
+        if self.how == "two":
+            other.mul_(0.5)
+        return self.linear(x * other) + other
+
+
+class InPlaceChain(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(InPlaceOf(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * 1
+        for block in self.blocks:
+            if self.how == "keyword":
+                x = block(x=x)
+            elif "two" in self.how:
+                x = block(x * 1, other=x + 1)
+            else:
+                x = block(x)
+        return x
+
+
+@ours_only("a unit may change its inputs in place")
+@both_modes
+@pytest.mark.parametrize("how", ["first", "keyword", "two", "one of two", "late", "part"])
+@distributed(1, 2, 3)
+def test_units_change_inputs_in_place_and_are_freed_in_backward(how: str, mode: bool) -> None:
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return list(model.get_submodule("blocks").children())
+
+    case = Case("in_place", lambda: InPlaceChain(how), blocks, normal_batch(3, 4))
+    model, _ = check_training(case, Training(steps=3), reshard_after_forward=mode)
+    freed: list[list[bool]] = []
+    first = model.get_submodule("first")
+
+    def note(*_: Any) -> None:
+        freed.append([isinstance(block.linear.weight, DTensor) for block in blocks(model)])  # type: ignore[union-attr]
+
+    handle = first.register_forward_hook(lambda _m, _a, output: output.register_hook(note) and None)
+    model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+    handle.remove()
+    # (What has one rank is never gathered, and all the same.)
+    assert freed == [[True] * 3]
 
 
 class PassesThrough(nn.Module):

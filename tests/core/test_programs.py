@@ -75,7 +75,6 @@ NOT_DRAWN = {
     "set_allocate_memory_from_process_group_for_comm": "CUDA and NCCL only",
     "set_reduce_scatter_divide_factor": "the old name of set_gradient_divide_factor",
     "ignored_params": "are no business of the library",
-    "shard_granularity": "results do not depend on it; tests/core/test_block_shards.py",
 }
 
 

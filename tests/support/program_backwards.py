@@ -174,6 +174,8 @@ class Backwards(Pair):
 
     def penalty(self, alone: bool) -> None:
         """The gradient of the input in the loss."""
+        if self.recomputes_reentrantly():
+            return
         x, step = self.batch()
         losses = []
         for each in self.both():
@@ -218,6 +220,8 @@ class Backwards(Pair):
 
     def inputs(self) -> None:
         """Gradients of the input, alone."""
+        if self.recomputes_reentrantly():
+            return
         self.zero()
         x, step = self.batch()
         found = []
@@ -227,6 +231,49 @@ class Backwards(Pair):
             found.append(grad)
         assert_same(found[1], found[0], "gradient of the input")
         assert all(p.grad is None for p in self.model.parameters())
+
+    def saved(self, how: str) -> None:
+        """What autograd saves, weights included, goes through hooks of the user's."""
+        contexts: dict[str, Any] = {
+            "identity": torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+            "copies": torch.autograd.graph.saved_tensors_hooks(
+                lambda x: x.detach().clone(), lambda x: x
+            ),
+            "on cpu": torch.autograd.graph.save_on_cpu(),
+            "budget": fsdp2.offload_activations(self.model),
+        }
+        with contexts[how]:
+            losses = self.forward(*self.batch())
+        self.backward(*losses)
+        self.after_backward()
+        self.zero()
+
+    def watched(self, number: int) -> None:
+        """Hooks of the user's on a module: its output is another, and gradients are seen."""
+        pair = self.node(number)
+        layers = [node.layer for node in (*nodes(self.plain), self.plain)]
+        if any(layer.writes for layer in layers):
+            return  # torch refuses what is changed in place beside such hooks
+        seen: list[list[Tensor | None]] = [[], []]
+        handles = []
+        for node, mine in zip(pair, seen, strict=True):
+            if node.layer.passes == "tensor":
+                handles.append(node.register_forward_hook(lambda _m, _a, out: out * 0.5))
+            handles.append(
+                node.register_full_backward_hook(
+                    lambda _m, grads_in, grads_out, mine=mine: mine.extend((*grads_in, *grads_out))
+                )
+            )
+        self.backward(*self.forward(*self.batch()))
+        self.after_backward()
+        for handle in handles:
+            handle.remove()
+        assert len(seen[0]) == len(seen[1])
+        for expected, found in zip(*seen, strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert_same(found, expected, "gradient that a hook saw")
+        self.zero()
 
     def alone(self, number: int, method: str) -> None:
         """A module in the middle is called by itself."""
@@ -247,6 +294,11 @@ class Backwards(Pair):
         self.backward(*losses)
         self.after_backward()
         self.zero()
+
+    def recomputes_reentrantly(self) -> bool:
+        """Whether torch refuses `torch.autograd.grad`."""
+        layers = [node.layer for node in (*nodes(self.plain), self.plain)]
+        return any(layer.recomputed == "reentrant" for layer in layers)
 
     # -- forwards without a backward ---------------------------------------------------------
 

@@ -30,6 +30,11 @@ def keep_some(parameter: torch.nn.Parameter) -> torch.dtype | None:
     return parameter.dtype if parameter.ndim in (0, 5) else None
 
 
+def half_of(parameter: torch.nn.Parameter) -> int:
+    """Blocks of half of the rows: ranks beyond the second have none."""
+    return max(1, parameter.shape[0] // 2) if parameter.ndim else 1
+
+
 # Computation and reductions in other dtypes; outputs are cast back, for the loss.
 PRECISIONS = (
     fsdp2.MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64),
@@ -73,7 +78,7 @@ def node_setting(method: str, *values: Any) -> Draw[Operation]:
 
 
 EVALUATE = of("evaluate", one("no_grad", "inference", ""))
-FUNCTIONAL = of("functional", one("whole", "trained"))
+FUNCTIONAL = of("functional", one("whole", "trained"), one(1, 1, 2))
 # What may be done where gradients or a graph are held.
 IN_BETWEEN = one_of(
     (
@@ -111,6 +116,8 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("penalty", flag),
         of("partial", numbers),
         of("inputs"),
+        of("saved", one("identity", "copies", "on cpu", "budget")),
+        of("watched", numbers),
         of("before_backward", IN_BETWEEN),
         of("alone", numbers, one("forward", "encode")),
     ),
@@ -120,7 +127,8 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("reset", mode, numbers, one("", *FAULTS, *HOOK_FAULTS)),
     ),
     "weights": (
-        of("state_dict", one("sharded", "whole", "files")),
+        of("state_dict", one("sharded", "whole", "files", "assigned")),
+        of("replaced", numbers),
         of("change", numbers),
         FUNCTIONAL,
         EVALUATE,
@@ -184,6 +192,7 @@ def program(chance: random.Random) -> Program:
         kind="linear",
         passes="tensor",
         detached=False,
+        writes="",  # the input is a leaf
     )
     world_size = chance.choice([1, 2, 2, 3, 3, 4, 4, 5, 6])
     replicas = chance.choice([n for n in (1, 2, 3, 4) if world_size % n == 0])
@@ -192,6 +201,7 @@ def program(chance: random.Random) -> Program:
     if not any(layer.kind == "batchnorm" for layer in all_layers(model)):  # its buffers stay fp64
         precision = chance.choice([precision] * 4 + list(PRECISIONS))
     offloads = not chance.randrange(8)
+    granularity = chance.choice([None] * 5 + [2, 3, half_of])
     return Program(
         model,
         world_size,
@@ -201,6 +211,7 @@ def program(chance: random.Random) -> Program:
             "offload_policy": fsdp2.CPUOffloadPolicy() if offloads else fsdp2.OffloadPolicy(),
             "mp_policy": precision,
             "comm_policy": chance.choice([None] * 8 + list(COMM_POLICIES)),
+            "shard_granularity": granularity,
         },
         placement=chance.choice(["", "", "last dim", "small whole"]),
         operations=operations(chance),

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -147,12 +148,29 @@ class Run(Backwards):
             elif full:
                 fsdp2.load_full_state_dict(model, state)
             else:
-                model.load_state_dict(state, assign=False)
+                # (What is assigned is put into the parameters that optimizers hold.)
+                model.load_state_dict(state, assign=kind == "assigned")
         if kind in ("whole", "files"):
             for buffer in self.plain.buffers():
                 dist.broadcast(buffer, 0)  # whose buffers it had
         with self.sharded_shown():
             assert_same_parameters(model, self.plain, bitwise=False)
+
+    def replaced(self, number: int) -> None:
+        """Another parameter is put in the place of one: forwards say so until that is undone."""
+        self.free()
+        self.step("reduce")
+        self.free()
+        names = [name for name, _ in self.plain.named_parameters(remove_duplicate=False)]
+        name = names[number % len(names)]
+        path, _, own_name = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        there = getattr(module, own_name)
+        setattr(module, own_name, torch.nn.Parameter(there.detach() * 2))
+        with pytest.raises((RuntimeError, ValueError), match=own_name):
+            self.model(*self.batch())
+        setattr(module, own_name, there)
+        self.step("reduce")
 
     def copy(self) -> None:
         """A deep copy takes its place."""
@@ -220,8 +238,12 @@ class Run(Backwards):
             self.evaluate("no_grad")
             self.free()
 
-    def functional(self, kind: str = "whole") -> None:
-        """One forward with other weights, perhaps with a backward to them."""
+    def functional(self, kind: str = "whole", every: int = 1) -> None:
+        """One forward with other weights, perhaps with a backward to them.
+
+        Args:
+            every: which parameters have others: each, or each second one.
+        """
         owns = [node.own for node in [*nodes(self.plain), self.plain]]
         if len({*owns}) < len(owns):
             return  # torch leaves the other weights in a module with two names, also in plain ones
@@ -232,7 +254,7 @@ class Run(Backwards):
         outputs, given = [], []
         for each in self.both():
             with self.sharded_shown() if trained else contextlib.nullcontext(), torch.no_grad():
-                named = dict(each.named_parameters())
+                named = dict(list(each.named_parameters())[::every])
                 others = {n: (p if trained else whole(p)) * 0.9 for n, p in named.items()}
             for name, other in others.items():
                 other.requires_grad_(trained and named[name].requires_grad)

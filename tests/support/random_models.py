@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
 from draws import Draw, one, several
@@ -25,6 +26,9 @@ KINDS = (
     "batchnorm",  # buffers that training changes
     "nothing",  # no parameters
     "float32",  # another dtype than the rest
+    "saves",  # a function of the user's, which saves its weight for backward
+    "keeps",  # one that keeps it as an attribute, which no hook of autograd sees
+    "parts",  # a weight that is used in parts
     "same module",  # that of an earlier layer, which has two names then
     "same weight",  # the parameter of an earlier layer in a module of its own
 )
@@ -38,9 +42,10 @@ class Layer:
 
     ``unit`` says how it is sharded on its own, if at all, ``reshard`` its reshard_after_forward,
     ``container`` what holds the modules inside, ``repeats`` how often its body is called in a
-    forward, ``recomputed`` whether the body is checkpointed, ``skipped`` in which steps (even: 0,
-    odd: 1) it does nothing, ``frozen`` whether its own parameters are trained, ``passes`` how it is
-    called and what it returns, ``detached`` whether its body builds no graph.
+    forward, ``recomputed`` whether and how the body is checkpointed, ``skipped`` in which steps
+    (even: 0, odd: 1) it does nothing, ``frozen`` whether its own parameters are trained, ``passes``
+    how it is called and what it returns, ``detached`` whether its body builds no graph, ``writes``
+    what is changed in place: its input by itself, or its output by the caller.
     """
 
     kind: str
@@ -50,11 +55,12 @@ class Layer:
     reshard: bool | int | None = None
     container: str = "list"
     repeats: int = 1
-    recomputed: bool = False
+    recomputed: bool | str = False
     skipped: int | None = None
     frozen: bool = False
     passes: str = "tensor"
     detached: bool = False
+    writes: str = ""
     inside: tuple[Layer, ...] = ()
 
 
@@ -66,7 +72,7 @@ class Own(nn.Module):
         self.kind, size = layer.kind, layer.size
         if weight is not None:
             self.weight = weight
-        elif self.kind in ("linear", "float32"):
+        elif self.kind in ("linear", "float32", *FUNCTIONS):
             self.weight = nn.Parameter(torch.randn(size, WIDTH) / 2)
             if layer.bias:
                 self.bias = nn.Parameter(torch.randn(size) / 2)
@@ -99,10 +105,60 @@ class Own(nn.Module):
             return x.tanh() + x / 2
         if weight.numel() == 0:
             return x + weight.sum()
+        if self.kind in FUNCTIONS:
+            return x + FUNCTIONS[self.kind](x.tanh(), weight) / 8
         flat = weight.flatten(1).unflatten(1, (WIDTH, -1)).sum(-1)
         bias = getattr(self, "bias", None)
         hidden = nn.functional.linear(x.to(flat.dtype), flat, bias).tanh()
         return x + (hidden @ flat).to(x.dtype) / 8
+
+
+class Saves(torch.autograd.Function):
+    """``x`` times the weight and back, as kernels of the user's: the weight is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients(x, weight, grads[0])
+
+
+class Keeps(torch.autograd.Function):
+    """The same, with the parameter itself at hand in backward, as kernels that accumulate have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return gradients(x, ctx.weight, grads[0])
+
+
+def gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of ``x @ weight.t() @ weight``."""
+    hidden, hidden_grad = x @ weight.t(), grad @ weight.t()
+    return hidden_grad @ weight, hidden_grad.t() @ x + hidden.t() @ grad
+
+
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """The same, in two halves of the weight."""
+    middle = weight.shape[0] // 2
+    return sum((x @ part.t() @ part for part in (weight[:middle], weight[middle:])), 0 * x)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "saves": Saves.apply,
+    "keeps": Keeps.apply,
+    "parts": in_parts,
+}
 
 
 class Node(nn.Module):
@@ -147,10 +203,12 @@ class Node(nn.Module):
     def called(self, x: Tensor, step: int) -> Tensor:
         """The output of a call in the way of this layer."""
         if self.layer.passes == "keyword":
-            return tensor_of(self(step=step, x=x))
-        if self.layer.passes == "nested":
-            return tensor_of(self({"x": [x]}, step))
-        return tensor_of(self(x, step))
+            result = tensor_of(self(step=step, x=x))
+        elif self.layer.passes == "nested":
+            result = tensor_of(self({"x": [x]}, step))
+        else:
+            result = tensor_of(self(x, step))
+        return result.mul_(0.75) if self.layer.writes == "output" else result
 
     def encode(self, x: Tensor, step: int) -> Tensor:
         """Another way in, for `fsdp2.register_fsdp_forward_method`."""
@@ -162,6 +220,8 @@ class Node(nn.Module):
 
     def output(self, x: Tensor, step: int) -> Tensor:
         assert self.input_dtype in (None, x.dtype)
+        if self.layer.writes == "input":
+            x = x.mul_(0.75)
         if self.layer.skipped == step % 2 or self.absent:
             return x
         x = Faulty.apply(x, self, "late in backward")
@@ -172,13 +232,21 @@ class Node(nn.Module):
                     result = self.body(x, step)
                 x = x + result / 8
             elif self.layer.recomputed:
-                result = checkpoint(self.body, x, step, use_reentrant=False)
-                assert isinstance(result, Tensor)
-                x = result
+                x = self.checkpointed(x, step)
             else:
                 x = self.body(x, step)
         raise_if(self, "after forward")
         return Faulty.apply(x, self, "early in backward")
+
+    def checkpointed(self, x: Tensor, step: int) -> Tensor:
+        """The body, recomputed in backward."""
+        how: dict[str, Any] = {"use_reentrant": self.layer.recomputed == "reentrant"}
+        if self.layer.recomputed == "selective":
+            kept = [torch.ops.aten.mm.default, torch.ops.aten.tanh.default]
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+        result = checkpoint(self.body, x, step, **how)
+        assert isinstance(result, Tensor)
+        return result
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -262,11 +330,12 @@ def style(chance: random.Random) -> dict[str, Draw[Any]]:
         "reshard": (None, True, False, 1, 2),
         "container": ("list", "dict"),
         "repeats": (1, 1, 1, 2),
-        "recomputed": (False, False, True),
+        "recomputed": (*[False] * 4, True, True, "reentrant", "selective"),
         "skipped": (None, None, None, 0, 1),
         "frozen": (False, False, True),
         "passes": ("tensor", "tensor", "keyword", "nested"),
         "detached": (*[False] * 7, True),
+        "writes": (*[""] * 6, "input", "output"),
     }
     found = {}
     for name, values in choices.items():

@@ -29,7 +29,7 @@ def measured() -> dict[str, Counts]:
 def test_a_unit_adds_few_calls_and_operators(measured: dict[str, Counts]) -> None:
     ours = measured[OURS]
     assert ours.python.total() <= 155, ours.python.most_common(40)
-    assert ours.c.total() <= 142, ours.c.most_common(40)
+    assert ours.c.total() <= 143, ours.c.most_common(40)
     assert ours.operators.total() <= 68, ours.operators
 
 

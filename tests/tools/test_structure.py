@@ -40,7 +40,7 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
     # which was in `comm/host_relays.py`. Two that only models with `flat_step` enter.
-    assert core().files <= 63
+    assert core().files <= 64
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -66,8 +66,8 @@ def test_the_core_stays_small() -> None:
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
     # of rows; 3 for losses inside of freed units.
-    assert core().code_lines <= 9486
-    assert core().functions <= 1009
+    assert core().code_lines <= 9562
+    assert core().functions <= 1019
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -83,14 +83,14 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # what was frozen; one whether an optimizer wants units side by side, and one was a part of
     # another; one forgets parameters that were replaced, one notes gathered storages; five look at
     # granularities.
-    assert len(measured[FIRST].functions) <= 351
+    assert len(measured[FIRST].functions) <= 352
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
     # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 19 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 127 + OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 128 + OLDER_TORCH
     assert len(measured[STEADY].calls) <= 438 + 14 * OLDER_TORCH
 
 
