@@ -44,6 +44,7 @@ class UnitHooks:
     """Hooks of one unit, registered on its modules.
 
     Attributes:
+        input_nodes: of forwards that run, by the ids of their marked inputs: see `borders.mark`.
         marks_all: whether those of each module do all they can, as whatever watches a step wants.
             Otherwise those in the middle of a unit do not: see `Middle`.
     """
@@ -67,7 +68,7 @@ class UnitHooks:
         self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        self._input_nodes: dict[int, Any] = {}  # of forwards that run; see `borders.mark`
+        self.input_nodes: dict[int, Any] = {}
         self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
         self._pre_forward = skip_compile(self.pre_forward)
         self._post_forward = skip_compile(self.post_forward)
@@ -136,9 +137,9 @@ class UnitHooks:
             self.unit.registration.register_overrides()
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
-            if self._input_nodes and self.unit.running <= 1:
+            if self.input_nodes and self.unit.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
-                self._input_nodes.clear()
+                self.input_nodes.clear()
             checker = type_checker()
             if checker is not None:
                 return self._mark_typed_inputs(checker, args, kwargs)
@@ -174,7 +175,7 @@ class UnitHooks:
         differentiable = False
         forward = Forward(unit)
         enter: Callable[[Any], None] = functools.partial(self.enter_backward, forward)
-        if self._input_nodes:
+        if self.input_nodes:
             enter = self._watch_inputs(args, kwargs, enter)
         # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
         # the call of an autograd function per output, so only there.
@@ -211,7 +212,7 @@ class UnitHooks:
             if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
-                self._input_nodes[id(marked)] = marked.grad_fn
+                self.input_nodes[id(marked)] = marked.grad_fn
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -225,7 +226,7 @@ class UnitHooks:
             border = TransformedBorder if transformed else Border
             all_marked = border.apply(self.leave_backward, *found.values())
         else:
-            all_marked = [mark(self._input_nodes, tensor) for tensor in found.values()]
+            all_marked = [mark(self.input_nodes, tensor) for tensor in found.values()]
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -233,7 +234,7 @@ class UnitHooks:
         self, args: tuple, kwargs: dict, enter: Callable[[Any], None]
     ) -> Callable[[Any], None]:
         """Notice when backward leaves this forward; returns what to do when it enters."""
-        marked = self._input_nodes
+        marked = self.input_nodes
         node = marked.pop(id(args[0]), None) if args else None
         if node is not None and not marked and args[0].grad_fn is node:  # the usual case
             node.register_prehook(self.leave_backward)

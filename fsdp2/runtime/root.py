@@ -504,8 +504,11 @@ class Runtime:
     def free_units(self) -> None:
         for unit in self.units:
             if unit.running:
-                pass  # backward ran inside of its forward, which goes on
-            elif unit.state is not State.SHARDED and self._frees(unit):
+                continue  # backward ran inside of its forward, which goes on
+            if unit.hooks.input_nodes:
+                # Recomputation ends a forward by an exception. What its node leads to would stay.
+                unit.hooks.input_nodes.clear()
+            if unit.state is not State.SHARDED and self._frees(unit):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:
                 if unit.state is State.GATHERING:

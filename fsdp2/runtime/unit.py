@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -71,6 +71,8 @@ class TreeRuntime(Protocol):
 
 class AccumulationHooks(Protocol):
     """What the runtime needs of the hooks of a unit: of `hooks.UnitHooks`."""
+
+    input_nodes: dict[int, Any]
 
     def notice_accumulation(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -65,6 +66,19 @@ def test_a_loss_inside_of_units_that_were_freed() -> None:
     inner = Layer("norm", unit="sharded", reshard=True, inside=(leaf,))
     model = Layer("linear", inside=(inner,))
     operations: tuple[Operation, ...] = (("step",), ("partial", 0), ("step",))
+    run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", operations))
+
+
+def test_a_recomputation_that_ends_early_holds_nothing() -> None:
+    """What its inputs led to was held until the next forward: units seemed to await a backward."""
+    norm = Layer("norm", unit="sharded", passes="keyword")
+    inside = (
+        dataclasses.replace(norm, recomputed="reentrant"),
+        norm,
+        dataclasses.replace(norm, recomputed=True, inside=(norm,)),
+    )
+    model = Layer("linear", frozen=True, recomputed=True, unit="sharded", inside=inside)
+    operations: tuple[Operation, ...] = (("merge", 1000), ("step",))
     run_on(2, run, Program(model, 2, 1, {"direct_min_bytes": None}, "", operations))
 
 

@@ -146,6 +146,8 @@ class Backwards(Pair):
 
     def twice(self, *modes: str) -> None:
         """Two backwards of one graph, the first perhaps in another mode."""
+        if self.recomputes("selective"):
+            return
         losses = self.forward(*self.batch())
         if losses[0].requires_grad:
             with self.mode(modes[0]) if modes else contextlib.nullcontext():
@@ -157,6 +159,8 @@ class Backwards(Pair):
 
     def graph(self, *modes: str) -> None:
         """A backward that makes a graph of its own, and one after it."""
+        if self.recomputes("selective"):
+            return
         losses = self.forward(*self.batch())
         if losses[0].requires_grad:
             for loss in losses:
@@ -174,7 +178,7 @@ class Backwards(Pair):
 
     def penalty(self, alone: bool) -> None:
         """The gradient of the input in the loss."""
-        if self.recomputes_reentrantly():
+        if self.recomputes("reentrant", "selective"):
             return
         x, step = self.batch()
         losses = []
@@ -220,7 +224,7 @@ class Backwards(Pair):
 
     def inputs(self) -> None:
         """Gradients of the input, alone."""
-        if self.recomputes_reentrantly():
+        if self.recomputes("reentrant"):
             return
         self.zero()
         x, step = self.batch()
@@ -288,17 +292,21 @@ class Backwards(Pair):
             fsdp2.register_fsdp_forward_method(pair[1], "encode")
         call = "__call__" if method == "forward" else method
         # (In fp64: a unit inside of the model returns what it computes in.)
-        outputs = [tensor_of(getattr(each, call)(x, step)) for each in pair]
+        outputs = [tensor_of(getattr(each, call)(x.clone(), step)) for each in pair]
         losses = [output.double().square().mean() for output in outputs]
         assert_same(losses[1], losses[0], "loss of a module alone")
         self.backward(*losses)
         self.after_backward()
         self.zero()
 
-    def recomputes_reentrantly(self) -> bool:
-        """Whether torch refuses `torch.autograd.grad`."""
+    def recomputes(self, *ways: str) -> bool:
+        """Whether a layer does, in one of these ways.
+
+        torch refuses `torch.autograd.grad` of what is recomputed by "reentrant" checkpoints, and a
+        second backward of "selective" ones.
+        """
         layers = [node.layer for node in (*nodes(self.plain), self.plain)]
-        return any(layer.recomputed == "reentrant" for layer in layers)
+        return any(layer.recomputed in ways for layer in layers)
 
     # -- forwards without a backward ---------------------------------------------------------
 

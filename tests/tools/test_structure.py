@@ -65,8 +65,8 @@ def test_the_core_stays_small() -> None:
     # read, and still send nothing between hosts; 5 and 1 for copies of what several streams of
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
-    # of rows; 3 for losses inside of freed units.
-    assert core().code_lines <= 9562
+    # of rows; 3 for losses inside of freed units; 79 and 10 for inputs that a unit changes in place.
+    assert core().code_lines <= 9565
     assert core().functions <= 1019
 
 
@@ -91,7 +91,7 @@ def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entere
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 19 + OLDER_TORCH
     assert len(measured[STEADY].functions) <= 128 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 438 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 440 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
