@@ -65,7 +65,7 @@ def test_the_core_stays_small() -> None:
     # read, and still send nothing between hosts; 5 and 1 for copies of what several streams of
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
-    # of rows; 3 for losses inside of freed units; 79 and 10 for inputs that a unit changes in place.
+    # of rows; 3 for losses inside of freed units; 79 and 10 for inputs that are changed in place.
     assert core().code_lines <= 9565
     assert core().functions <= 1019
 
