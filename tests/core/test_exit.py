@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its exchanges", allow_module_level=True)
 
-from exit_while_exchanging import CANNOT_READ, WAYS
+from exit_while_exchanging import CANNOT_READ, NUM_RANKS, WAYS
 from fsdp2.comm import host_links
 from fsdp2.comm.host_links import _Served
 
@@ -29,24 +31,27 @@ ENVIRONMENT = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks of all ways, which ran beside each other, have left what became of them."""
+    folder = tmp_path_factory.mktemp("ended")
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True) as forks:
+        try:
+            assert forks.wait(harness.JOB_TIMEOUT_S) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(forks.pid, signal.SIGKILL)
+    return folder
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_while_a_thread_waits_for_messages_ends_with_its_exit_code(
-    way: str, tmp_path: Path
+    way: str, ended: Path
 ) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), way, str(rank), str(tmp_path)],
-            stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=harness.JOB_TIMEOUT_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    codes = [rank.returncode for rank in ranks]
-    if codes == [CANNOT_READ] * 3:
+    codes = [int((ended / way / f"exit-{rank}").read_text()) for rank in range(NUM_RANKS)]
+    said = [(ended / way / f"stderr-{rank}").read_text() for rank in range(NUM_RANKS)]
+    if codes == [CANNOT_READ] * NUM_RANKS:
         pytest.skip("processes may not read each other's memory here")
     assert codes == [1, 0, 0], said
     assert said[0].rstrip().endswith("ValueError: planned"), said[0]

@@ -1,6 +1,8 @@
 """Rank 0 raises while a thread of its exchange waits for messages, which end as its Python does.
 
-Run as `python exit_while_exchanging.py WAY RANK FOLDER`, once for each of three ranks.
+Run as `python exit_while_exchanging.py FOLDER`: it imports once, and forks the three ranks of each
+way, which end as a script of their own would. `FOLDER/WAY/exit-RANK` has the exit code of each,
+`FOLDER/WAY/stderr-RANK` what it said.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from fsdp2.comm.messages import Messages
 from fsdp2.sharding.gather_plan import RowGather
 
 WAYS = ["messages", "relay", "sum"]
+NUM_RANKS = 3
 CANNOT_READ = 77  # the exit code where processes may not read each other's memory
 
 
@@ -58,8 +61,8 @@ def begin(way: str) -> object:
 
 
 def main(way: str, rank: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), 3)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     kept: Any = SimpleNamespace(begun=begin(way))
     finalizing = folder / "finalizing"
     if rank == 0:
@@ -72,5 +75,27 @@ def main(way: str, rank: int, folder: Path) -> None:
     os._exit(0)  # which closes connections
 
 
+def fork_ranks(folder: Path) -> tuple[str, int] | None:
+    """Way and rank in a process that is forked; None in the first one, after all have ended."""
+    started: dict[int, tuple[str, int]] = {}
+    for way in WAYS:
+        (folder / way).mkdir()
+        for rank in range(NUM_RANKS):
+            process = os.fork()
+            if not process:
+                return way, rank
+            started[process] = way, rank
+    while started:
+        process, status = os.wait()
+        way, rank = started.pop(process)
+        (folder / way / f"exit-{rank}").write_text(str(os.waitstatus_to_exitcode(status)))
+    return None
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    chosen = fork_ranks(Path(sys.argv[1]))
+    if chosen is not None:
+        own_folder = Path(sys.argv[1], chosen[0])
+        with open(own_folder / f"stderr-{chosen[1]}", "w") as said:
+            os.dup2(said.fileno(), 2)
+        main(*chosen, own_folder)
