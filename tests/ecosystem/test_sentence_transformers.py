@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ from fsdp2 import full_state_dict, fully_shard
 from harness import distributed
 from reference import average_gradients
 
-pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed"
+)
 
 
 @pytest.mark.long

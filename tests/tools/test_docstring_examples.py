@@ -64,15 +64,21 @@ def examples() -> dict[str, str]:
         relative = path.relative_to(PACKAGE.parent).with_suffix("")
         module = ".".join(relative.parts).removesuffix(".__init__")
 
+        source = path.read_text()
+        if "Example:" not in source:
+            continue
+
         def visit(node: ast.AST, name: str, module: str = module) -> None:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 text = ast.get_docstring(node) or ""
                 if "Example:" in text:
                     found[f"{module}:{name}"] = text[text.index("Example:") :]
+            elif isinstance(node, ast.expr | ast.expr_context):
+                return  # most nodes; no definition is below them
             for child in ast.iter_child_nodes(node):
                 visit(child, f"{name}.{getattr(child, 'name', '')}".strip("."))
 
-        visit(ast.parse(path.read_text()), "")
+        visit(ast.parse(source), "")
     return found
 
 
