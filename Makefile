@@ -32,6 +32,9 @@ endif
 HAS_XDIST := import importlib.util, sys; sys.exit(importlib.util.find_spec("xdist") is None)
 PARALLEL = $(shell $(PY) -c '$(HAS_XDIST)' && printf %s '-n auto --dist loadfile')
 
+# Hundreds of processes of the tests import the package; without bytecode each compiles it anew.
+test test-all test-device test-versions cuda: export PYTHONDONTWRITEBYTECODE :=
+
 TRAIN_ARGS = $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 .DEFAULT_GOAL := help
