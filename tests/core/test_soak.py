@@ -21,13 +21,15 @@ OF_TORCH = ("compiled",)
 # blocks or a kilobyte for each model. (Caches of torch, interned strings, tables that have grown.
 # Of 3,700 blocks after 4,800 operations, 1,500 came with the first 500, 300 with the last 1,900.)
 NOISE = {"objects": 500, "blocks of Python": 5000, "bytes of malloc": 1_000_000}
+MANY = 10  # rounds; after fewer, bytes are not looked at, which records of collectives take
 
 
 def make_many(rounds: int, warm: int, names: list[str]) -> tuple[Counter[str], Counter[str]]:
     """What a rank holds after ``warm`` rounds of all recipes, and after ``rounds`` more."""
     for _ in range(warm):
         make_and_drop(names)
-    fill_records()
+    if rounds >= MANY:
+        fill_records()
     count()  # imports what it needs itself
     before = count()
     for _ in range(rounds):

@@ -59,6 +59,10 @@ _PRELOAD = [
     "torch.utils.checkpoint",
     "pytest",
     "hypothesis",
+    "fsdp2.checkpoint",
+    "fsdp2.optim",
+    "fsdp2.planner",
+    "fsdp2.testing",
 ]
 # The device of the tests in this process: "cpu", "testdev" (`pytest --device testdev`, or a test
 # that asks for it) or "cuda", with a GPU for each rank. Tests on "testdev" take longer: every
