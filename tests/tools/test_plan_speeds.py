@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,28 @@ def model(width: int = 1024) -> nn.Module:
         return nn.Sequential(*blocks)
 
 
-def planned(speeds: Any, samples: int = 4096, num_ranks: int = 16, **options: Any) -> Plan:
-    made = options.pop("hardware", H100)
+def planned(speeds: Sequence[float], samples: int = 4096, **options: Any) -> Plan:
+    hardware = options.pop("hardware", H100)
     batch = torch.empty(samples, 1024, device="meta")
     options = {"activation_checkpointing": ("none",), **options}
-    return plan(model(), batch, replace(made, speeds=speeds), num_ranks, **options)
+    return plan(model(), batch, replace(hardware, speeds=speeds), 16, **options)
 
 
-def test_a_host_of_half_the_speed_gets_half_the_samples() -> None:
-    equal, made = planned([]), planned([1.0, 0.5])
-    assert equal.split is None
+@pytest.fixture(scope="module")
+def even() -> Plan:
+    """All ranks are equally fast."""
+    return planned([])
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Plan:
+    """One of two hosts has half the speed."""
+    return planned([1.0, 0.5])
+
+
+def test_a_host_of_half_the_speed_gets_half_the_samples(even: Plan, uneven: Plan) -> None:
+    made = uneven
+    assert even.split is None
     assert made.split is not None
     fast, slow = made.split.sizes[0], made.split.sizes[-1]
     assert made.split.sizes == [fast] * 8 + [slow] * 8
@@ -48,7 +61,7 @@ def test_a_host_of_half_the_speed_gets_half_the_samples() -> None:
     assert split_batch(16 * 4096, made.split.speeds) == made.split.sizes
     # Even: as slow as the slow host. Divided: four thirds of the samples at the full speed.
     assert made.split.even_s == pytest.approx(planned([0.5, 0.5]).chosen.seconds)
-    assert equal.chosen.seconds < made.chosen.seconds < 0.8 * made.split.even_s
+    assert even.chosen.seconds < made.chosen.seconds < 0.8 * made.split.even_s
     assert f"Samples        {fast} on ranks 0 to 7, {slow} on ranks 8 to 15" in str(made)
     assert "Samples: by speed; 4096 on each rank is " in str(made)
     assert json.loads(json.dumps(made.to_dict()))["split"]["sizes"] == made.split.sizes
@@ -65,29 +78,29 @@ def test_speeds_of_ranks_and_of_nodes_are_the_same_thing() -> None:
         planned([math.nan, 1.0])
 
 
-def test_equally_slow_ranks_are_only_slower() -> None:
+def test_equally_slow_ranks_are_only_slower(even: Plan) -> None:
     slow = planned([0.5, 0.5])
     assert slow.split is None
     # (Not exactly twice as long: collectives take multiprocessors from it for as long as before.)
-    assert slow.step.compute_s == pytest.approx(2 * planned([]).step.compute_s, rel=0.02)
+    assert slow.step.compute_s == pytest.approx(2 * even.step.compute_s, rel=0.02)
 
 
-def test_the_memory_of_the_rank_with_most_samples_counts() -> None:
-    made = planned([1.0, 0.5])
+def test_the_memory_of_the_rank_with_most_samples_counts(even: Plan, uneven: Plan) -> None:
+    made = uneven
     assert made.split is not None
     alone = planned([], samples=made.split.sizes[0])
     same = next(o for o in alone.outcomes if o.candidate == made.chosen.candidate)
     assert made.chosen.peak_bytes == same.peak_bytes
-    assert made.chosen.peak_bytes > planned([]).chosen.peak_bytes
+    assert made.chosen.peak_bytes > even.chosen.peak_bytes
     # Where that does not fit, the batch stays as it was, and the plan says why.
     only_tensors = replace(
         H100, context_bytes=0, workspace_bytes=0, channel_bytes=0, caches_memory=False
     )
     budget = made.chosen.peak_bytes * 0.9
-    even = planned([1.0, 0.5], memory_budget=budget, hardware=only_tensors)
-    assert even.split is None
-    assert "Samples: 4096 on each rank; by speed (" in str(even)
-    assert "does not work: Nothing fits into" in str(even)
+    kept = planned([1.0, 0.5], memory_budget=budget, hardware=only_tensors)
+    assert kept.split is None
+    assert "Samples: 4096 on each rank; by speed (" in str(kept)
+    assert "does not work: Nothing fits into" in str(kept)
 
 
 def test_what_gains_nothing_is_not_chosen() -> None:
@@ -186,8 +199,9 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     code.write_text(MODELS)
     file = tmp_path / "ours.json"
     file.write_text('{"base": "h100", "speeds": [1, 1, 0.5]}')
-    start = ["plan", f"{code}:model", "--input", f"{code}:batch", "--world-size", "24",
-             "--checkpointing", "none", "--json"]  # fmt: skip
+    fixed = ("--checkpointing", "none", "--strategy", "full", "--wrap", "root")
+    start = ["plan", f"{code}:model", "--input", f"{code}:batch", "--world-size", "24", *fixed]
+    start.append("--json")
     told = []
     for options in (["h100", "--speeds", "1x2,0.5"], [str(file)]):
         assert main([*start, "--hardware", *options]) == 0
