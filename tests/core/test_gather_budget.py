@@ -450,7 +450,9 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "bf16")) for n in POLICIES]
+)
 @distributed(4)
 def test_with_fewer_bytes_on_the_wire(name: str) -> None:
     """What is gathered counts as it lies in memory; a unit that waits for its turn rounds alike."""

@@ -41,7 +41,9 @@ def test_fp32_with_adamw_fed_the_reference_gradients(name: str) -> None:
 
 
 @ours_only("a choice between direct and packed gathers")
-@pytest.mark.parametrize("direct_min_bytes", [0, 128, 10**9])
+@pytest.mark.parametrize(  # (By default all shards of models as small as these are packed.)
+    "direct_min_bytes", [0, 128, pytest.param(10**9, marks=pytest.mark.long)]
+)
 @every_model
 @distributed(3, long=(1, 2, 4))
 def test_direct_and_packed_gathers(name: str, direct_min_bytes: int) -> None:

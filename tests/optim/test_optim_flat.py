@@ -410,7 +410,9 @@ CHANGES: list[Callable[[Any], None]]
 CHANGES = [put, put_beside, trade, take, take_a_units, write, take_and_put_back]
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "make", [pytest.param(torch.optim.SGD, marks=pytest.mark.long), torch.optim.AdamW]
+)
 @distributed(2)
 @in_place_and_copied
 def test_what_users_do_to_gradients_between_backward_and_step_counts(make: Make) -> None:

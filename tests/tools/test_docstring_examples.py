@@ -224,7 +224,13 @@ def run(source: str, names: dict[str, Any], name: str) -> Iterator[tuple[str, st
         yield example.want, printed.getvalue()
 
 
-@pytest.mark.parametrize("where", IDS)
+# It times this machine for several seconds, as tests/tools/test_measure.py does.
+LONG = "fsdp2.planner.measure:measure"
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(i, marks=[pytest.mark.long] * (i == LONG)) for i in IDS]
+)
 def test_example(
     where: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

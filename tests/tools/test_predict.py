@@ -72,13 +72,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"checkpoint": "full", "strategy": "hybrid"},
 }
 
+# They differ from the others in what a step takes, not in how it is looked for.
+ALIKE = ("usual", "offloaded", "a slow network")
+
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("offloaded", "a slow network")))
-        for name in SETTINGS
-    ],
+    [pytest.param(name, marks=[pytest.mark.long] * (name in ALIKE)) for name in SETTINGS],
 )
 def test_a_prediction_of_what_is_planned_is_what_was_planned(setting: str) -> None:
     """Exactly: of the chosen configuration, of the slowest and of one that is not the default."""
@@ -283,13 +283,19 @@ def test_bad_sweeps(options: dict[str, Any], error: type, match: str) -> None:
     ("fixed", "expected"),
     [
         ({"strategy": "hybrid"}, {"strategy": {"hybrid"}}),
-        ({"strategy": "grad"}, {"strategy": {"grad"}, "reshard": {None}}),
+        pytest.param(
+            {"strategy": "grad"},
+            {"strategy": {"grad"}, "reshard": {None}},
+            marks=pytest.mark.long,
+        ),
         ({"strategy": "full"}, {"strategy": {"full"}, "mesh": {(64,)}}),
         ({"mesh_shape": (4, 16)}, {"strategy": {"hybrid"}, "mesh": {(4, 16)}}),
         ({"mesh_shape": 64}, {"strategy": {"full", "none"}, "mesh": {(64,)}}),
         ({"wrap": "root"}, {"wrap": {"one"}}),
         ({"wrap": ["embedding", "blocks.*"]}, {"wrap": {"given"}}),
-        ({"reshard_after_forward": False}, {"reshard": {False}}),
+        pytest.param(
+            {"reshard_after_forward": False}, {"reshard": {False}}, marks=pytest.mark.long
+        ),
         ({"reshard_after_forward": None}, {"reshard": {None}}),
         ({"reshard_after_forward": 16}, {"reshard": {16}, "mesh": {(64,), (4, 16), (2, 32)}}),
         ({"prefetch": 2}, {"prefetch": {2}}),

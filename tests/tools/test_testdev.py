@@ -243,7 +243,6 @@ BODIES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "test_offload.test_with_mixed_precision_it_changes_nothing", {}),
     (2, "test_mixed_precision.test_parameters_and_gradients_outside_are_fp32", {}),
     (2, "test_gradients.test_backward_of_a_part_of_the_loss", {}),
-    (3, "test_batches.test_losses_do_not_depend_on_what_is_direct", {"reduce_dtype": "float32"}),
     (3, "test_batches.test_one_call_gathers_all_buckets_of_a_mesh", {}),
     (3, "test_batches.test_gradients_that_are_cast_are_one_entry", {}),
     (2, "test_batches.test_a_large_pack_is_given_back_after_the_gather", {}),
