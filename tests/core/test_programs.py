@@ -22,10 +22,7 @@ SUPPORT = Path(harness.__file__).parent
 pytestmark = ours_only("settings and functions that torch does not have")
 
 
-MORE = [pytest.param(number, marks=pytest.mark.long) for number in range(16, 30)]
-
-
-@pytest.mark.parametrize("number", [*range(16), *MORE])
+@pytest.mark.parametrize("number", range(30))
 def test_programs(number: int) -> None:
     program = sample(number + 1)[number]
     run_on(program.world_size, run, program)
