@@ -382,6 +382,8 @@ class _TracedUnit:
         self.config = UnitConfig(mp_policy)
         self.device = torch.device("cpu")
         self.backward_began = False
+        self.running = 0
+        self.input_nodes: dict[int, Any] = {}
         self.runtime: Any = None
         self.registration = SimpleNamespace(overrides=())  # (of functional_call)
 
@@ -390,6 +392,7 @@ class _Recorder:
     """Takes the place of a runtime and records the calls to it."""
 
     middle = None
+    num_backwards = 0
 
     def __init__(self, trace: StepTrace, meter: StorageMeter) -> None:
         self.trace = trace

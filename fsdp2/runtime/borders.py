@@ -8,16 +8,17 @@ the one in its place is known when the forward has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .unit_grads import will_run
 
-Leave = Callable[[Sequence[torch.Tensor | None]], None]
-Enter = Callable[[Any], None]
+Grads = Sequence[torch.Tensor | None]
+Leave = Callable[[Grads], None]
 
 
 class Backwards(Protocol):
@@ -29,39 +30,43 @@ class Backwards(Protocol):
 class Crossing:
     """Backward leaves a forward by several nodes: by the last of them that runs.
 
-    Refers to none of them. They refer to it, and a cycle in a graph that is dropped without a
-    backward would hold all that the graph has saved until the garbage collector runs.
+    Holds none of them, since they hold it: a cycle in a graph that is dropped without a backward
+    would keep all that the graph has saved until the garbage collector runs. Handles of their hooks
+    tell which are still there.
     """
 
-    __slots__ = ("_awaited", "_backward", "_leave", "_num_nodes", "_pass_on", "_runtime")
+    __slots__ = ("_awaited", "_backward", "_handles", "_leave", "_pass_on", "_runtime")
 
-    def __init__(self, num_nodes: int, runtime: Backwards, leave: Leave, pass_on: Leave) -> None:
+    def __init__(self, runtime: Backwards, leave: Leave, pass_on: Leave) -> None:
         """
         Args:
             leave: called with the gradients at the last node.
             pass_on: called with those at the others.
         """
-        self._num_nodes, self._runtime = num_nodes, runtime
-        self._leave, self._pass_on = leave, pass_on
+        self._runtime, self._leave, self._pass_on = runtime, leave, pass_on
+        self._handles: list[RemovableHandle] = []
         self._awaited = 0
         self._backward = -1
 
-    def expect(self, nodes: Iterable[Any]) -> None:
-        """Backward has entered by an output. It comes to those of ``nodes`` that it will run."""
-        if self._backward != self._runtime.num_backwards:  # else it has entered by another one
-            self._begin(sum(map(will_run, nodes)))
+    def add(self, node: Any, changed: Any = None) -> None:
+        """Watch ``node`` of an input, and the one behind which the input was changed in place."""
+        self._handles.append(node.register_prehook(self._crossed))
+        if changed is not None:
+            # It leads to the other one, which may hold it from here on.
+            self._handles.append(changed.register_prehook(partial(self._crossed_changed, node)))
 
-    def crossed(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """A prehook of all nodes."""
+    def _crossed_changed(self, before: Any, grads: Grads) -> None:
+        # The node from before the change is in the graph only if something used the input by then.
+        self._crossed(grads, 1 if will_run(before) else 2)
+
+    def _crossed(self, grads: Grads, num_nodes: int = 1) -> None:
         if self._backward != self._runtime.num_backwards:
-            # It did not enter by an output: the loss is of something inside. If it does not come
-            # to all nodes, what is left is done when it ends.
-            self._begin(self._num_nodes)
-        self._awaited -= 1
+            # Those of inputs that nothing has used are gone. If backward does not come to one of
+            # the others, what is left to do is done when it ends.
+            self._backward = self._runtime.num_backwards
+            self._awaited = sum(handle.hooks_dict_ref() is not None for handle in self._handles)
+        self._awaited -= num_nodes
         (self._pass_on if self._awaited > 0 else self._leave)(grads)
-
-    def _begin(self, num_nodes: int) -> None:
-        self._awaited, self._backward = num_nodes, self._runtime.num_backwards
 
 
 def mark(nodes: dict[int, Any], tensor: torch.Tensor) -> torch.Tensor:
@@ -69,35 +74,6 @@ def mark(nodes: dict[int, Any], tensor: torch.Tensor) -> torch.Tensor:
     marked = tensor.view_as(tensor)
     nodes[id(marked)] = marked.grad_fn
     return marked
-
-
-def nodes_at(node: Any, marked: torch.Tensor) -> list[Any]:
-    """By which nodes backward leaves a forward that got ``marked``, made by ``node``, and ended."""
-    base = marked._base
-    if marked.grad_fn is node or base is None or base.grad_fn is None:
-        return [node]
-    # Changed in place: the history of its base goes on with that. Operators that used the view
-    # before still lead to its own node.
-    return [node, base.grad_fn]
-
-
-def watch(
-    nodes: Sequence[Any], runtime: Backwards, leave: Leave, pass_on: Leave, enter: Enter
-) -> Enter:
-    """Have ``leave`` called where backward leaves a forward by the last of several ``nodes``.
-
-    Returns:
-        What to do when backward enters it, which begins with ``enter``.
-    """
-    crossing = Crossing(len(nodes), runtime, leave, pass_on)
-    for node in nodes:
-        node.register_prehook(crossing.crossed)
-    return partial(_enter, crossing, nodes, enter)
-
-
-def _enter(crossing: Crossing, nodes: Sequence[Any], enter: Enter, grad: Any) -> None:
-    enter(grad)  # first: it begins the backward that is counted for
-    crossing.expect(nodes)
 
 
 class Border(torch.autograd.Function):
@@ -143,7 +119,7 @@ class Entrance(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(enter: Enter, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(enter: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod

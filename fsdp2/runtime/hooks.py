@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
-from .borders import Border, Entrance, TransformedBorder, mark, nodes_at, watch
+from .borders import Border, Crossing, Entrance, TransformedBorder, mark
 from .building import build_runtime
 from .middle import Middle, watch_base
 from .root import runtime_of
@@ -44,7 +44,6 @@ class UnitHooks:
     """Hooks of one unit, registered on its modules.
 
     Attributes:
-        input_nodes: of forwards that run, by the ids of their marked inputs: see `borders.mark`.
         marks_all: whether those of each module do all they can, as whatever watches a step wants.
             Otherwise those in the middle of a unit do not: see `Middle`.
     """
@@ -68,7 +67,6 @@ class UnitHooks:
         self._watched: list[RemovableHandle] = []
         self._watched_generation = -1
         self._num_accumulated = 0
-        self.input_nodes: dict[int, Any] = {}
         self.methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []  # that are wrapped
         self._pre_forward = skip_compile(self.pre_forward)
         self._post_forward = skip_compile(self.post_forward)
@@ -137,9 +135,9 @@ class UnitHooks:
             self.unit.registration.register_overrides()
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
-            if self.input_nodes and self.unit.running <= 1:
+            if self.unit.input_nodes and self.unit.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
-                self.input_nodes.clear()
+                self.unit.input_nodes.clear()
             checker = type_checker()
             if checker is not None:
                 return self._mark_typed_inputs(checker, args, kwargs)
@@ -174,9 +172,9 @@ class UnitHooks:
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         differentiable = False
         forward = Forward(unit)
-        enter: Callable[[Any], None] = functools.partial(self.enter_backward, forward)
-        if self.input_nodes:
-            enter = self._watch_inputs(args, kwargs, enter)
+        enter = functools.partial(self.enter_backward, forward)
+        if unit.input_nodes:
+            self._watch_inputs(args, kwargs)
         # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
         # the call of an autograd function per output, so only there.
         if is_transformed():
@@ -212,7 +210,7 @@ class UnitHooks:
             if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
-                self.input_nodes[id(marked)] = marked.grad_fn
+                self.unit.input_nodes[id(marked)] = marked.grad_fn
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -226,28 +224,27 @@ class UnitHooks:
             border = TransformedBorder if transformed else Border
             all_marked = border.apply(self.leave_backward, *found.values())
         else:
-            all_marked = [mark(self.input_nodes, tensor) for tensor in found.values()]
+            all_marked = [mark(self.unit.input_nodes, tensor) for tensor in found.values()]
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
-    def _watch_inputs(
-        self, args: tuple, kwargs: dict, enter: Callable[[Any], None]
-    ) -> Callable[[Any], None]:
-        """Notice when backward leaves this forward; returns what to do when it enters."""
-        marked = self.input_nodes
-        node = marked.pop(id(args[0]), None) if args else None
-        if node is not None and not marked and args[0].grad_fn is node:  # the usual case
+    def _watch_inputs(self, args: tuple, kwargs: dict) -> None:
+        """Notice when backward leaves the forward that has ended, through its inputs."""
+        nodes = self.unit.input_nodes
+        node = nodes.pop(id(args[0]), None) if args else None
+        if node is not None and not nodes and args[0].grad_fn is node:  # the usual case
             node.register_prehook(self.leave_backward)
-            return enter
-        nodes = [] if node is None else nodes_at(node, args[0])
-        for tensor in tensors_in((args, kwargs)) if marked else ():
-            node = marked.pop(id(tensor), None)
+            return
+        found = [] if node is None else [(node, args[0])]
+        for tensor in tensors_in((args, kwargs)) if nodes else ():
+            node = nodes.pop(id(tensor), None)
             if node is not None:
-                nodes += nodes_at(node, tensor)
-        if nodes:
-            second = self.watch_second_backward
-            return watch(nodes, runtime_of(self.unit), self.leave_backward, second, enter)
-        return enter
+                found.append((node, tensor))
+        crossing = Crossing(runtime_of(self.unit), self.leave_backward, self.watch_second_backward)
+        for node, tensor in found:
+            # Changed in place: the history of the base goes on with what changed it.
+            base = None if tensor.grad_fn is node else tensor._base
+            crossing.add(node, None if base is None else base.grad_fn)
 
     def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The same where `spmd_types` checks types: what is marked has those of the inputs."""

@@ -505,9 +505,9 @@ class Runtime:
         for unit in self.units:
             if unit.running:
                 continue  # backward ran inside of its forward, which goes on
-            if unit.hooks.input_nodes:
+            if unit.input_nodes:
                 # Recomputation ends a forward by an exception. What its node leads to would stay.
-                unit.hooks.input_nodes.clear()
+                unit.input_nodes.clear()
             if unit.state is not State.SHARDED and self._frees(unit):
                 unit.reshard(self.streams)
             elif unit.state is not State.SHARDED:

@@ -72,8 +72,6 @@ class TreeRuntime(Protocol):
 class AccumulationHooks(Protocol):
     """What the runtime needs of the hooks of a unit: of `hooks.UnitHooks`."""
 
-    input_nodes: dict[int, Any]
-
     def notice_accumulation(self) -> None: ...
 
 
@@ -175,6 +173,7 @@ class Unit:
         self.max_forwards = 0  # as many are kept before those that are over are dropped
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
+        self.input_nodes: dict[int, Any] = {}  # of these, by marked inputs: see `borders.mark`
         self.backward_began = False
         self.recomputed = False  # gathered in backward, to recompute activations
         self.weight_grads_deferred = False  # see `Runtime.pre_backward`

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -294,7 +296,7 @@ class InPlaceOf(nn.Module):
         before = x + self.linear.bias if self.how == "late" else 0
         changed = x[:, :2] if self.how == "part" else x
         changed.mul_(0.5)
-        if other is None:
+        if other is None or self.how == "two, one unused":
             return self.linear(x) + before
         if self.how == "two":
             other.mul_(0.5)
@@ -322,7 +324,9 @@ class InPlaceChain(nn.Module):
 
 @ours_only("a unit may change its inputs in place")
 @both_modes
-@pytest.mark.parametrize("how", ["first", "keyword", "two", "one of two", "late", "part"])
+@pytest.mark.parametrize(
+    "how", ["first", "keyword", "two", "one of two", "two, one unused", "late", "part"]
+)
 @distributed(1, 2, 3)
 def test_units_change_inputs_in_place_and_are_freed_in_backward(how: str, mode: bool) -> None:
     def blocks(model: nn.Module) -> list[nn.Module]:
@@ -375,6 +379,32 @@ def test_outputs_that_are_inputs(mode: bool) -> None:
 
     case = Case("through", ThreeTimes, units, normal_batch(3, 4))
     check_training(case, Training(steps=3), reshard_after_forward=mode)
+
+
+@distributed(1, 2)
+def test_a_graph_that_is_dropped_goes_at_once_where_outputs_are_inputs() -> None:
+    """A cycle through marks on inputs would keep activations until the garbage collector runs."""
+    model = ThreeTimes()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    held: list[Any] = []  # by the graph alone
+
+    def hold(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        thing = nn.Module()
+        held.append(weakref.ref(thing))
+        output.register_hook(lambda grad: grad if thing else None)
+
+    model.first.register_forward_hook(hold)
+    gc.disable()
+    try:
+        for _ in range(2):
+            output = model(torch.ones(3, 4))
+            assert held[-1]() is not None
+            del output
+            assert held[-1]() is None
+    finally:
+        gc.enable()
 
 
 class SideBranches(nn.Module):

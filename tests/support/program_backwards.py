@@ -385,7 +385,8 @@ class Backwards(Pair):
         """Ranks use other modules than others; what a rank did not use counts as zeros."""
         model = self.model
         assert isinstance(model, FSDPModule)
-        if not any(parameter.requires_grad for parameter in self.plain.own.parameters()):
+        trained = any(parameter.requires_grad for parameter in self.plain.own.parameters())
+        if not trained or self.plain.layer.recomputed == "reentrant":
             return  # on some ranks there might be nothing to compute gradients of
         model.set_reduce_scatter_unused_params(True)
         free = [
