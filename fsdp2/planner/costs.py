@@ -10,7 +10,7 @@ from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
 from .curves import rate_at, seconds_at
-from .hardware import Hardware
+from .hardware import ATTEND, CONVOLVE, GATHER, MOVE, MULTIPLY, REDUCE, Hardware
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
 
@@ -44,7 +44,7 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
     """
     measured = measured_s(operation, hardware)
     if measured is not None:
-        return measured
+        return measured * hardware.step_factor(_part_of(operation))
     rate = hardware.flops_of(operation.dtype)
     if operation.attention:
         rate = min(rate, hardware.attention_flops)
@@ -78,6 +78,15 @@ def measured_s(operation: Operation, hardware: Hardware) -> float | None:
             if f"{name} {each}" in times:
                 return seconds_at(times[f"{name} {each}"], operation.nbytes)
     return None
+
+
+def _part_of(operation: Operation) -> str:
+    """Of `STEP_PARTS`."""
+    if not operation.flops:
+        return MOVE
+    if operation.attention:
+        return ATTEND
+    return CONVOLVE if "conv" in operation.operator else MULTIPLY
 
 
 def compute_s(compute: Compute, hardware: Hardware) -> float:
@@ -164,7 +173,8 @@ def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Co
     link = NODE if ring.num_nodes == 1 else NETWORK
     latency += hardware.message_s * max(0, transfer.messages - 1)
     latency += hardware.param_s * max(0, transfer.params - 1)
-    return Cost(latency, whole - points[0][1], link, occupies=True)
+    factor = hardware.step_factor(GATHER if transfer.kind == "all_gather" else REDUCE)
+    return Cost(factor * latency, factor * (whole - points[0][1]), link, occupies=True)
 
 
 def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:

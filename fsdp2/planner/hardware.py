@@ -31,6 +31,10 @@ _MAY_BE_0 = (
     "recompute_s",
 )
 _RANGES = ("kernels_range", "links_range")
+# What `Hardware.step_factors` may be of.
+MULTIPLY, CONVOLVE, ATTEND, MOVE = "multiply", "convolve", "attend", "move"
+HOST, GATHER, REDUCE, OPTIMIZER = "host", "gather", "reduce", "optimizer"
+STEP_PARTS = (MULTIPLY, CONVOLVE, ATTEND, MOVE, HOST, GATHER, REDUCE, OPTIMIZER)
 # By what the keys of each are: a key that nothing looks up would be ignored.
 _OPERATOR = r"(attention|\w+::\w+) (\w+)"
 _TABLES = {
@@ -51,6 +55,20 @@ def _check_keys(name: str, table: Mapping[str, Points]) -> None:
         dtype = match and form is _OPERATOR and vars(torch).get(match[2])
         if match is None or (form is _OPERATOR and not isinstance(dtype, torch.dtype)):
             raise ValueError(f"{name}: '{key}' has to be like {example}")
+
+
+def _check_factors(name: str, factors: Mapping[str, float]) -> None:
+    for part, factor in factors.items():
+        if part not in STEP_PARTS:
+            raise ValueError(
+                f"Hardware '{name}': step_factors: there is no part '{part}'"
+                f"{did_you_mean(part, STEP_PARTS)}"
+            )
+        if not (factor > 0 and isfinite(factor)):
+            raise ValueError(
+                f"Hardware '{name}': step_factors['{part}'] must be positive and finite, "
+                f"got {factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,11 @@ class Hardware:
         overlap: if ``host_ordered``, the part of a collective that goes on while the host computes.
         disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
             checkpoints, while all ranks write or read; 0: not known.
+        step_factors: how many times as long parts of a step take in a step as they were measured to
+            take: of operators that multiply ("multiply", "convolve", "attend") and that do not
+            ("move"), of the "host" (``launch_s``, ``recompute_s``), of collectives that were
+            measured ("gather", "reduce"), and of the operators of the "optimizer". Those that are
+            not in it: 1.
         source: where the numbers are from.
 
     Raises:
@@ -165,6 +188,7 @@ class Hardware:
     overlap: float = 0.0
     disk_write_bandwidth: float = 0.0
     disk_read_bandwidth: float = 0.0
+    step_factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
@@ -186,6 +210,7 @@ class Hardware:
                 _check_keys(name, getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"Hardware '{self.name}': {error}") from None
+        _check_factors(self.name, self.step_factors)
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))  # hashable
         for i, speed in enumerate(self.speeds):
             if not (speed > 0 and isfinite(speed)):
@@ -200,6 +225,10 @@ class Hardware:
                     f"Hardware '{self.name}': {name} must be two relative speeds with 1 between "
                     f"them, got {list(low_high)}"
                 )
+
+    def step_factor(self, part: str) -> float:
+        """That of one of `STEP_PARTS`."""
+        return self.step_factors.get(part, 1.0)
 
     def library_bytes(self, communicators: int) -> int:
         """Memory of a GPU that no allocator of torch's holds: of CUDA, cuBLAS and NCCL."""
@@ -521,6 +550,10 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
         "matmul_flops": (
             "an object with a number for each dtype",
             isinstance(value, dict) and value != {} and all(map(is_number, value.values())),
+        ),
+        "step_factors": (
+            "an object with a number for each part of a step",
+            isinstance(value, dict) and all(map(is_number, value.values())),
         ),
         "caches_memory": ("true or false", isinstance(value, bool)),
         "host_ordered": ("true or false", isinstance(value, bool)),

@@ -29,6 +29,7 @@ from .curves import Points
 from .hardware import PRESETS, Hardware
 from .in_steps import launch_s, optimizer_launch_s, wait_for
 from .meeting import failing_together, together
+from .reference_steps import ReferenceStep, measured_steps, references_of, shorter, step_factors
 from .timed import OperatorTimes, Timed, tables, two_constants
 from .workloads import CPU, CUDA, QUICK, Step, workloads
 
@@ -81,6 +82,8 @@ def _measured(
     quick: bool, folder: str | os.PathLike[str] | None, name: str, tell: Callable[[str], None]
 ) -> Hardware:
     device = _device()
+    # First: memory is as in a new process, as that of a training is.
+    steps = _steps(device, quick, tell)
     tell("operators")
     kernel_s = _kernel_s(device)
     times = OperatorTimes(device, _overhead_s(device, kernel_s), _threads_per_core())
@@ -99,6 +102,8 @@ def _measured(
     tell("links and disk")
     on_host = device.type == "cpu"
     disk = _disk(Path(folder), 2**20 if quick else _DISK_BYTES) if folder is not None else (0, 0)
+    if not quick:
+        steps = shorter(steps, _steps(device, quick, tell))
     made = replace(
         PRESETS["cpu"] if on_host else PRESETS["h100"],
         name=name,
@@ -117,7 +122,21 @@ def _measured(
         disk_write_bandwidth=disk[0],
         disk_read_bandwidth=disk[1],
     )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        made = _with_factors(made, steps)
     return _agreed(made)
+
+
+def _steps(device: torch.device, quick: bool, tell: Callable[[str], None]) -> list[ReferenceStep]:
+    return measured_steps(references_of(device, quick=quick), device, tell, *([1] * quick))
+
+
+def _with_factors(hardware: Hardware, steps: list[ReferenceStep]) -> Hardware:
+    """With what parts of a step take longer in a step; the source says how close steps are then."""
+    made = replace(hardware, step_factors=step_factors(steps, hardware))
+    errors = [abs(sum(step.predict(made)) / sum(step.seconds) - 1) for step in steps]
+    told = f"median error {median(errors):.0%}, at most {max(errors):.0%}"
+    return replace(made, source=f"fsdp2 measure; {len(steps)} steps of models: {told}")
 
 
 def _device() -> torch.device:

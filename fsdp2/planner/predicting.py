@@ -381,7 +381,7 @@ class _Cells:
 
         def seconds(hardware: Hardware, speed: float) -> float:
             others = [(trace, load.speed * speed) for load in loads]
-            made = simulate_ranks(Simulator(hardware, self._simulator.optimizer), setup, others)
+            made = simulate_ranks(self._simulator.on(hardware), setup, others)
             return outcome_of(candidate, made, self.budget).seconds
 
         outcome = outcome_of(candidate, steps, self.budget)

@@ -14,7 +14,7 @@ from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
 from ..policy import CPUOffloadPolicy
 from .costs import Cost, compute_s, copy_cost, measured_s, stragglers_s, transfer_cost
-from .hardware import Hardware
+from .hardware import HOST, OPTIMIZER, Hardware
 from .schedule import Span, Task, schedule
 
 STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "tensor parallel")
@@ -87,6 +87,12 @@ class Simulator:
         self._compute_s: dict[int, tuple[Compute, float]] = {}
         self._optimizer: dict[object, OptimizerCost] = {}
 
+    def on(self, hardware: Hardware) -> Simulator:
+        """The same on other hardware; what an optimizer does is known there, too."""
+        made = Simulator(hardware, self.optimizer)
+        made._optimizer = self._optimizer
+        return made
+
     def run(
         self,
         trace: StepTrace,
@@ -134,11 +140,12 @@ class Simulator:
         hardware = self.hardware
         if hardware.host_ordered or (not hardware.launch_s and not hardware.call_host_s):
             return []
+        factor = hardware.step_factor(HOST)
         return [
             Cost(
-                hardware.launch_s * len(launch.work.operations)
+                factor * hardware.launch_s * len(launch.work.operations)
                 if isinstance(launch.work, Compute)
-                else hardware.call_host_s
+                else factor * hardware.call_host_s
             )
             for launch in made.launches
         ]
@@ -172,8 +179,9 @@ class Simulator:
         if known is None:  # keep the object, so that its id is not reused
             seconds = compute_s(compute, self.hardware)
             if self.hardware.host_ordered:  # nothing hides the time of the host
-                seconds += self.hardware.launch_s * len(compute.operations)
-                seconds += self.hardware.recompute_s * compute.num_recomputed
+                factor = self.hardware.step_factor(HOST)
+                seconds += factor * self.hardware.launch_s * len(compute.operations)
+                seconds += factor * self.hardware.recompute_s * compute.num_recomputed
             known = self._compute_s[id(compute)] = (compute, seconds)
         return known[1]
 
@@ -190,9 +198,12 @@ class Simulator:
         measured = [measured_s(operation, hardware) for operation in cost.operations]
         if hardware.host_ordered and measured and None not in measured:
             launch_s = hardware.optimizer_launch_s or hardware.launch_s
-            return sum(each or 0.0 for each in measured) + launch_s * len(measured)
+            operators_s = hardware.step_factor(OPTIMIZER) * sum(each or 0.0 for each in measured)
+            return operators_s + hardware.step_factor(HOST) * launch_s * len(measured)
+        if offloaded:
+            return cost.traffic / hardware.host_bandwidth
         bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        return cost.traffic / (hardware.host_bandwidth if offloaded else bandwidth)
+        return hardware.step_factor(OPTIMIZER) * cost.traffic / bandwidth
 
     def _summary(
         self,

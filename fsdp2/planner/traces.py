@@ -135,7 +135,15 @@ class TracedSteps:
             for dtype in trace.matmul_dtypes
             if hardware.rate_of(dtype) != dtype
         ]
-        return [*trace.notes, *without_cost(trace, "list"), *rates]
+        return [*trace.notes, *without_cost(trace, "list"), *rates, *factor_notes(hardware)]
+
+
+def factor_notes(hardware: Hardware) -> list[str]:
+    """What measured hardware says of parts of steps, as a sentence."""
+    if not hardware.step_factors:
+        return []
+    told = ", ".join(f"{part} {factor:.2f}" for part, factor in hardware.step_factors.items())
+    return [f"Parts of a step take longer in a step than alone (step_factors): {told}"]
 
 
 def check_expert_ranks(ranks: Any, traces: TracedSteps) -> None:

@@ -32,6 +32,7 @@ from fsdp2.estimation.tracing import trace_step
 from fsdp2.planner import PRESETS, Hardware, Simulator, find_hardware, measure, write_hardware
 from fsdp2.planner.costs import operation_s, transfer_cost
 from fsdp2.planner.curves import curve, rate_at, rising, seconds_at
+from fsdp2.planner.hardware import STEP_PARTS
 from fsdp2.planner.measure import medians, to_dict
 from fsdp2.planner.outcomes import bound_sentence
 from fsdp2.planner.timed import OperatorTimes, Timed, tables, two_constants
@@ -312,6 +313,8 @@ def test_a_measured_file_is_hardware_for_a_plan(tmp_path: Path) -> None:
     assert hardware.disk_write_bandwidth > 0
     assert hardware.disk_read_bandwidth > 0
     assert {f32, bf16} == hardware.matmul_flops.keys()
+    assert hardware.step_factors.keys() == set(STEP_PARTS)
+    assert "3 steps of models: median error" in hardware.source
     made = plan(model(), torch.randn(8, 64), str(path), 2, activation_checkpointing=("none",))
     assert made.chosen.seconds > 0
     assert made.step.stream_s.keys() > {"compute"}
@@ -424,6 +427,7 @@ from fsdp2.cli.main import main
 import fsdp2.planner
 rank, options = int(os.environ["RANK"]), sys.argv[1:]
 module = sys.modules["fsdp2.planner.measure"]
+module.measured_steps = lambda *args: []
 {script}
 sys.exit(main(options))
 """
