@@ -9,8 +9,8 @@ from statistics import NormalDist
 from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
-from .curves import rate_at, seconds_at
-from .hardware import ATTEND, CONVOLVE, GATHER, MOVE, MULTIPLY, REDUCE, Hardware
+from .curves import Points, rate_at, seconds_at
+from .hardware import ATTEND, CONVOLVE, GATHER, MOVE, MULTIPLY, OPERANDS, REDUCE, Hardware
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
 
@@ -44,7 +44,7 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
     """
     measured = measured_s(operation, hardware)
     if measured is not None:
-        return measured * hardware.step_factor(_part_of(operation))
+        return _in_step_s(operation, measured, hardware)
     rate = hardware.flops_of(operation.dtype)
     if operation.attention:
         rate = min(rate, hardware.attention_flops)
@@ -64,10 +64,7 @@ def measured_s(operation: Operation, hardware: Hardware) -> float | None:
     """
     dtype = str(operation.dtype).removeprefix("torch.")
     if operation.flops:
-        rates = hardware.operator_flops
-        other = "attention" if operation.attention else "aten::mm"
-        names = (operation.operator, other, "aten::mm")
-        found = next((rates[key] for n in names if (key := f"{n} {dtype}") in rates), None)
+        found = _rates(operation, hardware)
         if not found or not operation.nbytes:
             return None
         rate = rate_at(found, operation.flops / operation.nbytes)
@@ -80,13 +77,30 @@ def measured_s(operation: Operation, hardware: Hardware) -> float | None:
     return None
 
 
-def _part_of(operation: Operation) -> str:
-    """Of `STEP_PARTS`."""
+def _rates(operation: Operation, hardware: Hardware) -> Points:
+    """FLOP/s of an operator that multiplies, by arithmetic intensity; empty: there are none."""
+    dtype = str(operation.dtype).removeprefix("torch.")
+    rates = hardware.operator_flops
+    other = "attention" if operation.attention else "aten::mm"
+    names = (operation.operator, other, "aten::mm")
+    return next((rates[key] for n in names if (key := f"{n} {dtype}") in rates), ())
+
+
+def _in_step_s(operation: Operation, measured: float, hardware: Hardware) -> float:
+    """What was measured, times the factors of its parts.
+
+    A multiplication has two: what its FLOPs take at the highest rate, and the rest, which is for
+    its operands.
+    """
     if not operation.flops:
-        return MOVE
+        return measured * hardware.step_factor(MOVE)
     if operation.attention:
-        return ATTEND
-    return CONVOLVE if "conv" in operation.operator else MULTIPLY
+        return measured * hardware.step_factor(ATTEND)
+    if "conv" in operation.operator:
+        return measured * hardware.step_factor(CONVOLVE)
+    least = operation.flops / max(rate for _, rate in _rates(operation, hardware))
+    rest = max(0.0, measured - least)
+    return least * hardware.step_factor(MULTIPLY) + rest * hardware.step_factor(OPERANDS)
 
 
 def compute_s(compute: Compute, hardware: Hardware) -> float:

@@ -32,9 +32,10 @@ _MAY_BE_0 = (
 )
 _RANGES = ("kernels_range", "links_range")
 # What `Hardware.step_factors` may be of.
-MULTIPLY, CONVOLVE, ATTEND, MOVE = "multiply", "convolve", "attend", "move"
+MULTIPLY, OPERANDS = "multiply", "operands"
+CONVOLVE, ATTEND, MOVE = "convolve", "attend", "move"
 HOST, GATHER, REDUCE, OPTIMIZER = "host", "gather", "reduce", "optimizer"
-STEP_PARTS = (MULTIPLY, CONVOLVE, ATTEND, MOVE, HOST, GATHER, REDUCE, OPTIMIZER)
+STEP_PARTS = (MULTIPLY, OPERANDS, CONVOLVE, ATTEND, MOVE, HOST, GATHER, REDUCE, OPTIMIZER)
 # By what the keys of each are: a key that nothing looks up would be ignored.
 _OPERATOR = r"(attention|\w+::\w+) (\w+)"
 _TABLES = {
@@ -131,10 +132,10 @@ class Hardware:
         disk_write_bandwidth, disk_read_bandwidth: bytes per second of a rank to the folder of
             checkpoints, while all ranks write or read; 0: not known.
         step_factors: how many times as long parts of a step take in a step as they were measured to
-            take: of operators that multiply ("multiply", "convolve", "attend") and that do not
-            ("move"), of the "host" (``launch_s``, ``recompute_s``), of collectives that were
-            measured ("gather", "reduce"), and of the operators of the "optimizer". Those that are
-            not in it: 1.
+            take: of multiplications what their FLOPs take at the highest rate ("multiply") and the
+            rest ("operands"), of other operators ("convolve", "attend", "move"), of the "host"
+            (``launch_s``, ``recompute_s``), of collectives that were measured ("gather", "reduce"),
+            and of the operators of the "optimizer". Those that are not in it: 1.
         source: where the numbers are from.
 
     Raises:

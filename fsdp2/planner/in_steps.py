@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -99,7 +99,11 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def times(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, rounds: int) -> list[float]:
-    """Seconds of each, which take turns: medians, of which the slowest rank's count."""
+    """Seconds of each, which take turns; of a turn the slowest rank's count.
+
+    Of turns the lower quartile: their differences are what is asked for, and other programs make
+    some turns longer, none shorter.
+    """
     found: list[list[float]] = [[] for _ in calls]
     for i in range(rounds + _WARM_UP):
         for call, seconds in zip(calls, found, strict=True):
@@ -110,7 +114,7 @@ def times(calls: Sequence[Callable[[], Any]], group: dist.ProcessGroup, rounds: 
                 seconds.append(time.perf_counter() - start)
     slowest = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return [median(each) for each in slowest.tolist()]
+    return [quantiles(each, n=4, method="inclusive")[0] for each in slowest.tolist()]
 
 
 # -- the host ------------------------------------------------------------------------------------

@@ -33,12 +33,13 @@ from .meeting import together
 from .reference_models import CPU, CUDA, QUICK, Reference
 from .simulate import Simulator
 
-_STRATEGIES = ("full", "grad", "none")
+_UNSHARDED = "unsharded"  # by each rank for itself: tells compute from communication
+_STRATEGIES = (_UNSHARDED, "full", "grad", "none")
 _ROUNDS, _WARM_UP = 4, 2
 _MOST = 3.0  # what a factor, or one over it, may be
-# Squares of errors of steps, taken to be 5 % or so, over those of factors, 30 %: a part of which
+# Squares of errors of steps, taken to be 10 % or so, over those of factors, 30 %: a part of which
 # steps say little keeps its time.
-_STIFFNESS = 0.03
+_STIFFNESS = 0.1
 
 
 def _policy(device: torch.device) -> MixedPrecisionPolicy:
@@ -55,13 +56,14 @@ class ReferenceStep:
     """One that was measured.
 
     Attributes:
-        seconds: of forward and backward, and of the optimizer.
+        seconds: of forward and backward and, where parameters are as in a training on these ranks,
+            of the optimizer.
         predict: the same, predicted for hardware.
     """
 
     name: str
-    seconds: tuple[float, float]
-    predict: Callable[[Hardware], tuple[float, float]]
+    seconds: Sequence[float]
+    predict: Callable[[Hardware], Sequence[float]]
 
 
 class _Trainee:
@@ -74,7 +76,7 @@ class _Trainee:
             torch.manual_seed(0)  # all ranks begin with the same values
             model = reference.make()
             self.batches = {n: reference.batch(n) for n in reference.samples}
-        if mesh is not None:
+        if mesh is not None and strategy != _UNSHARDED:
             model = shard_model(model, mesh, strategy=strategy, mp_policy=_policy(device))
         self._model, self._loss, self._device = model, reference.loss, device
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -105,7 +107,7 @@ def measured_steps(
     found = []
     for name, reference in references.items():
         progress(f"steps of a model: {name}")
-        strategies = _STRATEGIES if mesh is not None else ("none",)
+        strategies = _STRATEGIES if mesh is not None else (_UNSHARDED,)
         trainees = {each: _Trainee(reference, each, mesh, device) for each in strategies}
         for _ in range(rounds + _WARM_UP):
             for samples in reference.samples:
@@ -115,8 +117,8 @@ def measured_steps(
         predictor = Predictor(reference, world, device)
         for strategy, trainee in trainees.items():
             for samples, seconds in trainee.seconds.items():
-                slowest = _slowest(seconds[_WARM_UP:], device)
                 predict = predictor.of(strategy, samples)
+                slowest = _slowest(seconds[_WARM_UP:], device)[: predictor.num_parts(strategy)]
                 found.append(ReferenceStep(f"{name}, {strategy}, {samples}", slowest, predict))
         del trainees
         gc.collect()
@@ -126,7 +128,7 @@ def measured_steps(
 def shorter(first: Sequence[ReferenceStep], again: Sequence[ReferenceStep]) -> list[ReferenceStep]:
     """Of the same steps, measured twice: what took less time, as other programs take some."""
     return [
-        replace(a, seconds=(min(a.seconds[0], b.seconds[0]), min(a.seconds[1], b.seconds[1])))
+        replace(a, seconds=tuple(map(min, a.seconds, b.seconds)))
         for a, b in zip(first, again, strict=True)
     ]
 
@@ -149,22 +151,28 @@ class Predictor:
         self._traces: dict[int, tuple[StepTrace, Sequence[UnitDescription]]] = {}
         self._simulator: Simulator | None = None
 
-    def of(self, strategy: str, samples: int) -> Callable[[Hardware], tuple[float, float]]:
-        """Seconds of forward and backward, and of the optimizer, of a step on hardware."""
+    def num_parts(self, strategy: str) -> int:
+        """How many of a step's two parts are predicted: on many ranks, optimizers are taken to have
+        DTensors."""
+        return 1 if strategy == _UNSHARDED and self._world > 1 else 2
 
-        def predict(hardware: Hardware) -> tuple[float, float]:
+    def of(self, strategy: str, samples: int) -> Callable[[Hardware], Sequence[float]]:
+        """Seconds of forward and backward, and of the optimizer, of a step on hardware."""
+        unsharded = strategy == _UNSHARDED
+
+        def predict(hardware: Hardware) -> Sequence[float]:
             trace, units = self._trace(samples)
             setup = make_setup(
                 units,
-                self._world,
-                strategy=strategy,
+                1 if unsharded else self._world,
+                strategy="none" if unsharded else strategy,
                 mp_policy=self._policy,
                 device_type=self._device.type,
             )
             known = self._simulator
             self._simulator = Simulator(hardware) if known is None else known.on(hardware)
             made = self._simulator.run(trace, setup)
-            return made.seconds - made.optimizer_s, made.optimizer_s
+            return (made.seconds - made.optimizer_s, made.optimizer_s)[: self.num_parts(strategy)]
 
         return predict
 

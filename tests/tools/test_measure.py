@@ -314,7 +314,7 @@ def test_a_measured_file_is_hardware_for_a_plan(tmp_path: Path) -> None:
     assert hardware.disk_read_bandwidth > 0
     assert {f32, bf16} == hardware.matmul_flops.keys()
     assert hardware.step_factors.keys() == set(STEP_PARTS)
-    assert "3 steps of models: median error" in hardware.source
+    assert "4 steps of models: median error" in hardware.source
     made = plan(model(), torch.randn(8, 64), str(path), 2, activation_checkpointing=("none",))
     assert made.chosen.seconds > 0
     assert made.step.stream_s.keys() > {"compute"}

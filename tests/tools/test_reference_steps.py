@@ -53,7 +53,7 @@ def test_factors_with_which_steps_were_made_are_found() -> None:
     real = replace(hardware, step_factors=made)
     steps = []
     predictor = Predictor(QUICK["many"], 2, torch.device("cpu"))
-    for strategy, samples in product(("full", "grad", "none"), (2, 64)):
+    for strategy, samples in product(("unsharded", "full", "grad", "none"), (2, 64)):
         predicted = predictor.of(strategy, samples)
         steps.append(ReferenceStep(strategy, predicted(real), predicted))
     found = step_factors(steps, hardware)
@@ -66,7 +66,7 @@ def test_factors_with_which_steps_were_made_are_found() -> None:
             sum(step.predict(each)) / sum(step.seconds)
             for each in (hardware, replace(hardware, step_factors=found))
         )
-        assert abs(after - 1) < 0.03 < abs(before - 1)
+        assert abs(after - 1) < 0.05 < abs(before - 1)
 
 
 def test_what_steps_hardly_depend_on_keeps_its_time() -> None:
@@ -85,7 +85,6 @@ def test_operators_and_collectives_take_their_factor() -> None:
     hardware, plain = measured(step_factors=factors), measured()
     flops = 10**6
     for part, operation in {
-        "multiply": Operation(flops, 10**5, f32, operator="aten::addmm"),
         "convolve": Operation(flops, 10**5, f32, operator="aten::convolution_backward"),
         "attend": Operation(flops, 10**5, f32, attention=True, operator="aten::flash"),
         "move": Operation(0, 10**5, f32, operator="aten::native_layer_norm"),
@@ -100,6 +99,17 @@ def test_operators_and_collectives_take_their_factor() -> None:
             / transfer_cost(transfer, ring, plain).total_s
         )
         assert ratio == pytest.approx(factors["gather" if kind == "all_gather" else "reduce"])
+    # At a tenth of the highest rate, nine tenths of the time are for the operands.
+    slow, fast = (Operation(flops, n, f32, operator="aten::addmm") for n in (10**6, 10**5))
+    every_kernel_s = 1e-6
+    least_s, rest_s = 1e-3, 9e-3 + every_kernel_s
+    assert operation_s(slow, plain) == pytest.approx(least_s + rest_s)
+    assert operation_s(slow, hardware) == pytest.approx(
+        factors["multiply"] * least_s + factors["operands"] * rest_s
+    )
+    assert operation_s(fast, hardware) == pytest.approx(
+        factors["multiply"] * least_s + factors["operands"] * every_kernel_s
+    )
     # What was not measured is by the data sheet.
     assert operation_s(Operation(flops, 1, torch.bfloat16), hardware) == operation_s(
         Operation(flops, 1, torch.bfloat16), plain
