@@ -10,7 +10,8 @@ from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
 from .curves import Points, rate_at, seconds_at
-from .hardware import ATTEND, CONVOLVE, GATHER, MOVE, MULTIPLY, OPERANDS, REDUCE, Hardware
+from .hardware import ATTEND, CALL, CONVOLVE, GATHER, MOVE, MULTIPLY, OPERANDS, REDUCE, Hardware
+from .hardware import HOST as HOST_PART
 
 NODE, NETWORK, HOST = "node", "network", "host"  # links
 
@@ -44,7 +45,7 @@ def operation_s(operation: Operation, hardware: Hardware) -> float:
     """
     measured = measured_s(operation, hardware)
     if measured is not None:
-        return _in_step_s(operation, measured, hardware)
+        return _operator_in_step_s(operation, measured, hardware)
     rate = hardware.flops_of(operation.dtype)
     if operation.attention:
         rate = min(rate, hardware.attention_flops)
@@ -86,21 +87,25 @@ def _rates(operation: Operation, hardware: Hardware) -> Points:
     return next((rates[key] for n in names if (key := f"{n} {dtype}") in rates), ())
 
 
-def _in_step_s(operation: Operation, measured: float, hardware: Hardware) -> float:
-    """What was measured, times the factors of its parts.
+def in_step_s(measured: float, part: str, hardware: Hardware) -> float:
+    """What an operator was measured to take, times the factors of steps.
 
-    A multiplication has two: what its FLOPs take at the highest rate, and the rest, which is for
-    its operands.
+    Where the host orders everything, what every operator takes is the host's.
     """
+    start = min(measured, hardware.kernel_s) if hardware.host_ordered else 0.0
+    return start * hardware.step_factor(HOST_PART) + (measured - start) * hardware.step_factor(part)
+
+
+def _operator_in_step_s(operation: Operation, measured: float, hardware: Hardware) -> float:
     if not operation.flops:
-        return measured * hardware.step_factor(MOVE)
+        return in_step_s(measured, MOVE, hardware)
     if operation.attention:
-        return measured * hardware.step_factor(ATTEND)
+        return in_step_s(measured, ATTEND, hardware)
     if "conv" in operation.operator:
-        return measured * hardware.step_factor(CONVOLVE)
+        return in_step_s(measured, CONVOLVE, hardware)
     least = operation.flops / max(rate for _, rate in _rates(operation, hardware))
-    rest = max(0.0, measured - least)
-    return least * hardware.step_factor(MULTIPLY) + rest * hardware.step_factor(OPERANDS)
+    operands = in_step_s(max(0.0, measured - least), OPERANDS, hardware)
+    return least * hardware.step_factor(MULTIPLY) + operands
 
 
 def compute_s(compute: Compute, hardware: Hardware) -> float:
@@ -187,8 +192,9 @@ def _measured_transfer(transfer: Transfer, ring: Ring, hardware: Hardware) -> Co
     link = NODE if ring.num_nodes == 1 else NETWORK
     latency += hardware.message_s * max(0, transfer.messages - 1)
     latency += hardware.param_s * max(0, transfer.params - 1)
-    factor = hardware.step_factor(GATHER if transfer.kind == "all_gather" else REDUCE)
-    return Cost(factor * latency, factor * (whole - points[0][1]), link, occupies=True)
+    latency *= hardware.step_factor(CALL)
+    rest = hardware.step_factor(GATHER if transfer.kind == "all_gather" else REDUCE)
+    return Cost(latency, rest * (whole - points[0][1]), link, occupies=True)
 
 
 def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:

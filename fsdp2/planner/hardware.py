@@ -34,8 +34,8 @@ _RANGES = ("kernels_range", "links_range")
 # What `Hardware.step_factors` may be of.
 MULTIPLY, OPERANDS = "multiply", "operands"
 CONVOLVE, ATTEND, MOVE = "convolve", "attend", "move"
-HOST, GATHER, REDUCE, OPTIMIZER = "host", "gather", "reduce", "optimizer"
-STEP_PARTS = (MULTIPLY, OPERANDS, CONVOLVE, ATTEND, MOVE, HOST, GATHER, REDUCE, OPTIMIZER)
+HOST, CALL, GATHER, REDUCE, OPTIMIZER = "host", "call", "gather", "reduce", "optimizer"
+STEP_PARTS = (MULTIPLY, OPERANDS, CONVOLVE, ATTEND, MOVE, HOST, CALL, GATHER, REDUCE, OPTIMIZER)
 # By what the keys of each are: a key that nothing looks up would be ignored.
 _OPERATOR = r"(attention|\w+::\w+) (\w+)"
 _TABLES = {
@@ -134,8 +134,9 @@ class Hardware:
         step_factors: how many times as long parts of a step take in a step as they were measured to
             take: of multiplications what their FLOPs take at the highest rate ("multiply") and the
             rest ("operands"), of other operators ("convolve", "attend", "move"), of the "host"
-            (``launch_s``, ``recompute_s``), of collectives that were measured ("gather", "reduce"),
-            and of the operators of the "optimizer". Those that are not in it: 1.
+            (``launch_s``, ``recompute_s``; ``kernel_s``, if ``host_ordered``), of collectives that
+            were measured what the smallest take ("call") and the rest ("gather", "reduce"), and of
+            the operators of the "optimizer". Those that are not in it: 1.
         source: where the numbers are from.
 
     Raises:

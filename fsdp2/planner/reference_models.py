@@ -2,7 +2,8 @@
 
 Each kind is bound by something else, so that their steps tell apart what the parts of a step are
 longer by: multiplications (words), convolutions (images), bytes of parameters and of their
-gradients (wide), and the host (many).
+gradients (wide), and the host (many). Parameters, gradients and the state of the optimizer, of all
+strategies together, are more than caches hold, as those of models that are worth sharding.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _many(
 CPU = {
     "words": _words(2500, 320, 3, 80, (1, 5)),
     "images": Reference(
-        lambda: _images((28, 56, 104, 200)), lambda n: torch.randn(n, 3, 28, 28), _first_of, (3, 9)
+        lambda: _images((36, 72, 152, 296)), lambda n: torch.randn(n, 3, 28, 28), _first_of, (3, 10)
     ),
     "wide": Reference(
         lambda: _wide((640, 2400, 1344, 2400, 100)),
@@ -138,7 +139,7 @@ CPU = {
         _first_of,
         (32, 160),
     ),
-    "many": _many(80, 112, 18, 40, (2, 12)),
+    "many": _many(104, 168, 28, 44, (2, 10)),
 }
 CUDA = {
     "words": _words(16000, 1024, 4, 1024, (2, 8)),

@@ -34,7 +34,7 @@ from .reference_models import CPU, CUDA, QUICK, Reference
 from .simulate import Simulator
 
 _UNSHARDED = "unsharded"  # by each rank for itself: tells compute from communication
-_STRATEGIES = (_UNSHARDED, "full", "grad", "none")
+_SHARDED = ("full", "grad", "none")
 _ROUNDS, _WARM_UP = 4, 2
 _MOST = 3.0  # what a factor, or one over it, may be
 # Squares of errors of steps, taken to be 10 % or so, over those of factors, 30 %: a part of which
@@ -49,6 +49,12 @@ def _policy(device: torch.device) -> MixedPrecisionPolicy:
 def _devices(device: torch.device) -> list[torch.device]:
     """Those with a generator of random numbers of their own."""
     return [] if device.type == "cpu" else [device]
+
+
+def _strategies(device: torch.device) -> list[str]:
+    """Where sharding casts parameters, too, nothing unsharded computes the same."""
+    casts = _policy(device).param_dtype is not None
+    return [*_SHARDED] if casts else [_UNSHARDED, *_SHARDED]
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,10 @@ def measured_steps(
     """Train each reference in each strategy, which take turns. All ranks call this."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = init_device_mesh(device.type, (world,)) if world > 1 else None
+    strategies = _strategies(device) if mesh is not None else [_UNSHARDED]
     found = []
     for name, reference in references.items():
         progress(f"steps of a model: {name}")
-        strategies = _STRATEGIES if mesh is not None else (_UNSHARDED,)
         trainees = {each: _Trainee(reference, each, mesh, device) for each in strategies}
         for _ in range(rounds + _WARM_UP):
             for samples in reference.samples:
@@ -120,7 +126,7 @@ def measured_steps(
                 predict = predictor.of(strategy, samples)
                 slowest = _slowest(seconds[_WARM_UP:], device)[: predictor.num_parts(strategy)]
                 found.append(ReferenceStep(f"{name}, {strategy}, {samples}", slowest, predict))
-        del trainees
+        del trainees, trainee
         gc.collect()
     return found
 

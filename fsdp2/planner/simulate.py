@@ -13,7 +13,7 @@ from ..estimation.events import Compute, StepTrace
 from ..estimation.optimizers import OptimizerCost
 from ..estimation.replay import Replay, Setup, replay
 from ..policy import CPUOffloadPolicy
-from .costs import Cost, compute_s, copy_cost, measured_s, stragglers_s, transfer_cost
+from .costs import Cost, compute_s, copy_cost, in_step_s, measured_s, stragglers_s, transfer_cost
 from .hardware import HOST, OPTIMIZER, Hardware
 from .schedule import Span, Task, schedule
 
@@ -198,7 +198,7 @@ class Simulator:
         measured = [measured_s(operation, hardware) for operation in cost.operations]
         if hardware.host_ordered and measured and None not in measured:
             launch_s = hardware.optimizer_launch_s or hardware.launch_s
-            operators_s = hardware.step_factor(OPTIMIZER) * sum(each or 0.0 for each in measured)
+            operators_s = sum(in_step_s(each or 0.0, OPTIMIZER, hardware) for each in measured)
             return operators_s + hardware.step_factor(HOST) * launch_s * len(measured)
         if offloaded:
             return cost.traffic / hardware.host_bandwidth
