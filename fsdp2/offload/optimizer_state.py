@@ -21,8 +21,8 @@ from ..optim.stepping import (
     KEPT,
     check_optimizer,
     original_name,
-    own_attributes,
     raw_step,
+    remembered_attributes,
     replace_step,
 )
 from .paging import Counts, Options, Page, chunks_of
@@ -253,7 +253,7 @@ class Pager:
             for g in groups
         ]
         options = [{k: v for k, v in g.items() if k != "params"} for g in shown]
-        attributes = own_attributes(optimizer)
+        attributes = remembered_attributes(optimizer)
         optimizer.param_groups, optimizer.state = shown, inner
         try:
             result = raw(optimizer, *args, **kwargs)
@@ -284,7 +284,7 @@ class Pager:
             for name in now
             if name != "params" and before.get(name, self) is not now[name]
         ]
-        now = own_attributes(optimizer)
+        now = remembered_attributes(optimizer)
         names += [name for name in now if attributes.get(name, self) is not now[name]]
         if names or inner:
             what = ", ".join(names) or "an entry of its own in its state"

@@ -8,6 +8,7 @@ from ..common import torch_private as torch_private  # isort: split
 
 from .exchange import Layout
 from .flat import flat_step
+from .in_backward import step_in_backward
 from .local import local_step
 from .muon import Muon, orthogonalize
 from .norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -27,5 +28,6 @@ __all__ = [
     "local_step",
     "orthogonalize",
     "run_whole",
+    "step_in_backward",
     "whole_step",
 ]

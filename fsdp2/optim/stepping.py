@@ -19,7 +19,7 @@ from .values import copied
 # Called with the optimizer, its own step (without hooks), and the arguments of `step`.
 Runner = Callable[..., Any]
 # Attributes of an optimizer that torch or this package set: not part of what it remembers.
-_NOT_ITS_OWN = {"param_groups", "state", "defaults", "step"}
+_NOT_ITS_OWN = {"param_groups", "state", "defaults", "step", "_local_view"}
 # An attribute that copies of the optimizer keep.
 KEPT = "_fsdp2_options"
 
@@ -147,6 +147,12 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
         and not name.startswith(("_optimizer_", "_fsdp2_", "_zero_grad", "_warned"))
         and name != "_opt_called"
     }
+
+
+def remembered_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """`own_attributes` that a step might change to remember something."""
+    # torch notes there that it has seen the device and the dtypes.
+    return {k: v for k, v in own_attributes(optimizer).items() if not k.startswith("_need_device")}
 
 
 @contextmanager

@@ -362,6 +362,8 @@ def about_to_write(unit: Unit) -> None:
     """Reshard ``unit``, whose sharded parameters are about to be loaded."""
     if unit.runtime is not None:
         runtime = runtime_of(unit)
+        if runtime.early_steps is not None:
+            runtime.early_steps.before_load(runtime)
         runtime.reshard(unit)  # what was gathered is about to be out of date
         # The load comes after the optimizer step that the event marks: with it, the next gather
         # would read the shards before they are written.
@@ -443,6 +445,9 @@ class StateDictHooks:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
+        runtime = self.unit.runtime
+        if runtime is not None and runtime.early_steps is not None:
+            runtime.early_steps.check_read(self.unit)
         # The hooks of all modules of a unit run in turns: looking at all of its parameters in each
         # would take time with the square of their number (a second for a model in one unit).
         if self.unit.registration.shows_sharded(module):

@@ -23,7 +23,7 @@ they run at different times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from operator import attrgetter, is_
@@ -184,7 +184,7 @@ class Reduction:
         if self.bucket.shard_device != self.bucket.device and any(
             params[i].sharded._post_accumulate_grad_hooks for i in self.plan.present
         ):
-            streams.wait_on_host(self._event)  # an optimizer in backward steps on the host
+            self.wait_on_host(streams)  # an optimizer in backward steps on the host
         if not self.waits:
             self._attach()
         self._release()
@@ -202,6 +202,10 @@ class Reduction:
         self._release()
         for param in self._attached:  # before a hook of the user's raised
             param.grad = None
+
+    def wait_on_host(self, streams: Streams) -> None:
+        """Of one that is complete, with offloaded gradients: wait until they are there."""
+        streams.wait_on_host(self._event)
 
     def _wait(self, streams: Streams) -> None:
         """Let compute use the result."""
@@ -440,6 +444,7 @@ class _Launched:
     """The reductions of one unit that are launched together."""
 
     unit_name: str
+    completed: Callable[[Reduction], None] | None = None
     nbytes: int = 0
     reductions: list[Reduction] = field(default_factory=list)
 
@@ -478,11 +483,13 @@ class ReductionsInFlight:
         *,
         unit_name: str,
         max_units: int | None,
+        completed: Callable[[Reduction], None] | None = None,
     ) -> None:
         """Launch the reductions of one unit, after making room for them.
 
         Args:
             max_units: how many units may be in flight; None: ``max_bytes`` limits them.
+            completed: called with each that is complete.
         """
         # [Note: the order of launches]
         # 1. Room is made before the launch, which allocates: the other way round the limit on
@@ -492,7 +499,7 @@ class ReductionsInFlight:
         # 3. Host-ordered devices have no queue behind a reduce-scatter: the host has to finish it
         #    and start the all-reduce. It does so for all but the newest, which has just begun:
         #    finishing that too would leave nothing to overlap with compute.
-        new = _Launched(unit_name)
+        new = _Launched(unit_name, completed)
         for reduction in reductions:
             new.nbytes += reduction.nbytes
         if self._launched:
@@ -560,6 +567,8 @@ class ReductionsInFlight:
             except RuntimeError as error:
                 launched.reraise(error, reduction)
             del launched.reductions[0]
+            if launched.completed is not None:
+                launched.completed(reduction)
         self._launched.popleft()
 
     def discard(self, streams: Streams) -> None:

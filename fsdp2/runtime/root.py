@@ -19,7 +19,9 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost
+from ..optim.in_backward import registered as steppers
 from .deferred_reductions import run_deferred
+from .early_steps import EarlySteps
 from .finalization import Finalization
 from .first_forward import FirstForward
 from .forwards import Forwards, Pass, modules_being_called
@@ -52,6 +54,7 @@ class Runtime:
         first_forward: what ranks compare before the first forward; None: nothing (any more).
         forwards: forwards that backward may still reach.
         budget: the limit on gathered bytes, if there is one.
+        early_steps: what was stepped in backward; None where no optimizer does that.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: torch.device) -> None:
@@ -67,6 +70,7 @@ class Runtime:
         self._offloads = any(unit.config.offload for unit in units)
         self.is_last_backward = True
         self.finalization = Finalization(root.config.manual_finalization)
+        self.early_steps: EarlySteps | None = None
         self.first_forward: FirstForward | None = None
         self.optimizer_event: Event = None
         # Forward: the unit whose forward is the outermost now, and the order of units' forwards.
@@ -145,6 +149,8 @@ class Runtime:
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
+        if self.early_steps is not None:
+            self.early_steps.check_forward()
         # Before anything is gathered: ranks with different models would hang in the first gather,
         # and could not say why.
         if self.first_forward is not None and self.first_forward.is_due():
@@ -353,6 +359,9 @@ class Runtime:
             return
         if self.forward_root is not None:
             self._notice_failed_forward()
+        if steppers:
+            self.early_steps = self.early_steps or EarlySteps()
+            self.early_steps.begin_backward()
         self.in_backward = True
         self.middle = None
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
@@ -418,11 +427,13 @@ class Runtime:
             unit.free_reduced_early(taken, self.streams)
         reductions = gradients.make_reductions(taken, final=final)
         if reductions:
+            early = self.early_steps
             self.reductions.launch(
                 reductions,
                 self.streams,
                 unit_name=unit.name,
                 max_units=config.max_input_buffers,
+                completed=None if early is None else early.follow(self, unit),
             )
 
     def _reduce_early(self, parent: Unit) -> None:
@@ -498,6 +509,8 @@ class Runtime:
             for unit in self.units:
                 unit.gradients.refuse_graph()
         self.reductions.attached.clear()
+        if self.early_steps is not None:
+            self.early_steps.end_iteration()
         self.forwards.forget_ungraphed()
         self.finalization.end()
 
@@ -584,7 +597,10 @@ class Runtime:
                 backward that raised has added to them.
         """
         lost: list[str] = []
+        stepped: RuntimeError | None = None
         if self.in_backward or discard:
+            if self.early_steps is not None:
+                stepped = self.early_steps.abandon()
             lost = [
                 unit.name
                 for unit in self.units
@@ -617,6 +633,8 @@ class Runtime:
         self.finalization.end()
         self.forward_root = None
         # Last: a caller that goes on without these gradients finds a tree that works.
+        if stepped is not None:
+            raise stepped
         if lost:
             raise accumulation_lost(lost)
 

@@ -49,6 +49,14 @@ class Budget(Protocol):
     def make_room(self, unit: Unit, streams: Streams) -> None: ...
 
 
+class Stepped(Protocol):
+    """What a unit needs to know of steps in backward: of `early_steps.EarlySteps`."""
+
+    def check_gather(self, unit: Unit) -> None: ...
+
+    def check_read(self, unit: Unit) -> None: ...
+
+
 class TreeRuntime(Protocol):
     """What a unit needs of the runtime of its tree: of `root.Runtime`, which imports this file."""
 
@@ -57,6 +65,9 @@ class TreeRuntime(Protocol):
 
     @property
     def budget(self) -> Budget | None: ...
+
+    @property
+    def early_steps(self) -> Stepped | None: ...
 
     orders: dict[Unit, list[Unit]]
 
@@ -259,6 +270,8 @@ class Unit:
         """Allocate and start the all-gathers of all buckets."""
         assert self.state in RESHARDED
         param_group, config = self.param_group, self.config
+        if self.runtime.early_steps is not None:
+            self.runtime.early_steps.check_gather(self)
         budget = self.runtime.budget
         if param_group.dirty or not param_group.materialized:
             if budget is not None:

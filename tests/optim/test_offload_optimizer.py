@@ -353,6 +353,22 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_what_torch_notes_about_fused_steps_is_not_remembered(kind: Any) -> None:
+    options = {"lr": 0.1, "fused": True} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    plain = copy.deepcopy(model)
+    right = kind(plain.parameters(), **options)
+    optimizer = offload_optimizer(kind(model.parameters(), **options), **SMALL)
+    for _ in range(2):
+        for each, stepping in ((model, optimizer), (plain, right)):
+            each(torch.ones(2, 40)).square().sum().backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert_same(model, optimizer, plain, right)
+
+
 def test_errors_of_the_disk_are_raised_in_the_step(tmp_path: Path) -> None:
     model = nn.Linear(40, 40)
     optimizer = offload_optimizer(torch.optim.Adam(model.parameters()), tmp_path, **SMALL)
