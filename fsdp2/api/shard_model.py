@@ -39,8 +39,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from ..common.suggestions import did_you_mean
-from ..policy import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from ..runtime.unit import unit_of
+from ..policy import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from ..runtime.unit import Unit, unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
 from .comm_settings import checked_budget
@@ -113,6 +119,7 @@ def shard_model(
     comm_policy: CommPolicy | None = None,
     max_gathered_bytes: int | None = None,
     shard_granularity: Granularity = None,
+    max_device_bytes: int | None = None,
 ) -> M:
     """Shard a whole model in place with a named strategy: one call instead of one per unit.
 
@@ -148,13 +155,17 @@ def shard_model(
         max_gathered_bytes: limit on the bytes of gathered parameters, which then decides how many
             units are gathered ahead; see `FSDPModule.set_max_gathered_bytes`. None: no limit.
         shard_granularity: as in `fully_shard`, for all units.
+        max_device_bytes: with `CPUOffloadPolicy`, bytes of shards and their gradients on each rank
+            that stay on the device: the units are gone through from the first, and those that still
+            fit are not offloaded. Their optimizer state is on the device, too, beside these bytes.
+            None: 0.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: for an unknown strategy, a mesh that does not fit it, or a ``wrap`` that does
-            not fit the model.
+        ValueError: for an unknown strategy, a mesh that does not fit it, a ``wrap`` that does not
+            fit the model, or ``max_device_bytes`` without `CPUOffloadPolicy`.
         TypeError: for arguments of the wrong type.
 
     Example:
@@ -166,6 +177,7 @@ def shard_model(
     _checked_numbers(replicate_below, prefetch)
     if max_gathered_bytes is not None:
         checked_budget("max_gathered_bytes", max_gathered_bytes)
+    left = _checked_device_bytes(max_device_bytes, offload_policy)
     units = units_of(model, wrap, ignored_params=ignored_params or ())
     mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
     options: dict[str, Any] = {
@@ -191,6 +203,7 @@ def shard_model(
         else:
             reshard = reshard_of(unit, chosen, reshard_after_forward)
             fully_shard(whole, reshard_after_forward=reshard, **options)
+        left = _keep_on_device(unit_of(members[0]), left)
         config = unit_of(members[0]).config
         config.strategy = chosen.name
         config.gathered_once = chosen.gathered_once
@@ -199,6 +212,41 @@ def shard_model(
         _set_prefetch(units, modules, prefetch)
     unit_of(model).config.max_gathered_bytes = max_gathered_bytes
     return model
+
+
+def _checked_device_bytes(value: int | None, policy: OffloadPolicy) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"max_device_bytes must be an int (bytes), got {value!r}")
+    if value < 0:
+        raise ValueError(f"max_device_bytes must not be negative, got {value}")
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise ValueError(
+            "max_device_bytes says what CPUOffloadPolicy leaves on the device: pass "
+            "offload_policy=CPUOffloadPolicy(), or leave it out"
+        )
+    return value
+
+
+def _keep_on_device(unit: Unit, left: int) -> int:
+    """Bring an offloaded unit back if it fits into ``left`` bytes; returns what is left then."""
+    # From the first: its gradients are the last of backward, so that nothing would go on beside
+    # their way to the host. One after the other, so that page-locked memory is used again. By sizes
+    # that are the same on all ranks, with padding.
+    nbytes = sum(
+        bucket.layout.shard_numel
+        * (
+            bucket.orig_dtype.itemsize
+            + bucket.grad_dtype.itemsize * bucket.params[0].sharded.requires_grad
+        )
+        for bucket in unit.buckets
+    )
+    if not unit.config.offload or nbytes > left:
+        return left
+    unit.config.offload_policy = OffloadPolicy()
+    unit.param_group.reshard_storage()
+    return left - nbytes
 
 
 def reshard_of(
