@@ -1,4 +1,4 @@
-"""What fits in how many bytes with `offload_activations` and `offload_optimizer`, at what speed.
+"""What fits in how many bytes with offload to host memory, at what speed.
 
     python -m benchmarks.offload [--rounds 5] [--write docs/offload.md]
 
@@ -8,6 +8,9 @@ the most of that state that is on it (optimizers). Times are medians over interl
 ratios within a round to a step with nothing offloaded. Without a GPU the device is the test device
 of tests/support: its bytes are those of any device, its times say nothing about a GPU. State in
 files is timed beside state in memory for parameters on the CPU, where nothing is simulated.
+
+Steps in backward are timed on the device as it is, whose kernels take the cores that steps take,
+and on one whose kernels also sleep, as if it computed elsewhere: that shows what is hidden.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import offload_activations, offload_optimizer
-from fsdp2.optim import local_step
+from fsdp2 import CPUOffloadPolicy, fully_shard, offload_activations, offload_optimizer
+from fsdp2.optim import local_step, step_in_backward
 
 from . import machine
 from .models import Stack, StackConfig
@@ -35,6 +40,10 @@ from .report import row, write_readme
 
 CONFIG = StackConfig(width=256, hidden=640, num_blocks=8, num_heads=4)
 SHAPE = (4, 128, 256)  # batch, tokens, width
+# For steps in backward: parameters enough for a step that counts, and little to compute.
+LARGE = StackConfig(width=768, hidden=1920, num_blocks=8, num_heads=8)
+SMALL_BATCH = (1, 4, 768)
+SLEEP_US = 200  # at most; half of it on average
 LIMITS = (0, 4, 8, 16)  # MiB of saved tensors that stay on the device
 MIB = 1 << 20
 BEGIN, END = "<!-- offload:begin -->", "<!-- offload:end -->"
@@ -183,6 +192,86 @@ def optimizer_times(rounds: int, folder: Path) -> list[str]:
     ]
 
 
+class Steps:
+    """Training with shards in host memory, of which steps are timed."""
+
+    def __init__(self, device: str, mesh: DeviceMesh, *, in_backward: bool) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(LARGE)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(self.model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        self.x = torch.randn(SMALL_BATCH).to(device)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.model.parameters(), fused=True
+        )
+        change = step_in_backward if in_backward else local_step
+        self.optimizer = change(self.optimizer)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds until backward is over, and of ``step()``."""
+        began = time.perf_counter()
+        self.model(self.x).square().mean().backward()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        self.optimizer.zero_grad()
+        return middle - began, ended - middle
+
+
+def steps_in_backward(device: str, rounds: int) -> list[str]:
+    """The rows of the table of steps beside backward."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(device, (1,))
+            ways = [Steps(device, mesh, in_backward=mode) for mode in (False, True)]
+            lines = [
+                row(["fused AdamW in host memory", "forward, backward, ms", "step(), ms", "ratio"]),
+                _rule(4),
+            ]
+            for what, sleep_us in (("", 0), ("; kernels sleep", SLEEP_US)):
+                if sleep_us and device == "cuda":
+                    break
+                _let_kernels_sleep(device, sleep_us)
+                for _ in range(3):  # the third is the first with steps in backward
+                    _ = [way.step() for way in ways]
+                times = [[way.step() for way in ways] for _ in range(rounds)]
+                _let_kernels_sleep(device, 0)
+                for i, name in enumerate(("after backward", "in backward")):
+                    first, second = (statistics.median(t[i][k] for t in times) for k in (0, 1))
+                    ratio = statistics.median(sum(t[i]) / sum(t[0]) for t in times)
+                    figures = [f"{1000 * first:.0f}", f"{1000 * second:.1f}", f"{ratio:.2f}"]
+                    lines.append(row([name + what, *figures]))
+            params = [list(way.model.parameters()) for way in ways]
+            if not all(torch.equal(_local(a), _local(b)) for a, b in zip(*params, strict=True)):
+                raise RuntimeError("Steps in backward have other parameters")
+            return lines
+        finally:
+            dist.destroy_process_group()
+
+
+def _local(param: Any) -> Tensor:
+    return param.to_local()
+
+
+def _backend(device: str) -> str:
+    if device == "cuda":
+        return "nccl"
+    import testdev
+
+    return testdev.BACKEND
+
+
+def _let_kernels_sleep(device: str, max_us: int) -> None:
+    if device == "cuda":
+        return
+    import testdev
+
+    testdev.native().set_delays(seed=0, probability=float(max_us > 0), max_us=max_us)
+
+
 def _time(step: Callable[[], Any]) -> float:
     began = time.perf_counter()
     step()
@@ -207,6 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
     lines = [f"{where}; {facts['date'][:10]}, commit {(facts['commit'] or '?')[:12]}.", ""]
     lines += activations(device, options.rounds)
     lines += ["", *optimizer_bytes(device), ""]
+    lines += [*steps_in_backward(device, options.rounds), ""]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         lines += optimizer_times(options.rounds, Path(folder))
     text = "\n".join(lines)

@@ -87,7 +87,7 @@ class EarlySteps:
             return
         if not tree.ends_iteration or tree.creates_graph:
             return
-        if unit.running or unit.awaits_backward or unit.gradients.deferred.groups:
+        if unit.awaits_backward or unit.gradients.deferred.groups:
             return
         final = [p for p in params if 0 < self._expected.get(p, 0) <= completed[p]]
         if not final:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import harness
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.optim import clip_grad_norm_, in_backward, local_step, step_in_backward
-from harness import cached_mesh, distributed, ours_only
+from harness import cached_mesh, cpu_only, distributed, ours_only
 
 pytestmark = ours_only("torch has no such optimizer")
 HOST = CPUOffloadPolicy()
@@ -228,6 +228,89 @@ def test_accumulation(how: str) -> None:
 
 
 @distributed(2)
+def test_two_backwards_of_two_forwards() -> None:
+    """Which is the last one tells what is still to come: no setting."""
+    model, optimizer, right_model, right = both()
+    for step in range(4):
+        for each, stepping in ((model, optimizer), (right_model, right)):
+            losses = [loss_of(each, 2 * step + i) for i in range(2)]
+            losses[0].backward()
+            if each is model:
+                assert stepped(optimizer) == []
+            losses[1].backward()
+            if each is model and step > 1:
+                assert "blocks.2.weight" in stepped(optimizer)
+            stepping.step()
+            stepping.zero_grad()
+    assert_same(model, optimizer, right_model, right)
+
+
+@distributed(4)
+def test_sums_that_wait_for_an_all_reduce() -> None:
+    """Beside gradients of the step before, which nothing has dropped."""
+    model, optimizer, right_model, right = both(
+        mesh=cached_mesh(2, 2, names=("replicate", "shard"))
+    )
+    for step in range(4):
+        for each, stepping in ((model, optimizer), (right_model, right)):
+            for micro in range(2):
+                each.set_requires_all_reduce(micro == 1)
+                loss_of(each, 2 * step + micro).backward()
+                if each is model and micro == 0:
+                    assert stepped(optimizer) == []
+            stepping.step()
+    assert stepped(optimizer) == []
+    assert_same(model, optimizer, right_model, right)
+
+
+class Norm(nn.Module):
+    """A norm of parts of a sequence, whose gradient is summed when backward is over."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        weight = distribute_tensor(torch.randn(8), mesh, [Replicate()])
+        self.norm.weight = nn.Parameter(weight)
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = distribute_tensor(x, self.mesh, [Replicate()]).redistribute(self.mesh, [Shard(1)])
+        return self.norm(parts).full_tensor()
+
+
+@cpu_only("DTensors of the CPU")
+@distributed(4)
+def test_gradients_that_tensor_parallelism_sums_last() -> None:
+    mesh = cached_mesh(2, 2, names=("data", "tensor"))
+    made: list[tuple[nn.Module, Any]] = []
+    for change in (step_in_backward, local_step):
+        torch.manual_seed(0)
+        model = fully_shard(Norm(mesh["tensor"]), mesh=mesh["data"])
+        made.append((model, change(torch.optim.Adam(model.parameters(), lr=0.1))))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(2 * step + mesh.get_local_rank("data"))
+        x = torch.randn(2, 4, 8, generator=generator)
+        for model, optimizer in made:
+            model(x).square().mul(torch.arange(8.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(*made[0], *made[1])
+
+
+@distributed(2)
+def test_second_derivatives_are_left_to_the_step() -> None:
+    model, optimizer, right_model, right = both()
+    for step in range(4):
+        for each, stepping in ((model, optimizer), (right_model, right)):
+            loss_of(each, step).backward(create_graph=step == 3)
+            if each is model and step > 1:
+                assert bool(stepped(optimizer)) == (step == 2)
+            stepping.step()
+            stepping.zero_grad()
+    assert_same(model, optimizer, right_model, right)
+
+
+@distributed(2)
 def test_several_optimizers_plain_parameters_and_closures() -> None:
     def make(model: Any) -> list[torch.optim.Optimizer]:
         own = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
@@ -379,6 +462,8 @@ def test_what_is_changed_after_the_step_began_is_an_error(change: Any, what: str
     change(model, optimizer)
     with pytest.raises(RuntimeError, match=what):
         optimizer.step()
+    if change in (_rate, _write):  # gradients can be read again
+        assert all(type(p.grad) in (DTensor, type(None)) for p in model.parameters())
     optimizer.zero_grad()
     vars(optimizer).pop("grad_scale", None)
     train(model, optimizer, range(3, 5))  # said once
@@ -453,8 +538,9 @@ def test_a_backward_without_a_step_is_an_error() -> None:
     train(right_model, right, range(2))
     loss = loss_of(model, 2)
     loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="^A forward ran between"):
+        loss_of(model, 3)
     for call in (
-        lambda: loss_of(model, 3),
         lambda: loss.backward(retain_graph=True),
         lambda: model.blocks[1].unshard(),
         model.state_dict,
@@ -534,6 +620,27 @@ def test_a_checkpoint_may_be_loaded_at_once_after_a_failure(model_first: bool) -
     train(model, optimizer, range(3, 6))
     train(right_model, right, range(3, 6))
     assert_same(model, optimizer, right_model, right)
+
+
+@distributed(2)
+def test_an_optimizer_without_state_has_nothing_to_load() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer, right_model, right = both(make)
+    train(model, optimizer, range(3))
+    train(right_model, right, range(3))
+    saved = copy.deepcopy(model.state_dict())
+    fails = True
+    in_the_middle(model, lambda: fail() if fails else None)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, 3).backward()
+    fails = False
+    model.load_state_dict(saved)
+    train(model, optimizer, range(3, 6))
+    train(right_model, right, range(3, 6))
+    for a, b in zip(model.parameters(), right_model.parameters(), strict=True):
+        assert torch.equal(local(a), local(b))
 
 
 @distributed(2)
