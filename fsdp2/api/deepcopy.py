@@ -81,6 +81,8 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for unit in units:
             if unit.runtime is None:
                 unit.param_group.adopt_replaced(keep_objects=False)
+            elif unit.runtime.early_steps is not None:
+                unit.runtime.early_steps.check_read(unit, "copied")
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
             for unit in units:

@@ -264,11 +264,13 @@ class BackwardSteps:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
+        for part in self._parts:  # before anything changes: after Ctrl-C here, a step goes on
+            part.wait()
         try:
             self._take_over(optimizer, self._parts)
             for part in self._parts:
                 part.check(optimizer, has_arguments)
-        except BaseException:
+        except Exception:
             self._parts = []
             raise
 
@@ -279,6 +281,8 @@ class BackwardSteps:
             The names of parameters that were stepped.
         """
         parts = [part for part in self._parts if part.backward is backward]
+        for part in parts:
+            part.wait()
         self._parts = [part for part in self._parts if part.backward is not backward]
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -293,14 +297,9 @@ class BackwardSteps:
             self.abandon(backward)
 
     def _take_over(self, optimizer: Optimizer, parts: Sequence[_Part]) -> None:
-        state = optimizer.state
-        errors: list[BaseException] = []
         for part in parts:
-            assert part.future is not None
-            error = part.future.exception()
-            if error is not None:
-                errors.append(error)
-            part.leave(state, self._seen)
+            part.leave(optimizer.state, self._seen)
+        errors = [error for part in parts if (error := part.wait()) is not None]
         if errors:
             raise errors[0]
 
@@ -426,6 +425,11 @@ class _Part:
         raw_step(type(self._inner))(self._inner)
         for each in self.begun:
             each.version_after = each.stand.source._version
+
+    def wait(self) -> BaseException | None:
+        """Wait for the thread; returns what it has raised."""
+        assert self.future is not None
+        return self.future.exception()
 
     def leave(self, state: Any, seen: dict[int, dict[Any, Any]]) -> None:
         """Take over the state that the step has made."""

@@ -125,10 +125,14 @@ class EarlySteps:
         if unit in self._begun and self._are_pending([unit]):
             raise not_stepped(f"Unit '{unit.name}' was gathered")
 
-    def check_read(self, unit: Unit) -> None:
-        """Raises RuntimeError if ``unit`` was stepped, and others may not have been yet."""
+    def check_read(self, unit: Unit, what: str) -> None:
+        """Raises RuntimeError if ``unit`` or others were stepped, and more may have to be.
+
+        Args:
+            what: is about to be done with it: "saved", "copied".
+        """
         if self._begun and self._are_pending(list(self._begun)):
-            raise not_stepped(f"The state_dict of unit '{unit.name}' was asked for")
+            raise not_stepped(f"Unit '{unit.name}' was {what}")
 
     def before_load(self, tree: Tree) -> None:
         """Values are about to be loaded: wait for what was stepped by a backward that raised.

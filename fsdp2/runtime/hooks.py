@@ -447,7 +447,7 @@ class StateDictHooks:
     def before_save(self, module: nn.Module, *_: Any) -> None:
         runtime = self.unit.runtime
         if runtime is not None and runtime.early_steps is not None:
-            runtime.early_steps.check_read(self.unit)
+            runtime.early_steps.check_read(self.unit, "saved")
         # The hooks of all modules of a unit run in turns: looking at all of its parameters in each
         # would take time with the square of their number (a second for a model in one unit).
         if self.unit.registration.shows_sharded(module):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import harness
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_state_dict, fully_shard
 from fsdp2.optim import clip_grad_norm_, in_backward, local_step, step_in_backward
 from harness import cached_mesh, cpu_only, distributed, ours_only
 
@@ -538,12 +540,14 @@ def test_a_backward_without_a_step_is_an_error() -> None:
     train(right_model, right, range(2))
     loss = loss_of(model, 2)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="^A forward ran between"):
+    with pytest.raises(RuntimeError, match=r"^A forward ran between"):
         loss_of(model, 3)
     for call in (
         lambda: loss.backward(retain_graph=True),
         lambda: model.blocks[1].unshard(),
         model.state_dict,
+        lambda: full_state_dict(model),
+        lambda: copy.deepcopy(model),
         optimizer.state_dict,
         lambda: optimizer.load_state_dict({}),
     ):
@@ -671,6 +675,21 @@ def test_an_error_of_the_thread_is_raised_by_the_step() -> None:
     loss_of(model, 2).backward()
     with pytest.raises(ArithmeticError):
         optimizer.step()
+
+
+@distributed(2)
+def test_a_step_that_was_interrupted_can_be_called_again() -> None:
+    model, optimizer, right_model, right = both()
+    train(model, optimizer, range(3))
+    train(right_model, right, range(3))
+    loss_of(model, 3).backward()
+    interrupted = mock.patch.object(Future, "exception", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
+    loss_of(right_model, 3).backward()
+    right.step()
+    assert_same(model, optimizer, right_model, right)
 
 
 def threads() -> int:
