@@ -147,7 +147,6 @@ class Backward:
 class SteppedGradient(Tensor):
     """Stands for a gradient that a step in backward uses: without data, it raises if it is used."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _name: str
 
     @staticmethod

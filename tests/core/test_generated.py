@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule
-from harness import RUNS_ON_TORCH, cached_mesh, run_on
+from fsdp2 import CPUOffloadPolicy, FSDPModule
+from harness import RUNS_ON_TORCH, cached_mesh, ours_only, run_on
 from models import Case, normal_batch
-from reference import assert_same_gradients, assert_same_parameters, assert_sharded, pair, run_both
+from reference import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    pair,
+    run_both,
+    shard_case,
+)
+
+if not RUNS_ON_TORCH:
+    from fsdp2.optim import local_step, step_in_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +139,47 @@ def train(plan: Plan) -> None:
     assert_same_parameters(model, plain)
 
 
+def train_with_steps_in_backward(plan: Plan) -> int:
+    """Two sharded models, one of which is stepped in backward: bit for bit the same.
+
+    Returns:
+        How many parameters were stepped in backward.
+    """
+    case = case_of(plan.tree)
+    options: dict[str, Any] = {
+        "reshard_after_forward": plan.reshard_after_forward,
+        "direct_min_bytes": plan.direct_min_bytes,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    }
+    if plan.replicas > 1:
+        shape = (plan.replicas, plan.world_size // plan.replicas)
+        options["mesh"] = cached_mesh(*shape, names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = case.build()
+    made: list[tuple[Any, Any]] = []
+    for change in (step_in_backward, local_step):
+        model = shard_case(case, copy.deepcopy(plain), **options)
+        params = [p for p in model.parameters() if p.requires_grad]
+        made.append((model, change(torch.optim.AdamW(params, lr=0.01))))
+    micro = number = 0
+    for step in range(4):
+        for i, reduce in enumerate([*plan.accumulate, True]):
+            for model, _ in made:
+                model.set_requires_gradient_sync(reduce or step % 2 == 0)
+                model.set_is_last_backward(i == len(plan.accumulate))
+                model.set_reshard_after_backward(reduce or not plan.keep_gathered)
+                case.loss(model, *case.batch(micro, dist.get_rank(), torch.float32)).backward()
+            micro += 1
+        for _, optimizer in made:
+            parts = getattr(vars(optimizer).get("_fsdp2_backward_steps"), "_parts", ())
+            number += sum(len(part.begun) for part in parts)
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(made[0][0].parameters(), made[1][0].parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    return number
+
+
 def trees(depth: int) -> st.SearchStrategy[Tree]:
     inside = st.lists(trees(depth - 1), max_size=3).map(tuple) if depth else st.just(())
     return st.builds(
@@ -182,3 +235,29 @@ def test_generated_training(plan: Plan) -> None:
 @given(plans())
 def test_many_generated_trainings(plan: Plan) -> None:
     run_on(plan.world_size, train, plan)
+
+
+def stepped_in_backward(examples: int) -> int:
+    """How many parameters were stepped in backward, of all examples together."""
+    stepped = 0
+
+    @settings(QUICK, max_examples=examples)
+    @given(plans())
+    def check(plan: Plan) -> None:
+        nonlocal stepped
+        stepped += sum(run_on(plan.world_size, train_with_steps_in_backward, plan))
+
+    check()
+    return stepped
+
+
+@ours_only("torch has no such optimizer")
+def test_generated_training_with_steps_in_backward() -> None:
+    assert stepped_in_backward(12) > 50
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@ours_only("torch has no such optimizer")
+def test_many_generated_trainings_with_steps_in_backward() -> None:
+    assert stepped_in_backward(200) > 1000

@@ -133,7 +133,7 @@ def test_results_are_those_of_an_ordinary_step(kind: str) -> None:
     assert_same(model, optimizer, right_model, right)
 
 
-@pytest.mark.parametrize("options", ["mixed", "kept", "gathered", "int"])
+@pytest.mark.parametrize("options", ["mixed", "kept", "gathered", "int", "budget", "by hand"])
 @distributed(4)
 def test_results_with_other_settings(options: str) -> None:
     given: dict[str, Any] = {
@@ -148,6 +148,12 @@ def test_results_with_other_settings(options: str) -> None:
         for each in (model, right_model):
             each.set_reshard_after_backward(options == "gathered")
             each.set_reshard_after_forward(False)
+    for each in (model, right_model):
+        if options == "budget":
+            each.set_max_gathered_bytes(40_000)
+        if options == "by hand":
+            for block in each.blocks:
+                block.set_modules_to_backward_prefetch(list(each.blocks))
     train(right_model, right, range(4))
     train(model, optimizer, range(4))
     assert_same(model, optimizer, right_model, right)
