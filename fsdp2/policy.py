@@ -295,6 +295,26 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 @dataclass
+class OffloadBeyond(CPUOffloadPolicy):
+    """The policy of all units of one `shard_model`, until each has its own.
+
+    Attributes:
+        device_bytes: what the units to come may have on the device.
+    """
+
+    device_bytes: int = 0
+
+    def for_unit(self, nbytes: int) -> OffloadPolicy:
+        """The policy of the next unit, whose shards and gradients are ``nbytes``."""
+        # From the first unit on: its gradients are the last of backward, so that nothing would go
+        # on beside their way to the host. Sizes are the same on all ranks, with padding.
+        if nbytes > self.device_bytes:
+            return CPUOffloadPolicy(self.pin_memory)
+        self.device_bytes -= nbytes
+        return OffloadPolicy()
+
+
+@dataclass
 class DataParallelMeshDims:
     """Names the data-parallel dims of a mesh that has other dims as well.
 

@@ -240,6 +240,8 @@ def _make_unit(
         unit.param_group.make_groups(item.managed.mesh for item in found)
         # Nothing has been changed so far.
         unit.param_group.shard(_take_parameters(unit, found))
+        # Whether they are offloaded may have been settled just now.
+        unit.gradients = unit.grads_type(unit.param_group, config)
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
     # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has
     # to show shards, too.

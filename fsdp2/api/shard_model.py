@@ -44,9 +44,10 @@ from ..policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    OffloadBeyond,
     OffloadPolicy,
 )
-from ..runtime.unit import Unit, unit_of
+from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
 from ..wrap import UnitDescription, units_of
 from .comm_settings import checked_budget
@@ -177,7 +178,7 @@ def shard_model(
     _checked_numbers(replicate_below, prefetch)
     if max_gathered_bytes is not None:
         checked_budget("max_gathered_bytes", max_gathered_bytes)
-    left = _checked_device_bytes(max_device_bytes, offload_policy)
+    offload_policy = _offload_beyond(offload_policy, max_device_bytes)
     units = units_of(model, wrap, ignored_params=ignored_params or ())
     mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
     options: dict[str, Any] = {
@@ -203,7 +204,6 @@ def shard_model(
         else:
             reshard = reshard_of(unit, chosen, reshard_after_forward)
             fully_shard(whole, reshard_after_forward=reshard, **options)
-        left = _keep_on_device(unit_of(members[0]), left)
         config = unit_of(members[0]).config
         config.strategy = chosen.name
         config.gathered_once = chosen.gathered_once
@@ -214,39 +214,20 @@ def shard_model(
     return model
 
 
-def _checked_device_bytes(value: int | None, policy: OffloadPolicy) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"max_device_bytes must be an int (bytes), got {value!r}")
-    if value < 0:
-        raise ValueError(f"max_device_bytes must not be negative, got {value}")
+def _offload_beyond(policy: OffloadPolicy, max_device_bytes: int | None) -> OffloadPolicy:
+    """``policy``, which leaves so many bytes of all units together on the device."""
+    if max_device_bytes is None:
+        return policy
+    if isinstance(max_device_bytes, bool) or not isinstance(max_device_bytes, int):
+        raise TypeError(f"max_device_bytes must be an int (bytes), got {max_device_bytes!r}")
+    if max_device_bytes < 0:
+        raise ValueError(f"max_device_bytes must not be negative, got {max_device_bytes}")
     if not isinstance(policy, CPUOffloadPolicy):
         raise ValueError(
             "max_device_bytes says what CPUOffloadPolicy leaves on the device: pass "
             "offload_policy=CPUOffloadPolicy(), or leave it out"
         )
-    return value
-
-
-def _keep_on_device(unit: Unit, left: int) -> int:
-    """Bring an offloaded unit back if it fits into ``left`` bytes; returns what is left then."""
-    # From the first: its gradients are the last of backward, so that nothing would go on beside
-    # their way to the host. One after the other, so that page-locked memory is used again. By sizes
-    # that are the same on all ranks, with padding.
-    nbytes = sum(
-        bucket.layout.shard_numel
-        * (
-            bucket.orig_dtype.itemsize
-            + bucket.grad_dtype.itemsize * bucket.params[0].sharded.requires_grad
-        )
-        for bucket in unit.buckets
-    )
-    if not unit.config.offload or nbytes > left:
-        return left
-    unit.config.offload_policy = OffloadPolicy()
-    unit.param_group.reshard_storage()
-    return left - nbytes
+    return OffloadBeyond(policy.pin_memory, max_device_bytes)
 
 
 def reshard_of(

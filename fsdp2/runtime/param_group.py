@@ -18,7 +18,7 @@ from ..comm.compressed import NarrowSecondaryShards
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
-from ..policy import MixedPrecisionPolicy, hops_of, param_dtype_of, sum_dtype
+from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.initial_values import InitialValues, whole_of
@@ -111,12 +111,28 @@ class ParamGroup:
             if cast_frozen and not param.sharded.requires_grad and not param.extension:
                 param.dtype = param.compute_dtype
         self.make_buckets()
+        if isinstance(self._config.offload_policy, OffloadBeyond):
+            # Now that sizes are known, and before there is memory: a parameter whose shard moves
+            # to another device has to be another object.
+            self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
+            self.make_buckets()
         # Before the cut: afterwards no rank has whole parameters to compare with those of others.
         initial = InitialValues(params)
         for bucket in self.buckets:
             bucket.shard_from([whole_of(p) for p in bucket.params], whole=True)
         self.initial = initial.of_shards()
         self.register_sharded()
+
+    def _stored_bytes(self) -> int:
+        """Bytes of shards and their gradients on each rank."""
+        return sum(
+            bucket.layout.shard_numel
+            * (
+                bucket.orig_dtype.itemsize
+                + bucket.grad_dtype.itemsize * bucket.params[0].sharded.requires_grad
+            )
+            for bucket in self.buckets
+        )
 
     def reshard_storage(self) -> None:
         """Plan again from the sharded parameters as they are now.

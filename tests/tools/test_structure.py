@@ -67,9 +67,9 @@ def test_the_core_stays_small() -> None:
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
     # of rows; 3 for losses inside of freed units; 122 and 16 for which gradients are complete while
-    # backward goes on (`step_in_backward`).
-    assert core().code_lines <= 9608
-    assert core().functions <= 1025
+    # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device.
+    assert core().code_lines <= 9629
+    assert core().functions <= 1027
 
 
 def test_no_function_of_the_core_is_long() -> None:
