@@ -80,7 +80,7 @@ def steps(world_size: int, num: int, start: int, **options: Any) -> None:
 
 
 def test_operations_of_all_kinds_leave_nothing() -> None:
-    steps(2, 50, 30, direct_min_bytes=60)
+    steps(2, 60, 45, direct_min_bytes=60)
 
 
 @pytest.mark.long
