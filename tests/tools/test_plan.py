@@ -244,8 +244,10 @@ def test_less_memory_is_respected_and_never_faster(free: Plan) -> None:
 
 
 def test_where_activations_alone_are_too_large_one_mesh_is_enough() -> None:
-    sizes = {"num_tokens": 2**17, "num_ranks": 512, "wrap": "auto", "prefetch": 1}
-    most = traced(2**17, num_blocks=4)[0].activation_peak
+    blocks = {"num_blocks": 2}
+    sizes: dict[str, Any] = {"num_tokens": 2**17, "num_ranks": 512, "wrap": "auto", "prefetch": 1}
+    sizes["sizes"] = blocks
+    most = traced(2**17, **blocks)[0].activation_peak
     made = planned(**sizes, memory_budget=0.98 * most)
     of_mode = {
         mode: [o for o in made.outcomes if o.candidate.checkpointing == mode]
@@ -277,7 +279,7 @@ def test_a_slow_network_makes_it_gather_less_over_it() -> None:
 
 def test_memory_decides_where_gradients_are_summed() -> None:
     """Whole sums are faster, as they are reduced once; sums on shards need less."""
-    options: Any = {"activation_checkpointing": ("none",), "micro_batches": 4}
+    options: Any = {"activation_checkpointing": ("none",), "micro_batches": 4, "wrap": "auto"}
     slow = replace(H100, network_bandwidth=20e9)
     free = planned(slow, **options)
     assert free.accumulation == "unsharded"
