@@ -488,9 +488,9 @@ def _side_is_first(streams: Streams) -> None:
     streams.push()
 
 
-def _several_streams() -> None:
+def _several_streams(seeds: int = 2) -> None:
     for program in (_side_is_late, _both_use_it, _side_is_first):
-        for seed, limit in itertools.product(range(6), (1 << 30, 0, 4 * SAVED)):
+        for seed, limit in itertools.product(range(seeds), (1 << 30, 0, 4 * SAVED)):
             testdev.native().set_delays(seed, 0.3, 4000)
             streams = Streams()
             offload = offload_activations(nn.Identity(), max_device_bytes=limit, min_bytes=1024)
@@ -521,6 +521,11 @@ def _several_streams() -> None:
 )
 def test_tensors(body: Callable[[], None]) -> None:
     run_on(1, body, device=testdev.NAME)
+
+
+@pytest.mark.long
+def test_several_streams_with_many_delays() -> None:
+    run_on(1, _several_streams, 20, device=testdev.NAME)
 
 
 def _tensor_parallel() -> None:
