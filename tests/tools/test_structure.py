@@ -40,8 +40,8 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
     # which was in `comm/host_relays.py`. Two that only models with `flat_step` enter, and one that
-    # only those with `step_in_backward` do.
-    assert core().files <= 64
+    # only those with `step_in_backward` do. And marks on inputs, which were in `runtime/hooks.py`.
+    assert core().files <= 65
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -67,9 +67,10 @@ def test_the_core_stays_small() -> None:
     # compute have saved; 12 and 1 for units that `functional_call` finds gathered before the first
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
     # of rows; 3 for losses inside of freed units; 122 and 16 for which gradients are complete while
-    # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device.
-    assert core().code_lines <= 9629
-    assert core().functions <= 1027
+    # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device;
+    # 66 and 7 for inputs that are changed in place.
+    assert core().code_lines <= 9695
+    assert core().functions <= 1034
 
 
 def test_no_function_of_the_core_is_long() -> None:
