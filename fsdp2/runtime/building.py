@@ -7,10 +7,13 @@ which parameters were tied or replaced after `fully_shard`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
+import torch
 from torch import nn
 
 from ..dtensor.memory import asked_side_by_side
+from ..sharding.param import ShardedParam
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
 from .optimizer_checks import (
@@ -42,6 +45,8 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
     for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
+        for unit in old.units:
+            _forward_gradients(unit)
         old.reset()
     # The tree may run for the first time inside functional_call, whose tensors are in the modules
     # now. Adopted below, they would stay the parameters after it has returned.
@@ -81,6 +86,26 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for parameters, name, value in lent:
         parameters[name] = value
     return runtime
+
+
+def _forward_gradients(unit: Unit) -> None:
+    """Pass on gradients of the unsharded parameters that the next plan of ``unit`` replaces.
+
+    A caller may have computed with them, after ``unshard``: autograd accumulates to these.
+    """
+
+    def pass_on(param: ShardedParam, former: torch.Tensor) -> None:
+        now = param.unsharded
+        if now is None or now is former:
+            return
+        grad, former.grad = former.grad, None
+        now.grad = grad if now.grad is None or grad is None else now.grad + grad
+        runtime_of(unit).begin_backward()  # its end reduces what is left
+
+    for param in unit.params:
+        if param.unsharded is not None and param.unsharded.requires_grad:
+            hook = partial(pass_on, param)
+            param.unsharded.register_post_accumulate_grad_hook(hook)
 
 
 def _check_finalization(root: Unit, units: list[Unit]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule
+from fsdp2 import FSDPModule, fully_shard
 from harness import cpu_only, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, RECURRENT, TRANSFORMER, Case, no_units, normal_batch
 from reference import (
@@ -158,8 +159,8 @@ def test_gradients_kept_across_zero_grad_stay_as_they_are(name: str, dropped_bef
         plain.zero_grad()
         run_both(case, model, plain, step)
         assert_same_gradients(model, plain)
-    for grad, copy in zip(kept, before, strict=True):
-        assert torch.equal(whole(grad), copy)
+    for grad, former in zip(kept, before, strict=True):
+        assert torch.equal(whole(grad), former)
 
 
 def local_of(grad: Tensor) -> Tensor:
@@ -460,3 +461,25 @@ def test_a_gradient_penalty() -> None:
             assert_same_gradients(model, plain)
             model.zero_grad()
             plain.zero_grad()
+
+
+@ours_only("units get new unsharded parameters at the first forward of a root")
+@pytest.mark.parametrize("sums", [1, 2])
+@distributed(1, 2)
+def test_a_weight_used_before_the_first_forward_of_the_root_gets_its_gradient(sums: int) -> None:
+    """The root makes new unsharded parameters; the loss has one of those from before."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model[1])
+    fully_shard(model)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for _ in range(sums):
+        model[1].unshard()
+        for each in (plain, model):
+            weight = each[1].weight
+            loss = weight.sum() * 2 + each(x).square().mean()
+            loss.backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
