@@ -92,11 +92,11 @@ def root() -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", ["1d", *(pytest.param(k, marks=LONG) for k in ("hsdp", "tp"))])
 def test_a_run_goes_on_bit_for_bit(root: str, kind: str) -> None:
-    through = first(run_on(4, trained, str(Path(root)), range(7), kind))
+    through = first(run_on(4, trained, str(Path(root)), range(5), kind))
     other = Path(root) / "other"
     other.mkdir()
-    run_on(4, trained, str(other), range(5), kind)
-    again = first(run_on(4, trained, str(other), range(5, 7), kind))
+    run_on(4, trained, str(other), range(3), kind)
+    again = first(run_on(4, trained, str(other), range(3, 5), kind))
     assert_equal_bits(again, through)
 
 
