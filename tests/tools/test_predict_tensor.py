@@ -322,9 +322,10 @@ def test_a_plan_chooses_the_most_samples_in_a_second() -> None:
 
 
 def test_memory_and_samples_decide_the_degree() -> None:
-    free = planned(checkpoint="none", strategy="full")
+    two: dict[str, Any] = {"checkpoint": "none", "strategy": "full", "tensor_ranks": [1, 8]}
+    free = planned(**two)
     least = min(o.needed_bytes for o in free.outcomes if o.candidate.tensor_ranks == 1)
-    tight = planned(checkpoint="none", strategy="full", memory_budget=0.95 * least)
+    tight = planned(**two, memory_budget=0.95 * least)
     assert free.tensor_ranks == 1 < tight.tensor_ranks
     assert not any(o.fits for o in tight.outcomes if o.candidate.tensor_ranks == 1)
     few = planned(checkpoint="none", strategy="full", max_samples=10)
