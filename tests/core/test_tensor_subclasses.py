@@ -33,7 +33,7 @@ from subclasses import (
 )
 
 Make = Callable[[nn.Module], nn.Module]
-STEPS = 4
+STEPS = 3
 
 
 class Recomputed(nn.Module):
