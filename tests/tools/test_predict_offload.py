@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,7 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@functools.cache
 def traced(limit: int | None, **options: Any) -> StepTrace:
     names = [f"blocks.{i}" for i in range(4)]
     batch = torch.empty(ROWS, WIDTH, device="meta")
@@ -116,11 +118,17 @@ def test_what_is_away_has_no_memory_and_a_limit_that_is_never_reached_changes_no
 # -- estimate, predict, plan ---------------------------------------------------------------------
 
 
+_predicted: dict[str, Prediction] = {}  # several tests look at the same ones
+
+
 def predicted(limit: int | None, hardware: Any = H100, **options: Any) -> Prediction:
-    batch = torch.empty(ROWS, WIDTH, device="meta")
-    return predict(
-        Model(), batch, hardware, 8, loss_fn=loss_of, max_saved_bytes=limit, **options
-    )  # fmt: skip
+    key = repr((limit, hardware, options))
+    if key not in _predicted:
+        batch = torch.empty(ROWS, WIDTH, device="meta")
+        _predicted[key] = predict(
+            Model(), batch, hardware, 8, loss_fn=loss_of, max_saved_bytes=limit, **options
+        )
+    return _predicted[key]
 
 
 def test_compute_waits_for_copies_that_take_longer() -> None:
