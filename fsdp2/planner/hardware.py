@@ -229,7 +229,7 @@ class Hardware:
                 )
 
     def step_factor(self, part: str) -> float:
-        """That of one of `STEP_PARTS`."""
+        """That of one of ``STEP_PARTS``."""
         return self.step_factors.get(part, 1.0)
 
     def library_bytes(self, communicators: int) -> int:
