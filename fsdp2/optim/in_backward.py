@@ -66,8 +66,9 @@ def step_in_backward(optimizer: T, *, elementwise: bool = False) -> T:
     Between ``backward()`` and ``step()`` parameters and state are partly those of the next step,
     so nothing may depend on them or change them:
 
-    - no clipping, no ``GradScaler``: every gradient is used as backward leaves it. Until ``step()``,
-      ``.grad`` of a parameter that was stepped raises in every operation; afterwards it is there.
+    - no clipping, no ``GradScaler``: every gradient is used as backward leaves it. Until
+      ``step()``, ``.grad`` of a parameter that was stepped raises in every operation; afterwards
+      it is there.
     - learning rates and other options are set before backward or after the step.
     - every backward that ends an accumulation is followed by a step; others are marked with
       ``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``.
