@@ -50,7 +50,9 @@ ALLOWED = {
     "sharding/parameter_hooks.py": "key hook",
     "runtime/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
-    "runtime/hooks.py": "ctx grad inputs output value states checker method args kwargs _ "
+    "runtime/borders.py": "ctx enter inputs output node nodes before changed",
+    "runtime/unit.py": "self.input_nodes",
+    "runtime/hooks.py": "grad output value states checker method args kwargs _ "
     "self.methods post_forward() wrap_method() call()",
     "runtime/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
