@@ -48,12 +48,13 @@ class Crossing:
         self._awaited = 0
         self._backward = -1
 
-    def add(self, node: Any, changed: Any = None) -> None:
-        """Watch ``node`` of an input, and the one behind which the input was changed in place."""
+    def add(self, node: Any) -> None:
+        """Watch the node of an input."""
         self._handles.append(node.register_prehook(self._crossed))
-        if changed is not None:
-            # It leads to the other one, which may hold it from here on.
-            self._handles.append(changed.register_prehook(partial(self._crossed_changed, node)))
+
+    def add_changed(self, node: Any, after: Any) -> None:
+        """Watch what changed an input in place, which leads to the input's own node."""
+        self._handles.append(after.register_prehook(partial(self._crossed_changed, node)))
 
     def _crossed_changed(self, before: Any, grads: Grads) -> None:
         # The node from before the change is in the graph only if something used the input by then.
@@ -69,10 +70,15 @@ class Crossing:
         (self._pass_on if self._awaited > 0 else self._leave)(grads)
 
 
-def mark(nodes: dict[int, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """A view of an input that needs a gradient; its node goes to ``nodes``, by its id."""
+# By the id of the view: its node, and what watches that.
+Marks = dict[int, tuple[Any, RemovableHandle | Crossing]]
+
+
+def mark(marks: Marks, tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+    """A view of one of several inputs, which ``crossing`` watches from now on."""
     marked = tensor.view_as(tensor)
-    nodes[id(marked)] = marked.grad_fn
+    crossing.add(marked.grad_fn)
+    marks[id(marked)] = marked.grad_fn, crossing
     return marked
 
 

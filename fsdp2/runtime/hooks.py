@@ -174,7 +174,7 @@ class UnitHooks:
         forward = Forward(unit)
         enter = functools.partial(self.enter_backward, forward)
         if unit.input_nodes:
-            self._watch_inputs(args, kwargs)
+            self._follow_inputs(args, kwargs)
         # Hooks on tensors are lost inside a transform, where a node stays in the graph. That costs
         # the call of an autograd function per output, so only there.
         if is_transformed():
@@ -210,7 +210,9 @@ class UnitHooks:
             if args[0].requires_grad:  # the usual case
                 self._watching = False
                 marked = args[0].view_as(args[0])
-                self.unit.input_nodes[id(marked)] = marked.grad_fn
+                node: Any = marked.grad_fn
+                handle = node.register_prehook(self.leave_backward)
+                self.unit.input_nodes[id(marked)] = node, handle
                 return (marked,), kwargs
             self._watch_accumulation()
             return args, kwargs
@@ -224,27 +226,39 @@ class UnitHooks:
             border = TransformedBorder if transformed else Border
             all_marked = border.apply(self.leave_backward, *found.values())
         else:
-            all_marked = [mark(self.unit.input_nodes, tensor) for tensor in found.values()]
+            marks, crossing = self.unit.input_nodes, self._crossing()
+            all_marked = [mark(marks, tensor, crossing) for tensor in found.values()]
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
-    def _watch_inputs(self, args: tuple, kwargs: dict) -> None:
-        """Notice when backward leaves the forward that has ended, through its inputs."""
-        nodes = self.unit.input_nodes
-        node = nodes.pop(id(args[0]), None) if args else None
-        if node is not None and not nodes and args[0].grad_fn is node:  # the usual case
-            node.register_prehook(self.leave_backward)
+    def _crossing(self) -> Crossing:
+        return Crossing(runtime_of(self.unit), self.leave_backward, self.watch_second_backward)
+
+    def _follow_inputs(self, args: tuple, kwargs: dict) -> None:
+        """Watch inputs that the forward has changed in place where they are now in the graph."""
+        # (Those that are not found were replaced by a hook of the user's, or by torch for full
+        # backward hooks: nobody can have changed these views.)
+        marks = self.unit.input_nodes
+        found = marks.pop(id(args[0]), None) if args else None
+        if found is not None and args[0].grad_fn is not found[0]:
+            self._follow(args[0], *found)
+        for tensor in tensors_in((args, kwargs)) if marks else ():
+            found = marks.pop(id(tensor), None)
+            if found is not None and tensor.grad_fn is not found[0]:
+                self._follow(tensor, *found)
+
+    def _follow(self, tensor: torch.Tensor, node: Any, watch: RemovableHandle | Crossing) -> None:
+        base = tensor._base
+        if base is None or base.grad_fn is None:
             return
-        found = [] if node is None else [(node, args[0])]
-        for tensor in tensors_in((args, kwargs)) if nodes else ():
-            node = nodes.pop(id(tensor), None)
-            if node is not None:
-                found.append((node, tensor))
-        crossing = Crossing(runtime_of(self.unit), self.leave_backward, self.watch_second_backward)
-        for node, tensor in found:
-            # Changed in place: the history of the base goes on with what changed it.
-            base = None if tensor.grad_fn is node else tensor._base
-            crossing.add(node, None if base is None else base.grad_fn)
+        if isinstance(watch, Crossing):
+            crossing = watch
+        else:
+            watch.remove()
+            crossing = self._crossing()
+            crossing.add(node)
+        # The history of the base goes on with what changed it.
+        crossing.add_changed(node, base.grad_fn)
 
     def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The same where `spmd_types` checks types: what is marked has those of the inputs."""

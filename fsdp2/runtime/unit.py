@@ -184,7 +184,7 @@ class Unit:
         self.max_forwards = 0  # as many are kept before those that are over are dropped
         self.next_in_backward: Unit | None = None
         self.running = 0  # forwards that have begun and not ended
-        self.input_nodes: dict[int, Any] = {}  # of these, by marked inputs: see `borders.mark`
+        self.input_nodes: dict[int, Any] = {}  # of these: `borders.Marks`
         self.backward_began = False
         self.recomputed = False  # gathered in backward, to recompute activations
         self.weight_grads_deferred = False  # see `Runtime.pre_backward`

@@ -50,9 +50,9 @@ ALLOWED = {
     "sharding/parameter_hooks.py": "key hook",
     "runtime/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
-    "runtime/borders.py": "ctx enter inputs output node nodes before changed",
+    "runtime/borders.py": "ctx enter inputs output node before after Marks",
     "runtime/unit.py": "self.input_nodes",
-    "runtime/hooks.py": "grad output value states checker method args kwargs _ "
+    "runtime/hooks.py": "grad node output value states checker method args kwargs _ "
     "self.methods post_forward() wrap_method() call()",
     "runtime/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
