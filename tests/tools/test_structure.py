@@ -68,7 +68,7 @@ def test_the_core_stays_small() -> None:
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
     # of rows; 3 for losses inside of freed units; 122 and 16 for which gradients are complete while
     # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device;
-    # 76 and 10 for inputs that are changed in place; 19 and 2 for gradients of what a root replaces.
+    # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces.
     assert core().code_lines <= 9724
     assert core().functions <= 1039
 
