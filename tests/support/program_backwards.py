@@ -255,9 +255,8 @@ class Backwards(Pair):
     def watched(self, number: int) -> None:
         """Hooks of the user's on a module: its output is another, and gradients are seen."""
         pair = self.node(number)
-        layers = [node.layer for node in (*nodes(self.plain), self.plain)]
-        if any(layer.writes for layer in layers):
-            return  # torch refuses what is changed in place beside such hooks
+        if self.changes_in_place():
+            return
         seen: list[list[Tensor | None]] = [[], []]
         handles = []
         for node, mine in zip(pair, seen, strict=True):
@@ -298,6 +297,10 @@ class Backwards(Pair):
         self.backward(*losses)
         self.after_backward()
         self.zero()
+
+    def changes_in_place(self) -> bool:
+        """Whether a layer does: torch refuses that beside full backward hooks of modules."""
+        return any(node.layer.writes for node in nodes(self.plain))
 
     def recomputes(self, *ways: str) -> bool:
         """Whether a layer does, in one of these ways.
@@ -472,6 +475,8 @@ class Backwards(Pair):
 
     def raised(self, number: int, place: str, kind: str) -> bool:
         """Whether a forward and backward raised, at this place of a node; the same of both."""
+        if place.startswith("backward") and self.changes_in_place():
+            return False
         batch = self.batch()
         raised = []
         for each, node in zip(self.both(), self.node(number), strict=True):
