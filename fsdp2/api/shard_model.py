@@ -38,6 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
+from ..common.checks import check_bytes
 from ..common.suggestions import did_you_mean
 from ..policy import (
     CommPolicy,
@@ -218,10 +219,7 @@ def _offload_beyond(policy: OffloadPolicy, max_device_bytes: int | None) -> Offl
     """``policy``, which leaves so many bytes of all units together on the device."""
     if max_device_bytes is None:
         return policy
-    if isinstance(max_device_bytes, bool) or not isinstance(max_device_bytes, int):
-        raise TypeError(f"max_device_bytes must be an int (bytes), got {max_device_bytes!r}")
-    if max_device_bytes < 0:
-        raise ValueError(f"max_device_bytes must not be negative, got {max_device_bytes}")
+    check_bytes("max_device_bytes", max_device_bytes)
     if not isinstance(policy, CPUOffloadPolicy):
         raise ValueError(
             "max_device_bytes says what CPUOffloadPolicy leaves on the device: pass "

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from ..common.checks import check_bytes
 from ..common.garbage import no_full_collections
 from ..common.pytree import map_tensors, tensors_in
 from ..dtensor.from_local import dtensor_over, local_of
@@ -171,10 +172,7 @@ def _checked_saved(limit: int | None, device_type: str, fake: bool) -> int | Non
     """``max_saved_bytes``, or None on the CPU, where nothing is offloaded."""
     if limit is None:
         return None
-    if isinstance(limit, bool) or not isinstance(limit, int):
-        raise TypeError(f"max_saved_bytes must be an int (bytes) or None, got {limit!r}")
-    if limit < 0:
-        raise ValueError(f"max_saved_bytes must not be negative, got {limit}")
+    check_bytes("max_saved_bytes", limit, kinds="an int (bytes) or None")
     if not fake:
         raise ValueError(
             "Offloaded activations are counted on fake tensors, which have no values: "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.streams import copy_stream_for
+from ..common.checks import check_bytes
 from ..dtensor.memory import is_gathered
 from .saved_memory import Counts, Entry, SavedMemory
 
@@ -109,10 +110,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         for name, value in (("max_device_bytes", max_device_bytes), ("min_bytes", min_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int (bytes), got {value!r}")
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+            check_bytes(name, value)
         self._model = model
         self._limit, self._min_bytes, self._pin = max_device_bytes, min_bytes, pin_memory
         self._permanent: frozenset[int] = frozenset()

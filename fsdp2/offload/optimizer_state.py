@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm.streams import CopyStream, copy_stream_for
+from ..common.checks import check_bytes
 from ..dtensor.parts import local_part
 from ..optim.local import elementwise_trial
 from ..optim.stepping import (
@@ -93,10 +94,7 @@ def offload_optimizer(
         ("chunk_bytes", chunk_bytes),
         ("min_bytes", min_bytes),
     ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int (bytes), got {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        check_bytes(name, value)
     check_optimizer(optimizer, "offload_optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
