@@ -17,6 +17,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import fsdp2.comm.host_links
+import fsdp2.comm.host_meeting
 import fsdp2.comm.messages
 from fsdp2.comm.followers import Step, follow
 from fsdp2.comm.host_links import HostLinks
@@ -53,14 +54,14 @@ def pretended_hosts(places: Sequence[int]) -> Iterator[None]:
 
     What they have found is forgotten before and after.
     """
-    host_links = fsdp2.comm.host_links
-    real = host_links.host_id()
+    host_links, host_meeting = fsdp2.comm.host_links, fsdp2.comm.host_meeting
+    real = host_meeting.host_id()
 
     def pretended() -> str:
         return f"{real} {places[dist.get_rank()]}" if real else ""
 
     host_links._found.clear()
-    with mock.patch.object(host_links, "host_id", pretended):
+    with mock.patch.object(host_meeting, "host_id", pretended):
         yield
     host_links._found.clear()
 

@@ -15,7 +15,6 @@ up for each message, and take turns with the caller's for Python's lock.)
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import select
 import socket
@@ -32,12 +31,9 @@ import torch
 import torch.distributed as dist
 
 from ..sharding.process_groups import timeout_of
-from .cross_memory import Ranges, ReadError, host_id, read
+from .cross_memory import Ranges, ReadError, read
+from .host_meeting import Met, meet
 from .topology import Places
-
-# In the environment of a rank.
-SWITCH = "FSDP2_CROSS_MEMORY"  # 0: its memory is not read, others send it messages instead
-ORDER = "FSDP2_SUM_ORDER"  # "rank": its groups add in rank order, on however many hosts they are
 
 Posts = dict[int, Ranges]  # by rank of the group
 
@@ -49,7 +45,6 @@ _LATE_S = 0.004  # after which the thread serves
 _SLICE_S = 0.05  # of waiting, after which a thread looks whether another one was told
 _LONGEST_END_S = 5.0  # at exit
 USES_OF_TAG = 8  # keys per message tag
-_RECORD = 256  # bytes that ranks exchange to meet
 _CPU = torch.device("cpu")
 
 
@@ -128,39 +123,29 @@ class HostLinks:
 
     Attributes:
         size, rank: of the group, and of this process in it.
-        hosts: the ranks of each host in order, hosts by their first rank; those that may not read
-            the memory of others count as hosts of one rank.
-        in_rank_order: whether sums over several hosts are to be in rank order.
+        hosts, in_rank_order: see `Met`.
         places: all this as arithmetic.
         members: the ranks of this host.
         peers: its other ranks, from the next one on: were all to begin with the same rank, they
             would read the same memory at once.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        hosts: Sequence[Sequence[int]],
-        pids: dict[int, int],
-        sockets: dict[int, socket.socket],
-        *,
-        in_rank_order: bool,
-        machines: Sequence[int],
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, met: Met) -> None:
         self.size, self.rank = group.size(), group.rank()
-        self.hosts, self.in_rank_order = hosts, in_rank_order
-        self.places = Places(tuple(map(tuple, hosts)), self.rank, in_rank_order, tuple(machines))
-        self.members = next(host for host in hosts if self.rank in host)
+        self.hosts, self.in_rank_order = met.hosts, met.in_rank_order
+        hosts = tuple(map(tuple, met.hosts))
+        self.places = Places(hosts, self.rank, met.in_rank_order, tuple(met.machines))
+        self.members = next(host for host in met.hosts if self.rank in host)
         place = self.members.index(self.rank)
         self.peers = [*self.members[place + 1 :], *self.members[:place]]
         # Not the group: these links live in a dictionary as long as it does.
         self._group = ref(group)
-        self._pids, self._sockets = pids, sockets
+        self._pids, self._sockets = met.pids, met.sockets
         self._channels: dict[int, _Channel] = {}
         self._lost: set[int] = set()
         self._broken = ""
         self._owner = os.getpid()
-        for peer, connection in sockets.items():
+        for peer, connection in met.sockets.items():
             connection.setblocking(False)
             _served.epoll.register(connection, select.EPOLLIN)
             _served.links[connection.fileno()] = (ref(self), peer)
@@ -479,9 +464,15 @@ def host_links(group: dist.ProcessGroup) -> HostLinks | None:
     Collective over the ranks of ``group`` at the first call; all get links, or none does.
     """
     if group not in _found:
-        _found[group] = _connect(group)
+        _found[group] = connect(group)
     found = _found[group]
     return found if isinstance(found, HostLinks) else None
+
+
+def connect(group: dist.ProcessGroup) -> HostLinks | Places:
+    """New links, or where the ranks are if none may read another's memory; collective."""
+    met = meet(group)
+    return HostLinks(group, met) if isinstance(met, Met) else met
 
 
 def places_of(group: dist.ProcessGroup) -> Places | None:
@@ -494,147 +485,3 @@ def adds_by_host() -> bool:
     """Whether groups of this process add host by host, and not in the order of ranks."""
     every = [each for each in _found.values() if isinstance(each, HostLinks)]
     return any(links.places.others and not links.in_rank_order for links in every)
-
-
-def _connect(group: dist.ProcessGroup) -> HostLinks | Places:
-    token = os.urandom(16)
-    # At an address that others read once, to see whether they may.
-    proof = ctypes.create_string_buffer(token, len(token))
-    listener = None
-    try:
-        listener = _listen(token.hex(), group.size())
-        may_read = os.environ.get(SWITCH, "1") != "0" and listener is not None
-        order = os.environ.get(ORDER, "")
-        mine = [host_id(), str(os.getpid()), str(ctypes.addressof(proof)), token.hex(), order]
-        mine.append("reads" if may_read else "")
-        everyone = [text.split("\n") for text in _all(group, "\n".join(mine))]
-        machines = _numbers([each[0] for each in everyone])
-        alone = tuple((rank,) for rank in range(group.size()))
-        apart = Places(alone, group.rank(), machines=machines)
-        hosts = _hosts([each[0] if each[5] else "" for each in everyone])
-        if len(hosts) == group.size():
-            return apart
-        # Only of this host: elsewhere, other processes have the same numbers.
-        members = next(host for host in hosts if group.rank() in host)
-        pids = {rank: int(everyone[rank][1]) for rank in members}
-        sockets: dict[int, socket.socket] = {}
-        works = "yes"
-        try:
-            for rank in members:
-                if rank != group.rank():
-                    _prove(pids[rank], int(everyone[rank][2]), bytes.fromhex(everyone[rank][3]))
-        except (OSError, ValueError):
-            works = "no"
-        if set(_all(group, works)) != {"yes"}:
-            return apart
-        for step in (_call, _answer):
-            try:
-                if listener is not None:
-                    step(group, listener, pids, [each[3] for each in everyone], sockets)
-            except OSError:
-                works = "no"
-            if set(_all(group, works)) != {"yes"}:
-                for connection in sockets.values():
-                    connection.close()
-                return apart
-        in_rank_order = any(each[4] == "rank" for each in everyone)
-        return HostLinks(
-            group, hosts, pids, sockets, in_rank_order=in_rank_order, machines=machines
-        )
-    finally:
-        if listener is not None:
-            listener.close()
-
-
-def _hosts(names: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, by the names of their hosts; "" is a host of its own."""
-    found: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        found.setdefault(name or f"rank {rank}", []).append(rank)
-    return list(found.values())
-
-
-def _numbers(names: Sequence[str]) -> tuple[int, ...]:
-    """A number for each rank, the same for those of one host."""
-    hosts = _hosts(names)
-    return tuple(
-        next(n for n, host in enumerate(hosts) if rank in host) for rank in range(len(names))
-    )
-
-
-def _prove(pid: int, address: int, expected: bytes) -> None:
-    found = ctypes.create_string_buffer(len(expected))
-    read(pid, [ctypes.addressof(found), len(expected)], [address, len(expected)])
-    if found.raw != expected:
-        raise ValueError("another process")
-
-
-def _address(name: str) -> str:
-    # In no file system: nothing is left behind, whatever happens.
-    return f"\0fsdp2-{name}"
-
-
-def _listen(name: str, num: int) -> socket.socket | None:
-    listener = None
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(_address(name))
-        listener.listen(num)
-        return listener
-    except (AttributeError, OSError):
-        if listener is not None:
-            listener.close()
-        return None
-
-
-def _call(
-    group: dist.ProcessGroup,
-    listener: socket.socket,
-    pids: dict[int, int],
-    names: Sequence[str],
-    sockets: dict[int, socket.socket],
-) -> None:
-    """Connect to this host's lower ranks, which have listened since before they told their names.
-
-    That they accept is not waited for: where one rank fails, the others hear of it before they
-    wait for its call.
-    """
-    for peer in pids:
-        if peer >= group.rank():
-            continue
-        connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(timeout_of(group, _CPU).total_seconds())
-        connection.connect(_address(names[peer]))
-
-
-def _answer(
-    group: dist.ProcessGroup,
-    listener: socket.socket,
-    pids: dict[int, int],
-    names: Sequence[str],
-    sockets: dict[int, socket.socket],
-) -> None:
-    """Accept the calls of all higher ranks of this host."""
-    ranks = {pid: rank for rank, pid in pids.items() if rank > group.rank()}
-    listener.settimeout(timeout_of(group, _CPU).total_seconds())
-    while len(sockets) < len(pids) - 1:
-        connection, _ = listener.accept()
-        # Every process of the host can find the listener; only the ranks are let in.
-        credentials = connection.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-        )
-        pid, _, _ = struct.unpack("3i", credentials)
-        if pid not in ranks or ranks[pid] in sockets:
-            connection.close()
-        else:
-            sockets[ranks[pid]] = connection
-
-
-def _all(group: dist.ProcessGroup, text: str) -> list[str]:
-    """The texts of all ranks."""
-    mine = torch.zeros(_RECORD, dtype=torch.uint8, device="cpu")
-    encoded = text.encode()
-    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    everyone = [torch.zeros_like(mine) for _ in range(group.size())]
-    group.allgather([everyone], [mine]).wait()
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in everyone]

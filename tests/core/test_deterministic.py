@@ -25,7 +25,7 @@ if not RUNS_ON_TORCH:
     import fsdp2.comm.transports
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, shard_model
     from fsdp2.api.deterministic import _by_switches
-    from fsdp2.comm.host_links import ORDER, SWITCH
+    from fsdp2.comm.host_meeting import ORDER, SWITCH
 
 Make = Callable[[nn.Module], nn.Module]
 HOSTS = [0, 0, 1, 1]
@@ -154,7 +154,7 @@ def test_the_same_bits_on_any_hosts() -> None:
         with going("reads"):
             one_host.append(trained(make, **options))
         with going("hosts"):
-            if not fsdp2.comm.host_links.host_id():
+            if not fsdp2.comm.host_meeting.host_id():
                 pytest.skip("processes may not read each other's memory here")
             hosts.append(trained(make, **options))
         with restored(), going("messages"):
@@ -300,7 +300,7 @@ def test_a_process_group_of_nccl_that_exists() -> None:
 def test_sums_that_were_added_host_by_host() -> None:
     with going("hosts"), environment():
         trained(sharded(4))
-        if not fsdp2.comm.host_links.host_id():
+        if not fsdp2.comm.host_meeting.host_id():
             pytest.skip("processes may not read each other's memory here")
         refused("gradients have been added host by host already")
     with going("hosts in rank order"), restored():

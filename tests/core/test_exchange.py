@@ -29,10 +29,12 @@ pytestmark = [ours_only("transports"), cpu_only("gloo")]
 if not RUNS_ON_TORCH:
     import fsdp2.comm.exchange
     import fsdp2.comm.host_links
+    import fsdp2.comm.host_meeting
     from benchmarks.transport import counting_sent, pretended_hosts
     from fsdp2 import MixedPrecisionPolicy
     from fsdp2.comm.exchange import Exchange
-    from fsdp2.comm.host_links import SWITCH, HostLinks, host_links, places_of
+    from fsdp2.comm.host_links import HostLinks, host_links, places_of
+    from fsdp2.comm.host_meeting import SWITCH
     from fsdp2.comm.host_reads import SCATTER, HostReads, key
     from fsdp2.comm.means import cut, whole_bytes
     from fsdp2.comm.messages import Messages
@@ -235,10 +237,10 @@ def test_all_ranks_read_or_none_does() -> None:
             raise PermissionError
 
     links_of(new_group())
-    with mock.patch.object(fsdp2.comm.host_links, "_prove", refuse):
+    with mock.patch.object(fsdp2.comm.host_meeting, "_prove", refuse):
         assert host_links(new_group()) is None
     for step in ("_call", "_answer"):
-        with mock.patch.object(fsdp2.comm.host_links, step, refuse):
+        with mock.patch.object(fsdp2.comm.host_meeting, step, refuse):
             assert host_links(new_group()) is None
     with mock.patch.dict(os.environ, {SWITCH: str(dist.get_rank())}):
         assert host_links(new_group()) is None
@@ -251,7 +253,7 @@ def test_ranks_that_find_each_others_memory_and_not_sockets_do_not_wait() -> Non
     def of_this_rank(name: str) -> str:
         return f"\0{dist.get_rank()} {name}"
 
-    with mock.patch.object(fsdp2.comm.host_links, "_address", of_this_rank):
+    with mock.patch.object(fsdp2.comm.host_meeting, "_address", of_this_rank):
         assert host_links(new_group(timeout_s=5)) is None
 
 

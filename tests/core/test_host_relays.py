@@ -34,7 +34,8 @@ if not RUNS_ON_TORCH:
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, estimate, explain, shard_model
     from fsdp2.comm.compressed import Wire
     from fsdp2.comm.exchange import Exchange
-    from fsdp2.comm.host_links import ORDER, SWITCH, HostLinks, _connect
+    from fsdp2.comm.host_links import HostLinks, connect
+    from fsdp2.comm.host_meeting import ORDER, SWITCH
     from fsdp2.comm.host_relays import HostRelays
     from fsdp2.comm.means import WHOLE_BYTES
 
@@ -65,7 +66,7 @@ class CountingGroup:
 
 def relays(group: dist.ProcessGroup, places: Sequence[int]) -> tuple[HostRelays, CountingGroup]:
     with pretended_hosts(places):
-        links = _connect(group)
+        links = connect(group)
     if not isinstance(links, HostLinks):
         pytest.skip("processes may not read each other's memory here")
     counting: Any = CountingGroup(group)
@@ -299,7 +300,7 @@ def test_posts_of_many_ranges_arrive() -> None:
     """More than fit into one message: 4,000, twice that, and one more."""
     group = dist.new_group(list(range(2)))
     assert isinstance(group, dist.ProcessGroup)
-    links = _connect(group)
+    links = connect(group)
     if not isinstance(links, HostLinks):
         pytest.skip("processes may not read each other's memory here")
     for number, count in enumerate((3999, 4000, 4001, 8000, 0)):

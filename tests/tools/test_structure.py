@@ -40,8 +40,9 @@ def core() -> Size:
 def test_the_core_stays_small() -> None:
     # With `comm/topology.py`, which was a file of `estimation/`, and `comm/followers.py`, most of
     # which was in `comm/host_relays.py`. Two that only models with `flat_step` enter, and one that
-    # only those with `step_in_backward` do. And marks on inputs, which were in `runtime/hooks.py`.
-    assert core().files <= 65
+    # only those with `step_in_backward` do. And marks on inputs, which were in `runtime/hooks.py`;
+    # how ranks of a host meet, which was a part of `comm/host_links.py`.
+    assert core().files <= 66
     # With the types of what passes between files, not Any, the end of a gather that failed, and
     # subclasses on dims other than 0, optimizers of gathered parameters, and `zero_grad`
     # that frees; 570 lines and 54 functions for messages in fewer bytes (`CommPolicy`), which no
@@ -68,9 +69,10 @@ def test_the_core_stays_small() -> None:
     # forward, and `zero_grad` of what is still being reduced; 52 and 2 for shards of whole blocks
     # of rows; 3 for losses inside of freed units; 122 and 16 for which gradients are complete while
     # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device;
-    # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces.
-    assert core().code_lines <= 9724
-    assert core().functions <= 1039
+    # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces; 14 and
+    # 1 for the head of a file that was a part of another.
+    assert core().code_lines <= 9738
+    assert core().functions <= 1040
 
 
 def test_no_function_of_the_core_is_long() -> None:
