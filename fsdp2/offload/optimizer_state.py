@@ -17,14 +17,11 @@ from torch.optim import Optimizer
 from ..comm.streams import CopyStream, copy_stream_for
 from ..common.checks import check_bytes
 from ..dtensor.parts import local_part
-from ..optim.local import elementwise_trial
+from ..optim.local import elementwise_trial, step_with
 from ..optim.stepping import (
     KEPT,
-    check_optimizer,
     original_name,
-    raw_step,
     remembered_attributes,
-    replace_step,
 )
 from .paging import Counts, Options, Page, chunks_of
 
@@ -95,22 +92,16 @@ def offload_optimizer(
         ("min_bytes", min_bytes),
     ):
         check_bytes(name, value)
-    check_optimizer(optimizer, "offload_optimizer")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            "The state of a differentiable optimizer belongs to a graph: it has to stay"
-        )
     folder = None
     if os.fspath(to) != "cpu":
         folder = Path(to)
         folder.mkdir(parents=True, exist_ok=True)
     trials = [] if elementwise else [elementwise_trial()]
-    for trial in trials:
-        trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
-    replace_step(optimizer, "Offloaded", _run)
     options = Options(folder, max_device_bytes, chunk_bytes, min_bytes, pin_memory)
-    vars(optimizer)[KEPT] = {"trials": trials, "offload": options}
-    return optimizer
+    why = "The state of a differentiable optimizer belongs to a graph: it has to stay"
+    return step_with(
+        optimizer, "offload_optimizer", "Offloaded", _run, trials, why, offload=options
+    )
 
 
 def _run(

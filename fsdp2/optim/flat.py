@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 
 from ..dtensor.memory import ask_side_by_side
 from .flat_plan import History, Plan
-from .local import LocalView, elementwise_trial, step_in, step_with
+from .local import (
+    WHY_NOT_DIFFERENTIABLE,
+    LocalView,
+    elementwise_trial,
+    step_in,
+    step_with,
+    steps_with,
+)
 from .probe import Trial
 from .probe_flat import why_not_flat
 
@@ -63,10 +70,12 @@ def flat_step(optimizer: T, *, elementwise: bool = False) -> T:
         >>> optimizer = fsdp2.optim.flat_step(torch.optim.AdamW(model.parameters(), fused=True))
         >>> optimizer.step()
     """
-    trials = []
-    if not elementwise:
-        trials = [elementwise_trial(), Trial("independent of shapes", _ADVICE, why_not_flat)]
-    stepping = step_with(optimizer, "Flat", _run, trials)
+    stepping = optimizer
+    if not steps_with(optimizer, _run):
+        trials = []
+        if not elementwise:
+            trials = [elementwise_trial(), Trial("independent of shapes", _ADVICE, why_not_flat)]
+        stepping = step_with(optimizer, "flat_step", "Flat", _run, trials, WHY_NOT_DIFFERENTIABLE)
     ask_side_by_side(stepping)
     return stepping
 

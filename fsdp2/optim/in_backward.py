@@ -33,14 +33,12 @@ from torch.optim import Optimizer
 
 from ..common.classes import original_class
 from ..dtensor.parts import local_part
-from .local import LocalView, Stand, elementwise_trial, step_in
+from .local import LocalView, Stand, elementwise_trial, step_in, step_with, steps_with
 from .stepping import (
     KEPT,
-    check_optimizer,
     original_name,
     raw_step,
     remembered_attributes,
-    replace_step,
 )
 
 T = TypeVar("T", bound=Optimizer)
@@ -97,20 +95,11 @@ def step_in_backward(optimizer: T, *, elementwise: bool = False) -> T:
         >>> optimizer.step()
     """
     # The CPU step of ZeRO-Offload (arXiv 2101.06840), which begins when backward has ended there.
-    if getattr(type(optimizer), "_runner", None) is _run:
+    if steps_with(optimizer, _run):
         return optimizer
-    check_optimizer(optimizer, "step_in_backward")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            "The step of a differentiable optimizer belongs to a graph: it cannot be done by a "
-            "thread. Leave out differentiable=True or step_in_backward"
-        )
     trials = [] if elementwise else [elementwise_trial()]
-    for trial in trials:
-        trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
-    replace_step(optimizer, "InBackward", _run)
-    vars(optimizer)[KEPT] = {"trials": trials}
-    return optimizer
+    why = "The step of a differentiable optimizer belongs to a graph: a thread cannot do it"
+    return step_with(optimizer, "step_in_backward", "InBackward", _run, trials, why)
 
 
 def _run(

@@ -65,29 +65,53 @@ def local_step(optimizer: T, *, elementwise: bool = False) -> T:
         >>> optimizer = fsdp2.optim.local_step(torch.optim.AdamW(model.parameters(), fused=True))
         >>> optimizer.step()
     """
-    return step_with(optimizer, "Local", _run, [] if elementwise else [elementwise_trial()])
+    if steps_with(optimizer, _run):
+        return optimizer
+    trials = [] if elementwise else [elementwise_trial()]
+    return step_with(optimizer, "local_step", "Local", _run, trials, WHY_NOT_DIFFERENTIABLE)
 
 
-def step_with(optimizer: T, prefix: str, runner: Runner, trials: Sequence[Trial]) -> T:
-    """Replace the step by ``runner``, after the trials; an optimizer that has it is returned.
+# Of optimizers that see plain tensors in their step.
+WHY_NOT_DIFFERENTIABLE = (
+    "A differentiable optimizer cannot step on local tensors: its graph would not lead to the "
+    "DTensors"
+)
+
+
+def step_with(
+    optimizer: T,
+    caller: str,
+    prefix: str,
+    runner: Runner,
+    trials: Sequence[Trial],
+    why_not_differentiable: str,
+    **kept: Any,
+) -> T:
+    """Replace the step by ``runner``, after the trials.
+
+    Args:
+        caller: the public function, for messages.
+        prefix: of the name of the optimizer's class from now on.
+        trials: passed now, and to be passed by ``runner`` again, as options may change.
+        why_not_differentiable: the beginning of the message.
+        kept: what ``runner`` finds beside the trials under `KEPT`, also in copies.
 
     Raises:
         TypeError, ValueError: as `local_step`.
     """
-    kind = type(optimizer)
-    if getattr(kind, "_runner", None) is runner:
-        return optimizer
-    check_optimizer(optimizer, f"{prefix.lower()}_step")
+    check_optimizer(optimizer, caller)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            "A differentiable optimizer cannot step on local tensors: its graph would not lead to "
-            f"the DTensors. Leave out differentiable=True or {prefix.lower()}_step"
-        )
+        raise ValueError(f"{why_not_differentiable}. Leave out differentiable=True or {caller}")
     for trial in trials:
-        trial.check(optimizer, raw_step(kind), False, in_step=False)
+        trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
     replace_step(optimizer, prefix, runner)
-    vars(optimizer)[KEPT] = {"trials": trials}
+    vars(optimizer)[KEPT] = {"trials": trials, **kept}
     return optimizer
+
+
+def steps_with(optimizer: Any, runner: Runner) -> bool:
+    """Whether ``runner`` does the step of this optimizer already."""
+    return getattr(type(optimizer), "_runner", None) is runner
 
 
 def elementwise_trial() -> Trial:
