@@ -24,8 +24,8 @@ ENTER_BACKWARD, LEAVE_BACKWARD, ENTER_OPTIMIZER, LEAVE_OPTIMIZER = 4, 5, 6, 7
 END_BACKWARD, RESET = 8, 9
 # Moments, with a mark.
 ROOT, STEP = 10, 11
-# Memory: a sample (a mark), and what has changed since the last one.
-SAMPLE, PARTS, TOTAL, TAKE, RUNTIME = 12, 13, 14, 15, 16
+# Memory: a sample (a mark), and what has changed since the last one; `CHANGED` is both.
+SAMPLE, PARTS, TOTAL, TAKE, RUNTIME, CHANGED = 12, 13, 14, 15, 16, 19
 # An operation and waits; `WAIT_TO_END` says when it ended, too.
 WAIT, WAIT_TO_END = 17, 18
 FIRST_OPERATION = 20  # and five more: three kinds in two phases
@@ -48,6 +48,7 @@ CODE = Struct("=i")
 MARKED = Struct("=id")
 NUMBER = Struct("=iq")
 FIVE = Struct("=i5q")
+FIVE_MARKED = Struct("=i5qd")
 WAITED = Struct("=iqdd")  # which operation (where its record begins), begin and end
 # Ranks, bytes of the whole, bytes sent; launched, how long that took (host); begin and end (marks).
 OPERATION = Struct("=iiqqdddd")
@@ -55,6 +56,7 @@ OPERATION = Struct("=iiqqdddd")
 _FORMS = {
     RESET: CODE,
     PARTS: FIVE,
+    CHANGED: FIVE_MARKED,
     TOTAL: NUMBER,
     TAKE: NUMBER,
     RUNTIME: NUMBER,
@@ -86,6 +88,7 @@ class Log:
         write: append bytes; ``tell``: how many there are.
         mark, host: of the clock.
         samples: number of samples; ``noted``: whose memory the last one measured.
+        often: as given. Without it, samples in which nothing has changed are left out.
         next_total: the mark from which on the total is to be read again.
     """
 
@@ -96,6 +99,7 @@ class Log:
         self._buffer.seek(0)
         self.write, self.tell = self._buffer.write, self._buffer.tell
         self.mark, self.host = clock.mark, clock.host
+        self.often = often
         self.samples = 0
         self.noted: Any = None
         self.next_total = float("-inf")

@@ -232,10 +232,10 @@ def _peak_within(recording: Recording, unit: str) -> int | None:
     totals = []
     for each in recording.compute:
         if each.unit == unit:
-            for sample in recording.memory[
-                bisect_left(times, each.begin_s) : bisect_right(times, each.end_s)
-            ]:
-                totals.append(sample.total)
+            first, end = bisect_left(times, each.begin_s), bisect_right(times, each.end_s)
+            # On the CPU nothing is sampled where nothing has changed: then as it was before.
+            inside = recording.memory[first:end] or recording.memory[max(0, first - 1) : first]
+            totals += [sample.total for sample in inside]
     return max((total for total in totals if total is not None), default=None)
 
 

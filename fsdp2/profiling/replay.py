@@ -41,8 +41,11 @@ class Replay:
     def read(self, log: bytes) -> None:
         """Read all records."""
         for position, kind, unit, numbers in records(log):
-            if kind == kinds.SAMPLE:
-                time_s = self._clock.read(*numbers)
+            if kind in (kinds.SAMPLE, kinds.CHANGED):
+                *parts, mark = numbers
+                if parts:
+                    self._read_memory(kinds.PARTS, unit, tuple(parts))
+                time_s = self._clock.read(mark)
                 self.samples.append(events.Sample(time_s, self._named, self._total))
             elif kind in (kinds.PARTS, kinds.TAKE, kinds.TOTAL):
                 self._read_memory(kind, unit, numbers)

@@ -7,7 +7,6 @@ is one Python function per call, which keeps nothing that it could look up after
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,11 +22,11 @@ from ..sharding.bucket import Bucket
 from ..sharding.reduce_plan import ReducePlan
 from . import log as kinds
 from .events import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from .log import FIVE, KINDS, MARKED, NUMBER, OPERATION, UNKNOWN, WAITED, Log
+from .log import FIVE, FIVE_MARKED, KINDS, MARKED, NUMBER, OPERATION, UNKNOWN, WAITED, Log
 from .memory import NOTHING, accumulated_bytes
 from .patches import Patches
 
-_MARKED, _NUMBER, _FIVE = MARKED.pack, NUMBER.pack, FIVE.pack
+_MARKED, _NUMBER, _FIVE, _CHANGED = MARKED.pack, NUMBER.pack, FIVE.pack, FIVE_MARKED.pack
 _OPERATION, _WAITED = OPERATION.pack, WAITED.pack
 _SECONDARY = State.SECONDARY
 
@@ -61,6 +60,8 @@ class UnitTap:
         runtime: the unit's runtime, as far as it is watched.
         pending: where the record of the gather begins that is on its way; -1: none is.
         accumulated: bytes of gradients that a backward has left, and not reduced.
+        changes_at_borders: whether memory is sampled as compute enters the unit: on devices, and
+            where parts of what was gathered are freed by themselves.
         operations: codes of the unit's operations in forward, by kind; one more: in backward.
     """
 
@@ -73,11 +74,13 @@ class UnitTap:
         self._sizes: dict[tuple[Any, ...], Sizes] = {}
         self._reductions: dict[ReducePlan, Any] = {}
         self._parts: tuple[int, ...] = NOTHING
+        self._took = False  # whether what reductions hold has changed since the last sample
         self.accumulated = 0
+        self.changes_at_borders = True
         code = number * KINDS
         self.number, self.code = number, code
-        self._sample, self._all_parts, self._take = (
-            code + kind for kind in (kinds.SAMPLE, kinds.PARTS, kinds.TAKE)
+        self._sample, self._all_parts, self._change, self._take = (
+            code + kind for kind in (kinds.SAMPLE, kinds.PARTS, kinds.CHANGED, kinds.TAKE)
         )
         self.enter_forward, self.leave_forward = code, code + kinds.LEAVE_FORWARD
         self.enter_recompute = code + kinds.ENTER_RECOMPUTE
@@ -104,12 +107,19 @@ class UnitTap:
     def prepare(self) -> None:
         """Before the first step: what it would have to work out otherwise."""
         unit, group, recorder = self.unit, self._param_group, self.recorder
-        self._planned = group.buckets
+        self._follow_plan()
         self._sizes[(), False] = recorder.size_gather(unit, (), False)
         for (index, *_), plan in group.reduce_plans.items():
             bucket = group.buckets[index]
             self._reductions[plan] = recorder.size_reduction(unit, bucket, plan)
         self.sample(only_measure=True)
+
+    def _follow_plan(self) -> None:
+        self._planned = buckets = self._param_group.buckets
+        # Elsewhere, all that changes the unit's memory between two of its gathers and frees is a
+        # reduction, which is sampled; and units with neither have no memory of their own.
+        in_pieces = any(b.gathered is not None and len(b.gathered.storages) > 1 for b in buckets)
+        self.changes_at_borders = self.log.often or in_pieces
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -130,17 +140,24 @@ class UnitTap:
             if bucket.partial is not None:
                 unreduced += bucket.partial.nbytes
         log, parts = self.log, (shards, grads, gathered, secondary, unreduced)
-        if parts != self._parts:
-            self._parts = parts
-            log.write(_FIVE(self._all_parts, *parts))
+        changed = parts != self._parts
+        self._parts = parts
         if only_measure:
+            if changed:
+                log.write(_FIVE(self._all_parts, *parts))
             return
-        mark = log.mark()
-        if mark >= log.next_total:
-            log.read_total(mark)
         log.samples += 1
         log.noted = self
-        log.write(_MARKED(self._sample, mark))
+        mark = log.mark()
+        due = mark >= log.next_total
+        if due:
+            log.read_total(mark)
+        # To write a record costs more than to find out that it would say nothing new.
+        if changed:
+            log.write(_CHANGED(self._change, *parts, mark))
+        elif due or log.often or self._took:
+            log.write(_MARKED(self._sample, mark))
+        self._took = False
 
     # -- forward and gathers ----------------------------------------------------------------
 
@@ -159,7 +176,8 @@ class UnitTap:
             if root is self.unit or (recorder.inside is None and root not in recorder.taps):
                 recorder.begin_forward(self, mark)
             log.write(_MARKED(self.enter_forward, mark))
-        self.sample()
+        if self.changes_at_borders:
+            self.sample()
 
     def start_unshard(self, streams: Streams) -> None:
         unit, log = self.unit, self.log
@@ -181,7 +199,7 @@ class UnitTap:
             self._start_unshard(streams)
         launch_s = log.host() - launched
         if self._planned is not self._param_group.buckets:  # planned anew
-            self._planned = self._param_group.buckets
+            self._follow_plan()
             self._sizes.clear()
         sizes = self._sizes.get((held, secondary))
         if sizes is None:
@@ -230,6 +248,7 @@ class UnitTap:
             own["complete"] = partial(self.end_reduction, reduction, "complete", timed)
             own["discard"] = partial(self.end_reduction, reduction, "discard", timed)
             log.write(_NUMBER(self._take, reduction.nbytes))
+            self._took = True
         return made
 
     def end_reduction(
@@ -245,6 +264,7 @@ class UnitTap:
             if launched >= 0:
                 log.write(_WAITED(self._wait, launched, begin, log.mark()))
         log.write(_NUMBER(self._take, -nbytes))
+        self._took = True
         self.sample()
         return result
 
@@ -264,23 +284,20 @@ class TimedTransport:
     ) -> None:
         self._transport, self._tap, self._sizes = transport, tap, sizes
         self._kind = kind
+        scatters = kind == REDUCE_SCATTER
+        self._launch = transport.reduce_scatter if scatters else transport.all_reduce
+        self.out_dtype = transport.out_dtype  # asked of each; `__getattr__` would be a call more
         self.record = -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def reduce_scatter(self, *args: Any) -> Finish:
-        return self._timed(self._transport.reduce_scatter, *args)
-
-    def all_reduce(self, *args: Any) -> Finish:
-        return self._timed(self._transport.all_reduce, *args)
-
-    def _timed(self, launch: Callable[..., Finish], *args: Any) -> Finish:
+    def _timed(self, *args: Any) -> Finish:
         tap = self._tap
         log, runtime = tap.log, tap.unit.runtime
         code = tap.operations[self._kind] + runtime.in_backward
         launched, begin, end = log.host(), log.mark(), UNKNOWN
-        finish = launch(*args)
+        finish = self._launch(*args)
         if finish is done:  # on a stream
             end = log.mark()
         launch_s = log.host() - launched
@@ -291,6 +308,9 @@ class TimedTransport:
             return done
         self._launched = finish
         return self._finish
+
+    # A reduction calls the one of them that is its kind.
+    reduce_scatter = all_reduce = _timed
 
     def _finish(self) -> None:
         tap = self._tap
@@ -342,7 +362,8 @@ class RuntimeTap:
         self._pre_backward(unit, *args, **kwargs)
         if tap is not None:
             log.write(_MARKED(tap.enter_backward, mark))
-            tap.sample()
+            if tap.changes_at_borders:
+                tap.sample()
 
     def post_backward(self, unit: Unit) -> None:
         tap, log = self._taps.get(unit), self._log

@@ -346,7 +346,7 @@ def test_accumulation_without_sync() -> None:
 
 @distributed(2)
 def test_a_profiled_step_works_out_nothing_that_is_known_before() -> None:
-    """Bytes of buckets at the start, everything else at the end; equal samples share numbers."""
+    """Bytes of buckets at the start, everything else at the end; samples say what has changed."""
     model = shard_case(MLP, MLP.build(), mesh=cached_mesh(2))
     x = MLP.batch(0, 0, torch.float32)[0]
     model(x).sum().backward()
@@ -359,8 +359,9 @@ def test_a_profiled_step_works_out_nothing_that_is_known_before() -> None:
             _ = p.recording
     with profile(model) as p:
         model(x).sum().backward()
-    samples = p.recording.memory
-    assert len({id(sample.parts) for sample in samples}) < len(samples)
+    # What says nothing new is left out, but where the total was due.
+    follow = list(pairwise(p.recording.memory))
+    assert sum(a.parts == b.parts and a.total == b.total for a, b in follow) <= len(follow) / 4
     check_consistent(p)
 
 
@@ -489,8 +490,8 @@ def test_a_profile_adds_few_calls_to_a_unit() -> None:
                 samples = log.samples - before
             added.append((with_profile - without, samples))
     (few_calls, few_samples), (calls, samples) = added
-    assert (samples - few_samples) / 4 <= 8, added
-    assert (calls - few_calls) / 4 <= 33, added
+    assert (samples - few_samples) / 4 <= 6, added
+    assert (calls - few_calls) / 4 <= 31.5, added
 
 
 # -- off: no cost --------------------------------------------------------------------------------

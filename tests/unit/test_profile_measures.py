@@ -128,6 +128,7 @@ def test_measures_are_means_over_steps() -> None:
     assert a.gather.bandwidth == 50.0
     assert a.forward_s == 1.5
     assert b.reduce.exposed_s == 0.25
+    assert a.peak_bytes == 50
     assert b.reduce.bandwidth is None
     assert made.total.exposed_s == 0.75
     assert made.to_dict()["units"][0]["gather"]["bandwidth"] == 50.0
@@ -140,3 +141,26 @@ def test_rows_have_no_overlaps() -> None:
         [(0, 4), (4, 6)],
         [(1, 2), (2, 5), (5, 7)],
     ]
+
+
+def test_memory_that_has_not_changed_is_what_it_was_before() -> None:
+    """On the CPU nothing is sampled then: the peak of a unit is of the last sample before it."""
+    told = borders(
+        (1, "+a", "forward", 0),
+        (2, "-a", "forward", 0),
+        (3, "+b", "forward", 0),
+        (5, "-b", "forward", 0),
+    )
+    recording = Recording(
+        rank=0,
+        device="cpu",
+        stream_ordered=False,
+        units=("a", "b"),
+        compute=exclusive(told, []),
+        communications=(),
+        waits=(),
+        memory=tuple(Sample(t, {}, total) for t, total in ((0.5, 70), (4.0, 20))),
+        moments=(),
+        end_s=6.0,
+    )
+    assert [unit.peak_bytes for unit in measure(recording).units] == [70, 20]
