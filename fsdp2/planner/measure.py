@@ -29,7 +29,7 @@ from .curves import Points
 from .hardware import PRESETS, Hardware
 from .in_steps import launch_s, optimizer_launch_s, wait_for
 from .meeting import failing_together, together
-from .reference_steps import ReferenceStep, measured_steps, references_of, shorter, step_factors
+from .reference_steps import ReferenceStep, averaged, measured_steps, references_of, step_factors
 from .timed import OperatorTimes, Timed, tables, two_constants
 from .workloads import CPU, CUDA, QUICK, Step, workloads
 
@@ -103,7 +103,7 @@ def _measured(
     on_host = device.type == "cpu"
     disk = _disk(Path(folder), 2**20 if quick else _DISK_BYTES) if folder is not None else (0, 0)
     if not quick:
-        steps = shorter(steps, _steps(device, quick, tell))
+        steps = averaged(steps, _steps(device, quick, tell))
     made = replace(
         PRESETS["cpu"] if on_host else PRESETS["h100"],
         name=name,
