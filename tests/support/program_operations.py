@@ -156,6 +156,11 @@ class Run(Backwards):
         with self.sharded_shown():
             assert_same_parameters(model, self.plain, bitwise=False)
 
+    def twice(self) -> None:
+        """Two forwards, of which one has the layers that are skipped in the other."""
+        for _ in range(2):
+            self.model(*self.batch())
+
     def replaced(self, number: int) -> None:
         """Another parameter is put in the place of one: forwards say so until that is undone."""
         self.free()
@@ -168,7 +173,7 @@ class Run(Backwards):
         there = getattr(module, own_name)
         setattr(module, own_name, torch.nn.Parameter(there.detach() * 2))
         with pytest.raises((RuntimeError, ValueError), match=own_name):
-            self.model(*self.batch())
+            self.twice()
         setattr(module, own_name, there)
         # Layers before that one have run.
         for buffer, expected in zip(self.model.buffers(), self.plain.buffers(), strict=True):
