@@ -156,7 +156,7 @@ class Run(Backwards):
         with self.sharded_shown():
             assert_same_parameters(model, self.plain, bitwise=False)
 
-    def twice(self) -> None:
+    def both_parities(self) -> None:
         """Two forwards, of which one has the layers that are skipped in the other."""
         for _ in range(2):
             self.model(*self.batch())
@@ -173,7 +173,7 @@ class Run(Backwards):
         there = getattr(module, own_name)
         setattr(module, own_name, torch.nn.Parameter(there.detach() * 2))
         with pytest.raises((RuntimeError, ValueError), match=own_name):
-            self.twice()
+            self.both_parities()
         setattr(module, own_name, there)
         # Layers before that one have run.
         for buffer, expected in zip(self.model.buffers(), self.plain.buffers(), strict=True):
