@@ -266,7 +266,8 @@ class Reduction:
         if self.only_partial:
             # Zeros, to which `_take_partial` adds: scaling, hooks and write-back are as for others.
             self._allocate_output()
-            torch._foreach_zero_(self._ranges())
+            for part in self._ranges():  # none: only parameters without elements
+                part.zero_()
         elif self.scatter is None:
             self._copy_to_output()
         elif self.plan.spans:  # none: only parameters without elements

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness import RUNS_ON_TORCH, cached_mesh, distributed
 from models import BY_NAME, MLP, TRANSFORMER, Case, normal_batch
 from reference import (
@@ -126,6 +126,44 @@ def test_one_call_of_a_unit_is_reduced_before_the_other() -> None:
             model.set_requires_all_reduce(step == 2)
             run_both(case, model, plain, step, average=step == 2)
         assert_same_gradients(model, plain)
+
+
+class OfNothing(nn.Module):
+    """Its weight has no elements, and a gradient all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.nothing = nn.Linear(6, 6), OfNothing()
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
+        x = self.linear(x)
+        return self.nothing(x) if all_of_it else x
+
+
+@distributed(4)
+def test_sums_of_no_elements_wait_for_an_all_reduce() -> None:
+    """Of a unit that runs in a backward that reduces over shards only, and in no later one."""
+    mesh = cached_mesh(2, 2, names=("replicate", "shard"))
+    model, plain = Sometimes(), Sometimes()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model.nothing, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    for last in (False, True):
+        model.set_requires_all_reduce(last)
+        for each in (model, plain):
+            each(torch.ones(2, 6), not last).sum().backward()
+    assert model.nothing.weight.grad is not None
+    assert_same_gradients(model, plain)
 
 
 @distributed(4)

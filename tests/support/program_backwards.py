@@ -279,6 +279,21 @@ class Backwards(Pair):
                 assert_same(found.to(expected.dtype), expected, "gradient that a hook saw")
         self.zero()
 
+    def compiled(self, number: int, what: str, backend: str) -> None:
+        """The model, a module inside or its own layer is compiled for two steps."""
+        kinds = {node.layer.kind for node in nodes(self.plain)}
+        if "batchnorm" in kinds and self.recomputes(True, "reentrant", "selective"):
+            return  # torch refuses what its compiler saves there: a buffer that has changed since
+        module = {"model": self.model, "module": self.node(number)[1]}.get(what)
+        module = self.node(number)[1].own if module is None else module
+        module.compile(backend=backend)
+        try:
+            for _ in range(2):  # the second one skips other layers
+                self.step("reduce")
+        finally:
+            module._compiled_call_impl = None
+            torch._dynamo.reset()
+
     def alone(self, number: int, method: str) -> None:
         """A module in the middle is called by itself."""
         pair = self.node(number, units=True)

@@ -169,6 +169,9 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("prefetch", numbers, just("set_modules_to_forward_prefetch"), numbers),
         of("prefetch", numbers, just("set_modules_to_backward_prefetch"), numbers, numbers),
     ),
+    "compilation": (
+        of("compiled", numbers, one("model", "module", "layer"), one("eager", "aot_eager")),
+    ),
     "observers": (of("observe", one_of((IN_BETWEEN, of("twice"), STEP))),),
 }
 OPERATIONS = tuple(each for family in FAMILIES.values() for each in family)
