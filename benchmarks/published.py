@@ -46,6 +46,7 @@ class Run:
     Attributes:
         batch: sequences per GPU.
         reduce_dtype: of gradients.
+        compiled: whether each block is compiled.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Run:
     batch: int
     checkpointing: str
     reduce_dtype: str = "float32"
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Row:
     remark: str = ""
 
 
-def _llama(num_gpus: int) -> Run:
-    return Run("Llama 3 8B", "h100-torchtitan", num_gpus, 2, "selective")
+def _llama(num_gpus: int, compiled: bool = False) -> Run:
+    return Run("Llama 3 8B", "h100-torchtitan", num_gpus, 2, "selective", compiled=compiled)
 
 
 def _gpt(num_gpus: int, batch: int) -> Run:
@@ -98,6 +100,10 @@ ROWS = [
     Row("torchtitan", _llama(128), "tokens/s/GPU", 5605, calibrated=True),
     Row("torchtitan", _llama(8), "GiB", 82.4),
     Row("torchtitan", _llama(128), "GiB", 67.0),
+    Row("torchtitan", _llama(8, compiled=True), "tokens/s/GPU", 6667),
+    Row("torchtitan", _llama(128, compiled=True), "tokens/s/GPU", 6514),
+    Row("torchtitan", _llama(8, compiled=True), "GiB", 77.0),
+    Row("torchtitan", _llama(128, compiled=True), "GiB", 62.0),
     Row("FSDP paper", _gpt(128, 2), "TFLOPS/GPU", 186, calibrated=True),
     Row("FSDP paper", _gpt(512, 2), "TFLOPS/GPU", 186),
     Row("FSDP paper", _gpt(128, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
@@ -119,13 +125,14 @@ def _loss(logits: Tensor) -> Tensor:
 
 @cache
 def _trace(
-    model_name: str, batch: int, checkpointing: str, reduce_dtype: str
+    model_name: str, batch: int, checkpointing: str, reduce_dtype: str, compiled: bool
 ) -> tuple[StepTrace, tuple[UnitDescription, ...]]:
     make, num_inputs, length = _MODELS[model_name]
     with torch.device("meta"):
         model = make()
         tokens = torch.empty(batch, length, dtype=torch.long)
     units = tuple(units_of(model, "auto"))
+    blocks = default_checkpoint_modules(model, units)
     trace = trace_step(
         model,
         (tokens,) * num_inputs,
@@ -133,7 +140,8 @@ def _trace(
         loss_fn=_loss,
         mp_policy=MixedPrecisionPolicy(BF16, getattr(torch, reduce_dtype)),
         activation_checkpointing=checkpointing,
-        checkpoint_modules=default_checkpoint_modules(model, units),
+        checkpoint_modules=blocks,
+        compiled=blocks if compiled else (),
         kernels=Kernels(fused_norms=False),  # torch had no fused RMS norm when these were made
     )
     return trace, units
@@ -142,7 +150,7 @@ def _trace(
 @cache
 def simulate(run: Run) -> SimulatedStep:
     """A step of a published run."""
-    trace, units = _trace(run.model, run.batch, run.checkpointing, run.reduce_dtype)
+    trace, units = _trace(run.model, run.batch, run.checkpointing, run.reduce_dtype, run.compiled)
     policy = MixedPrecisionPolicy(BF16, getattr(torch, run.reduce_dtype))
     simulator = Simulator(find_hardware(run.hardware))
     return simulator.run(trace, make_setup(units, run.num_gpus, mp_policy=policy))
@@ -171,6 +179,7 @@ def table(results: list[dict[str, Any]]) -> str:
         run = result["row"]["run"]
         batch = plural(run["batch"], "sequence")
         name = f"{run['model']}, {run['num_gpus']} GPUs, {batch} each"
+        name += ", compiled" * run["compiled"]
         note = "calibrated on this row" if result["row"]["calibrated"] else result["row"]["remark"]
         cells = [result["row"]["source"], name, result["row"]["what"]]
         cells += [f"{result['row']['published']:,}", f"{result['predicted']:,.4g}"]

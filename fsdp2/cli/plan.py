@@ -309,6 +309,11 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="modules that shard_experts gets: layers.*.experts or class:Experts (default: none)",
     )
     parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="torch.compile makes one graph of each block: fused kernels, and less is saved",
+    )
+    parser.add_argument(
         "--unknown-costs",
         choices=("error", "list"),
         default="error",
@@ -335,6 +340,7 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_gathered_bytes": args.max_gathered,
         "max_saved_bytes": args.max_saved,
         "unknown_costs": args.unknown_costs,
+        "compiled": args.compiled,
         "experts": None if args.experts is None else parse_wrap(args.experts),
     }
 

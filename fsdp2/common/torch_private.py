@@ -280,6 +280,21 @@ TRACING = (
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
     ),
     *_names(
+        "attention in a graph that is traced for a compiler",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+    ),
+    *_names(
+        "the graphs that torch.compile makes of a module",
+        "torch._inductor.decomposition.select_decomp_table",
+        without="no predictions for compiled modules",
+    ),
+    *_names(
+        "activation checkpointing inside of compiled modules, which predictions refuse",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+        without="it is not noticed",
+    ),
+    *_names(
         "a tensor-parallel step over ranks that do not exist",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
         without="no predictions for tensor_ranks",
@@ -295,7 +310,9 @@ TRACING = (
         "watching the operations of a step",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_iter",
+        "torch.utils._pytree.tree_unflatten",
         "torch._ops.OpOverload",
         "torch.ops.aten.add.Tensor._schema",
     ),

@@ -74,15 +74,26 @@ def apply_checkpointing(forward: Any, mode: str) -> Any:
 
 
 def _selective_contexts() -> Any:
-    counts = {False: 0, True: 0}
+    kept = {False: Selective(), True: Selective()}
 
     def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return kept[ctx.is_recompute].policy_of(func)
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Selective:
+    """What "selective" does about the operators of a forward, one after the other."""
+
+    def __init__(self) -> None:
+        self._num_matmuls = 0
+
+    def policy_of(self, func: Any) -> CheckpointPolicy:
+        """Whether the result of the next operator is kept."""
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in _MATMULS:
-            counts[ctx.is_recompute] += 1
-            keep = counts[ctx.is_recompute] % 2 == 1
+            self._num_matmuls += 1
+            keep = self._num_matmuls % 2 == 1
         else:
             keep = name in _KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -56,6 +56,7 @@ def estimate(
     ranks_per_node: int = 8,
     fake: bool = True,
     unknown_costs: str = "error",
+    compiled: bool | Sequence[str] = False,
 ) -> Estimate:
     """Estimate memory and traffic of one training step, without running or sharding ``model``.
 
@@ -108,6 +109,10 @@ def estimate(
         unknown_costs: what to do about operators whose FLOPs nobody has said (`register_cost`), if
             they are more than 1 % of the bytes of a step: "error", or "list" to go on without their
             FLOPs. They are listed in any case.
+        compiled: whether `torch.compile` makes one graph of each block (the modules that
+            ``checkpoint_modules=None`` stands for), or the names of the modules that it compiles.
+            Pointwise operators and reductions are then fused, and torch's partitioner decides what
+            is saved for backward.
 
     Returns:
         The estimate. Peaks are of live tensors; ``reserved`` is what torch's allocator holds for
@@ -116,8 +121,8 @@ def estimate(
 
     Raises:
         ValueError: for a mesh or a strategy that does not fit, a model that is already sharded,
-            shapes that depend on data (with ``fake``), a step without a loss, or operators without
-            a cost.
+            shapes that depend on data (with ``fake``), a step without a loss, operators without a
+            cost, or modules that cannot be compiled.
         RuntimeError: if a unit does not fit into ``max_gathered_bytes``, with the least that works.
         TypeError: for arguments of the wrong type.
 
@@ -167,12 +172,38 @@ def estimate(
         max_saved_bytes=max_saved_bytes,
         experts=names,
         expert_ranks=expert_ranks,
+        compiled=compiled_modules(compiled, lambda: default_checkpoint_modules(model, units)),
     )
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     lines = without_cost(trace, unknown_costs)
     made = estimate_trace(trace, setup, shape, strategy, optimizer)
     made.notes.extend([*trace.notes, *lines])
     return made
+
+
+def compiled_modules(
+    compiled: bool | Sequence[str], blocks: Callable[[], Sequence[str]]
+) -> tuple[str, ...]:
+    """The names of the modules that ``compiled`` means.
+
+    Args:
+        blocks: the names of the blocks, which True stands for.
+
+    Raises:
+        ValueError: for True, if there are no blocks.
+        TypeError: if it is neither a bool nor a sequence of names.
+    """
+    if isinstance(compiled, bool):
+        names = tuple(blocks()) if compiled else ()
+        if compiled and not names:
+            raise ValueError(
+                "compiled=True compiles blocks (modules of a class that occurs more than once), "
+                "and the model has none: pass the names of modules"
+            )
+        return names
+    if isinstance(compiled, str) or not all(isinstance(name, str) for name in compiled):
+        raise TypeError(f"compiled must be a bool or a sequence of module names, got {compiled!r}")
+    return tuple(compiled)
 
 
 def default_checkpoint_modules(model: nn.Module, units: Sequence[Any]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .attention import KINDS, AttentionKernels
 from .flex import flex_kernels
@@ -90,15 +91,17 @@ def traced_kernels(kernels: Kernels, meter: StorageMeter, notes: list[str]) -> I
             for name, replacement in made.items():
                 # In every thread, until the context ends: so real tensors take the way they took.
                 original = getattr(torch.ops.aten, name).default
-                library.impl(name, _for_fakes(replacement, original), "AutogradCPU")
+                # Those of graphs that are traced for a compiler, which fuses norms by itself.
+                kinds = (FakeTensor,) if name == "rms_norm" else (FakeTensor, FunctionalTensor)
+                library.impl(name, _for_fakes(replacement, original, kinds), "AutogradCPU")
             stack.enter_context(flex_kernels(meter, notes))
             stack.callback(lambda: notes.extend(attention.notes()))
         yield
 
 
-def _for_fakes(replacement: Callable, original: Any) -> Callable:
+def _for_fakes(replacement: Callable, original: Any, kinds: tuple[type, ...]) -> Callable:
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(first, FakeTensor):
+        if not isinstance(first, kinds):
             return original.decompose(first, *args, **kwargs)
         result = replacement(first, *args, **kwargs)
         return original.decompose(first, *args, **kwargs) if result is None else result

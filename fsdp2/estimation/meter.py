@@ -104,6 +104,8 @@ class StorageMeter(TorchDispatchMode):
 
     def count(self, operation: Operation, without_cost: str | None = None) -> None:
         """Add an operation; ``without_cost`` is the name of an operator of unknown cost."""
+        if self._paused:
+            return
         self._operations.append(operation)
         self.nbytes += operation.nbytes
         if without_cost is not None:
@@ -121,8 +123,6 @@ class StorageMeter(TorchDispatchMode):
         attention: bool = False,
     ) -> None:
         """Add a kernel that no operator stands for."""
-        if self._paused:
-            return
         used = [t for t in (*read, *written) if t is not None]
         nbytes = sum(map(nbytes_of, used))
         self.count(Operation(flops, nbytes, used[0].dtype, attention))

@@ -39,7 +39,7 @@ FREE = frozenset(
     ]
 )
 # Operators that read only selected rows.
-_LOOKUPS = frozenset(("embedding", "index_select", "gather", "index"))
+_LOOKUPS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index"))
 # In place, without reading what was there.
 _OVERWRITES = frozenset(
     ("copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_")
@@ -153,6 +153,11 @@ def has_no_kernel(func: Any) -> bool:
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
     return views or operator_name(func).partition("::")[2] in FREE
+
+
+def reads_selected_rows(func: Any) -> bool:
+    """Whether an operator reads only as much of its first argument as it makes."""
+    return operator_name(func).partition("::")[2] in _LOOKUPS
 
 
 def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:

@@ -32,6 +32,7 @@ from ..runtime.unit_config import UnitConfig
 from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
+from .compiled import Compiler, check_compiled
 from .events import (
     Call,
     CopyEnd,
@@ -66,6 +67,7 @@ def trace_step(
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
     max_saved_bytes: int | None = None,
+    compiled: Sequence[str] = (),
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
@@ -89,10 +91,12 @@ def trace_step(
         tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
         max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
             loss; None: there is none. It does nothing on the CPU.
+        compiled: names of the modules that `torch.compile` makes one graph of: see `compiled`.
 
     Raises:
         ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
-            shapes depend on data (with ``fake``), or nothing needs a gradient.
+            shapes depend on data (with ``fake``), or nothing needs a gradient; for modules that
+            cannot be compiled.
         TypeError: for parameters that are tensor subclasses.
     """
     if tensor_ranks == 1 and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -104,6 +108,12 @@ def trace_step(
         raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
     max_saved_bytes = _checked_saved(max_saved_bytes, device_type, fake)
     by_name = dict(model.named_modules())
+    if compiled:
+        check_compiled(compiled, by_name, modules, checkpoint_modules)
+        if not fake or tensor_ranks > 1:
+            raise ValueError(
+                "compiled= goes together neither with fake=False nor with tensor_ranks"
+            )
     trace = StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
         module_order=list(by_name),
@@ -140,10 +150,15 @@ def trace_step(
                 param.grad_dtype = None
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
+        compiler = Compiler(meter, lambda: len(trace.events))
+        for name in compiled:
+            mode = activation_checkpointing if name in checkpoint_modules else "none"
+            stack.enter_context(compiler.compiled(name, by_name[name], mode))
         for name in checkpoint_modules:
-            stack.enter_context(
-                checkpointed(by_name[name], activation_checkpointing, recorder.forward)
-            )
+            if name not in compiled:
+                stack.enter_context(
+                    checkpointed(by_name[name], activation_checkpointing, recorder.forward)
+                )
         for unit in units:
             unit.runtime = recorder
             _RecordingHooks(cast(Any, unit)).install()

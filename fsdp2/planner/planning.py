@@ -45,7 +45,7 @@ from .ranges import as_fast, range_of
 from .report import Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
 from .tensor_parallel import Parallelize
-from .traces import Size, TracedSteps, check_degrees, check_expert_ranks, within_samples
+from .traces import Compiled, Size, TracedSteps, check_degrees, check_expert_ranks, within_samples
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -82,6 +82,7 @@ def plan(
     kernels: Kernels | None = None,
     fake: bool = True,
     unknown_costs: str = "error",
+    compiled: Compiled = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
@@ -132,6 +133,8 @@ def plan(
             that does not fit are left out.
         max_saved_bytes: as in `predict`; fixed, not searched. `Plan.apply` does not offload: the
             training script calls `offload_activations`.
+        compiled: as in `predict`; fixed, not searched. `Plan.apply` does not compile: the training
+            script calls ``block.compile()``.
         progress: called with (current task, number done, total).
 
     Returns:
@@ -178,6 +181,7 @@ def plan(
         experts=experts,
         parallelize=parallelize,
         unknown_costs=unknown_costs,
+        compiled=compiled,
     )
     check_degrees(degrees, traces, num_ranks)
     if max_samples is not None:

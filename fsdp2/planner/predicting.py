@@ -25,7 +25,7 @@ from ..policy import (
     OffloadPolicy,
     check_comm_policy,
 )
-from ..render.text import one_line
+from ..render.text import one_line, plural
 from .advice import padding_of
 from .arguments import check_ranks, checked_budget
 from .candidates import Candidate
@@ -36,7 +36,7 @@ from .prediction import Prediction, Sweep
 from .ranges import range_of
 from .simulate import Simulator
 from .tensor_parallel import Parallelize
-from .traces import WHOLE, Size, TracedSteps, check_expert_ranks, check_tensor_ranks
+from .traces import WHOLE, Compiled, Size, TracedSteps, check_expert_ranks, check_tensor_ranks
 
 
 def predict(
@@ -70,6 +70,7 @@ def predict(
     kernels: Kernels | None = None,
     fake: bool = True,
     unknown_costs: str = "error",
+    compiled: Compiled = False,
 ) -> Prediction:
     """Predict the time and memory of a training step in one configuration.
 
@@ -103,7 +104,7 @@ def predict(
             ``tensor_ranks``.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
-        kernels, fake, unknown_costs: as in `estimate`.
+        kernels, fake, unknown_costs, compiled: as in `estimate`.
 
     Returns:
         The prediction: print it, or see its attributes.
@@ -154,6 +155,7 @@ def predict(
         accumulation=accumulation,
         expert_ranks=expert_ranks,
         tensor_ranks=tensor_ranks,
+        compiled=compiled,
         ranged=True,
     )
 
@@ -174,6 +176,7 @@ def sweep(
     accumulation: str | list[str] = "unsharded",
     expert_ranks: int | list[int] = 1,
     tensor_ranks: int | list[int] = 1,
+    compiled: Compiled | list[Compiled] = False,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
@@ -194,6 +197,7 @@ def sweep(
             on this length.
         activation_checkpointing, strategy, reshard_after_forward, prefetch: as in `predict`.
         micro_batches, accumulation, expert_ranks, tensor_ranks: as in `predict`.
+        compiled: as in `predict`, with names of modules as a tuple.
         progress: called with (current task, number done, total).
         options: the other arguments of `predict`, for all combinations.
 
@@ -223,6 +227,7 @@ def sweep(
         "accumulation": accumulation,
         "expert_ranks": expert_ranks,
         "tensor_ranks": tensor_ranks,
+        "compiled": compiled,
     }
     values = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
     for name, given in values.items():
@@ -354,6 +359,7 @@ class _Cells:
         strategy: str,
         expert_ranks: int,
         tensor_ranks: int,
+        compiled: Compiled = False,
         ranged: bool = False,
         **choices: Any,
     ) -> Prediction:
@@ -373,7 +379,9 @@ class _Cells:
             **choices,
             **self._options,
         )
-        trace = self.traces.get(activation_checkpointing, size, expert_ranks, tensor_ranks)
+        trace = self.traces.get(
+            activation_checkpointing, size, expert_ranks, tensor_ranks, compiled
+        )
         loads = even_load(speeds_of(self.hardware, setup.num_ranks * tensor_ranks))
         work = [(trace, load.speed) for load in loads]
         steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
@@ -391,6 +399,9 @@ class _Cells:
         if samples is not None:
             rate = samples * setup.micro_batches * setup.num_ranks / outcome.seconds
         told = {"strategy": strategy, "wrap": self._label, **choices}
+        told["compiled"] = None
+        if names := self.traces.compiled_modules(compiled):
+            told["compiled"] = "blocks" if compiled is True else plural(len(names), "module")
         if self.traces.experts:
             told["expert_ranks"] = expert_ranks
         if self.traces.parallelize is not None:

@@ -187,7 +187,8 @@ def _title(name: str) -> str:
 
 def _cell(made: Prediction, name: str) -> str:
     if name in made.choices:
-        return str(made.choices[name])
+        value = made.choices[name]
+        return "-" if value is None else str(value)
     value = getattr(made, name)
     return "-" if value is None else str(value)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..estimation.estimating import default_checkpoint_modules
+from ..estimation.estimating import compiled_modules, default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.expert_units import experts_of, with_experts
 from ..estimation.setups import check_number
@@ -27,6 +27,7 @@ class Size(NamedTuple):
 
 
 WHOLE = Size()
+Compiled = bool | Sequence[str]
 
 
 class TracedSteps:
@@ -44,6 +45,7 @@ class TracedSteps:
         checkpoint_modules: names of modules to recompute; None: the blocks.
         experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
         parallelize: makes a model tensor-parallel over a mesh; None: it is not.
+        compiled: as in `estimate`, where `get` is not told otherwise.
 
     Attributes:
         blocks: names of the modules to recompute.
@@ -65,10 +67,11 @@ class TracedSteps:
         experts: Any = None,
         parallelize: Parallelize | None = None,
         unknown_costs: str = "error",
+        compiled: Compiled = False,
     ) -> None:
         check_choice(unknown_costs)
         auto = units_of(model, "auto")
-        blocks = default_checkpoint_modules(model, auto)
+        blocks = self._blocks = default_checkpoint_modules(model, auto)
         self.blocks = blocks if checkpoint_modules is None else list(checkpoint_modules)
         usual = wraps_of(auto, blocks)
         self.wraps: Mapping[str, Any] = usual if wrap is None else {_label(wrap): wrap}
@@ -83,11 +86,12 @@ class TracedSteps:
         sizes = [next(modules[name].parameters()).shape[0] for name in self.experts]
         self.num_experts = min(sizes, default=0)
         self.parallelize = parallelize
+        self._compiled = self.compiled_modules(compiled)
         self._model = model
         self._sample_input = sample_input
         self._trace = trace
         self._unknown_costs = unknown_costs
-        self._made: dict[tuple[str, Size, int, int], StepTrace] = {}
+        self._made: dict[tuple[str, Size, int, int, tuple[str, ...]], StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
@@ -99,16 +103,25 @@ class TracedSteps:
         return frozenset((name,) for name in self.experts)
 
     def get(
-        self, mode: str, size: Size = WHOLE, expert_ranks: int = 1, tensor_ranks: int = 1
+        self,
+        mode: str,
+        size: Size = WHOLE,
+        expert_ranks: int = 1,
+        tensor_ranks: int = 1,
+        compiled: Compiled | None = None,
     ) -> StepTrace:
         """The step with this activation checkpointing and size of the micro-batch on one of so many
         ranks of experts and of tensor parallelism.
+
+        Args:
+            compiled: as in `estimate`; None: that of all.
 
         Raises:
             ValueError: for operators without a cost, unless they are to be listed.
             RuntimeError: if the model fails.
         """
-        key = (mode, size, expert_ranks, tensor_ranks)
+        names = self._compiled if compiled is None else self.compiled_modules(compiled)
+        key = (mode, size, expert_ranks, tensor_ranks, names)
         found = self._made.get(key)
         if found is None:
             sample = with_samples(self._sample_input, size.samples)
@@ -122,10 +135,15 @@ class TracedSteps:
                     experts=self.experts,
                     expert_ranks=expert_ranks,
                     tensor_ranks=tensor_ranks,
+                    compiled=names,
                 )
             without_cost(found, self._unknown_costs)  # an error before more traces
             self._made[key] = found
         return found
+
+    def compiled_modules(self, compiled: Compiled) -> tuple[str, ...]:
+        """The names of the modules that ``compiled`` means."""
+        return compiled_modules(compiled, lambda: self._blocks)
 
     def notes(self, trace: StepTrace, hardware: Hardware) -> list[str]:
         """What a trace assumes, as sentences."""
