@@ -9,7 +9,7 @@ in `init_device_mesh` for (replicas, shards). (A node is a host.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from .means import WHOLE_BYTES, whole_bytes
@@ -190,11 +190,15 @@ class Ring:
         size: number of ranks.
         per_node: number of these ranks on each node.
         groups_per_node: number of such rings that share the links of a node.
+        stride: nodes from one of its nodes to the next; as many rings are interleaved.
+        all_nodes: of the job; 0: as far as it reaches.
     """
 
     size: int
     per_node: int
     groups_per_node: int
+    stride: int = field(default=1, compare=False)
+    all_nodes: int = field(default=0, compare=False)
 
     @property
     def num_nodes(self) -> int:
@@ -227,19 +231,17 @@ class Topology:
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
         """The ring over "shard", "secondary" (of ``secondary_size``), "replicate", "all", "within"
         or "across": the hops of a reduction."""
-        node = min(self.ranks_per_node, self.num_shards * self.num_replicas)
-        if group == "replicate":
-            per_node = max(1, min(node // self.num_shards, self.num_replicas))
-            return Ring(self.num_replicas, per_node, max(1, node // per_node))
-        if group == "all":
-            return Ring(self.num_shards * self.num_replicas, node, 1)
-        if group == "across":
-            size = max(self.num_shards // self.hop, 1)
-            per_node = max(1, min(node // self.hop, size))
-            return Ring(size, per_node, max(1, node // per_node))
-        size = {"secondary": secondary_size, "within": self.hop}.get(group, self.num_shards)
-        per_node = min(node, size)
-        return Ring(size, per_node, max(1, node // per_node))
+        node = min(self.ranks_per_node, ranks := self.num_shards * self.num_replicas)
+        size, apart = {  # its ranks, and how far each is from the next
+            "replicate": (self.num_replicas, self.num_shards),
+            "all": (ranks, 1),
+            "across": (max(self.num_shards // self.hop, 1), self.hop),
+            "within": (self.hop, 1),
+            "secondary": (secondary_size, 1),
+        }.get(group, (self.num_shards, 1))
+        per_node = max(1, min(node // apart, size))
+        shared, stride = max(1, node // per_node), max(1, apart // node)
+        return Ring(size, per_node, shared, stride, -(-ranks // node))
 
 
 def split_by_link(nbytes: int, ring: Ring, *, to_all: bool = False) -> tuple[int, int]:

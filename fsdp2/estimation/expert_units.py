@@ -37,8 +37,13 @@ class InnerTopology(Topology):
             outer = Topology(
                 self.num_shards, self.num_replicas, max(node // self.tensor, 1), self.hop
             )
-            found = outer.ring(group, secondary_size)
-            return Ring(found.size, found.per_node, found.groups_per_node * groups)
+            found, nodes = outer.ring(group, secondary_size), max(1, self.tensor // node)
+            return replace(
+                found,
+                groups_per_node=found.groups_per_node * groups,
+                stride=found.stride * nodes,
+                all_nodes=found.all_nodes * nodes,
+            )
         if group not in ("experts", "expert shard"):
             return super().ring(group, secondary_size)
         alike = self.num_shards * self.num_replicas // self.experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import gcd, sqrt
 from statistics import NormalDist
 
 from ..comm.topology import Ring, split_by_link
@@ -129,15 +129,31 @@ def stragglers_s(kernels_s: float, num_ranks: int, hardware: Hardware) -> float:
     return hardware.jitter * min(kernels_s, sqrt(kernels_s)) * largest
 
 
+def ranks_of_pod(ring: Ring, nodes: int) -> int:
+    """How many ranks of a ring are in a pod of so many nodes; 0 nodes: all are in one pod.
+
+    Of rings of which some are in one pod and others are not, those count that are not.
+    """
+    reach = ring.num_nodes * ring.stride
+    if not nodes or max(ring.all_nodes, reach) <= nodes or nodes % reach == 0:
+        return ring.size
+    return gcd(max(nodes // ring.stride, 1), ring.num_nodes) * ring.per_node
+
+
 def link_of(ring: Ring, hardware: Hardware) -> tuple[str, float]:
     """The slowest link of a ring, and the bytes per second that the ring has there.
 
     A ring that leaves the node passes all its bytes over the node's network once; so do the other
-    rings like it that start in the node at the same time, and they share the network.
+    rings like it that start in the node at the same time, and they share the network. Between two
+    pods pass the rings of all nodes that are interleaved with it, and share what the nodes of a pod
+    have of the spine together.
     """
     if ring.num_nodes == 1:
         return NODE, hardware.node_bandwidth
     network = hardware.network_bandwidth * hardware.network_efficiency / ring.groups_per_node
+    pod = hardware.nodes_per_pod
+    if ranks_of_pod(ring, pod) < ring.size:
+        network *= min(1.0, pod / (min(ring.stride, pod) * hardware.oversubscription))
     if ring.per_node > 1 and network > hardware.node_bandwidth:
         return NODE, hardware.node_bandwidth
     return NETWORK, network
@@ -201,7 +217,8 @@ def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost
     """Every rank sends to every other one, all at once: not in a ring.
 
     So all ranks of a node send over its network, and the slower of that and of the links in
-    the node counts.
+    the node counts. Over the spine goes what is for other pods and, where every rank of a node is
+    on a rail of its own, what is for other rails; each node has its part of the spine.
     """
     within, between = split_by_link(transfer.sent, ring, to_all=True)
     latency = hardware.call_latency_s + hardware.node_latency_s
@@ -210,10 +227,20 @@ def _all_to_all_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost
     if not between:
         return Cost(fixed_s, node_s, NODE, occupies=True)
     network = hardware.network_bandwidth * hardware.network_efficiency
-    network_s = between * ring.per_node * ring.groups_per_node / network
+    spine = between * _over_spine(ring, hardware) * hardware.oversubscription
+    network_s = max(between, spine) * ring.per_node * ring.groups_per_node / network
     fixed_s += hardware.network_latency_s
     slower = (network_s, NETWORK) if network_s > node_s else (node_s, NODE)
     return Cost(fixed_s, *slower, occupies=True)
+
+
+def _over_spine(ring: Ring, hardware: Hardware) -> float:
+    """Of what a rank of an all-to-all sends to other nodes, the part that passes the spine."""
+    elsewhere = ring.size - ring.per_node
+    near: float = max(ranks_of_pod(ring, hardware.nodes_per_pod) - ring.per_node, 0)
+    if hardware.rail_optimized:  # of each node, one rank is on the same rail
+        near /= ring.per_node
+    return 1 - near / elsewhere
 
 
 def _copies_s(nbytes: int, hardware: Hardware) -> float:

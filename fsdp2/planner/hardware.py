@@ -28,7 +28,7 @@ _MAY_BE_0 = (
     *("multiprocessors", "launch_s", "call_host_s", "jitter"),
     *("half_intensity", "overlap", "disk_write_bandwidth", "disk_read_bandwidth"),
     *("message_s", "param_s", "host_ordered", "optimizer_launch_s"),
-    "recompute_s",
+    *("recompute_s", "nodes_per_pod", "rail_optimized"),
 )
 _RANGES = ("kernels_range", "links_range")
 # What `Hardware.step_factors` may be of.
@@ -72,6 +72,19 @@ def _check_factors(name: str, factors: Mapping[str, float]) -> None:
             )
 
 
+def _check_spine(hardware: Hardware) -> None:
+    more = hardware.oversubscription
+    if not 1 <= more < 1e6:
+        raise ValueError(
+            f"Hardware '{hardware.name}': oversubscription must be 1 or more, got {more}"
+        )
+    if more > 1 and not (hardware.nodes_per_pod or hardware.rail_optimized):
+        raise ValueError(
+            f"Hardware '{hardware.name}': oversubscription is that of pods or of rails: give "
+            "nodes_per_pod, or rail_optimized"
+        )
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A cluster of nodes with equally many ranks.
@@ -90,6 +103,13 @@ class Hardware:
         node_bandwidth: bytes per second that a GPU sends to others of its node in a ring.
         network_bandwidth: bytes per second that a node sends to other nodes.
         network_efficiency: the fraction of it that collectives reach.
+        nodes_per_pod: nodes that reach each other with all of ``network_bandwidth``; 0: all do.
+            Nodes are numbered pod by pod, and what is for other pods passes the spine.
+        oversubscription: how many times more bandwidth the nodes of a pod have than the links of
+            the pod to the spine; 1: as much.
+        rail_optimized: whether the network cards of equal local ranks of all nodes of a pod are at
+            switches of their own, a rail, and rails meet in the spine. Rings stay on their rails;
+            all-to-alls do not, where several ranks of a node take part.
         node_latency_s, network_latency_s: latency of one ring step of a message.
         call_latency_s: fixed latency of a call, however many messages it has.
         channels: messages of a call that go round their rings at the same time.
@@ -191,6 +211,9 @@ class Hardware:
     disk_write_bandwidth: float = 0.0
     disk_read_bandwidth: float = 0.0
     step_factors: Mapping[str, float] = field(default_factory=dict)
+    nodes_per_pod: int = 0
+    oversubscription: float = 1.0
+    rail_optimized: bool = False
 
     def __post_init__(self) -> None:
         numbers = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
@@ -206,6 +229,7 @@ class Hardware:
                 raise ValueError(f"Hardware '{self.name}': {name} must be positive, got {value}")
         if self.overlap > 1:
             raise ValueError(f"Hardware '{self.name}': overlap is a part, got {self.overlap}")
+        _check_spine(self)
         for name in _TABLES:
             try:
                 object.__setattr__(self, name, checked(name, getattr(self, name)))
@@ -285,6 +309,9 @@ class Hardware:
 # many profiles); the hooks of a unit and a call of a collective take 30 to 100 us together. Both
 # decide for small batches only. Jitter: chosen to meet one published row, that of torchtitan's
 # Llama 3 8B on 128 GPUs, which are 2.7 % slower than 8; see `costs.stragglers_s`.
+# Networks of presets are flat. Others: pods of 3,072 GPUs (384 nodes), between which bandwidth is a
+# seventh (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.1); rails, with scalable units
+# of 32 nodes and as much bandwidth in the spine (NVIDIA DGX SuperPOD reference architecture, H100).
 # NVLink: bus bandwidth of all-gathers in nccl-tests: about 230 GB/s of 300 (A100) and 360 GB/s of
 # 450 (H100).
 _A100 = Hardware(
@@ -559,6 +586,8 @@ def _check_kind(path: Path, key: str, value: Any) -> None:
         ),
         "caches_memory": ("true or false", isinstance(value, bool)),
         "host_ordered": ("true or false", isinstance(value, bool)),
+        "rail_optimized": ("true or false", isinstance(value, bool)),
+        "nodes_per_pod": ("a whole number", isinstance(value, int) and is_number(value)),
         **{name: ("an object of lists of pairs of numbers", is_tables(value)) for name in _TABLES},
         "ranks_per_node": ("a whole number", isinstance(value, int) and is_number(value)),
         "multiprocessors": ("a whole number", isinstance(value, int) and is_number(value)),
