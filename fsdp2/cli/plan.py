@@ -27,6 +27,7 @@ from .model import (
 
 CHECKPOINTING = ("none", "selective", "full")
 _EXPERTS = "consecutive ranks over which experts are distributed"
+_CONTEXT = "consecutive ranks over which each sequence is split"
 _NOT_GIVEN: Any = object()  # None is a choice
 ACCUMULATION = ("unsharded", "sharded", "every")
 
@@ -98,10 +99,17 @@ def add_plan(groups: Any) -> None:
     )
     _add_parallelize(parser)
     parser.add_argument(
+        "--context-ranks",
+        type=partial(list_of, parse_number),
+        default=[1],
+        metavar="LIST",
+        help=f"{_CONTEXT}, to choose from (default: 1)",
+    )
+    parser.add_argument(
         "--max-samples",
         type=parse_number,
         metavar="N",
-        help="samples of a step of all ranks; with more tensor ranks it has fewer "
+        help="samples of a step of all ranks; with more tensor or context ranks it has fewer "
         "(default: no limit)",
     )
     parser.add_argument(
@@ -161,6 +169,7 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
             [1],
             "consecutive ranks that share operators (default: 1)",
         ),
+        ("--context-ranks", parse_number, [1], f"{_CONTEXT} (default: 1)"),
         ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):
@@ -424,6 +433,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "prefetch": args.prefetch,
         "expert_ranks": args.expert_ranks,
         "tensor_ranks": args.tensor_ranks,
+        "context_ranks": args.context_ranks,
     }
     return options, swept
 
@@ -446,6 +456,7 @@ def run_plan(args: argparse.Namespace) -> int:
         fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
         fixed |= {"expert_ranks": args.expert_ranks, "tensor_ranks": args.tensor_ranks}
         fixed |= {"parallelize": _parallelize_of(args), "max_samples": args.max_samples}
+        fixed["context_ranks"] = args.context_ranks
         if args.wrap is not None:
             fixed["wrap"] = parse_wrap(args.wrap)
         if args.reshard is not _NOT_GIVEN:

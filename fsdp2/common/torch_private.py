@@ -295,9 +295,16 @@ TRACING = (
         without="it is not noticed",
     ),
     *_names(
-        "a tensor-parallel step over ranks that do not exist",
+        "a step over tensor-parallel or context ranks that do not exist",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
-        without="no predictions for tensor_ranks",
+        without="no predictions for tensor_ranks and context_ranks",
+    ),
+    *_names(
+        "attention over parts of a sequence, as `context_parallel` runs it",
+        "torch.distributed.tensor.experimental._attention._cp_options",
+        "torch.distributed.tensor.experimental._attention._disable_context_parallel_dispatcher",
+        "torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher",
+        without="no predictions for context_ranks",
     ),
     *_names(
         "the operators that DTensor tries on whole shapes",

@@ -8,12 +8,14 @@ backward, also without CUDA.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..render.text import plural
+from .context import ContextParallel
 
 aten = torch.ops.aten
 KINDS = ("flash", "efficient", "cudnn", "math")
@@ -26,10 +28,12 @@ class AttentionKernels:
 
     Args:
         choice: one of `KINDS`, or "auto".
+        context: over which sequences are split; None: each rank has whole ones.
     """
 
-    def __init__(self, choice: str) -> None:
+    def __init__(self, choice: str, context: ContextParallel | None = None) -> None:
         self._choice = choice
+        self._context = context
         self._without_kernel: Counter[str] = Counter()
 
     def __call__(
@@ -45,22 +49,45 @@ class AttentionKernels:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         call = (q, k, v, attn_mask, is_causal, enable_gqa)
+        if self._context is not None and attn_mask is not None:
+            raise self._context.refused("attention with a mask")
         kind = self._kind(call)
         if kind == "math":
+            if self._context is not None:
+                why = "; ".join(self._without_kernel) or "Kernels(attention='math')"
+                raise self._context.refused(f"attention without a fused kernel ({why})")
             return aten._scaled_dot_product_attention_math(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )[0]
         options = {"scale": scale if scale is not None else q.shape[-1] ** -0.5}
         if kind == "flash":
-            return _flash(q, k, v, dropout_p, is_causal, options)
+            return self._flash((q, k, v), dropout_p, is_causal, options)
         bias = _bias(attn_mask, q, k)
         needs = any(t is not None and t.requires_grad for t in (q, k, v, bias))
-        keep = needs and torch.is_grad_enabled()
-        if kind == "efficient":
-            operator = aten._scaled_dot_product_efficient_attention
-            return operator(q, k, v, bias, keep, dropout_p, is_causal, **options)[0]
-        operator = aten._scaled_dot_product_cudnn_attention
-        return operator(q, k, v, bias, keep, dropout_p, is_causal, False, **options)[0]
+        more: tuple[Any, ...] = (bias, needs and torch.is_grad_enabled(), dropout_p, is_causal)
+        operator = aten._scaled_dot_product_efficient_attention
+        if kind == "cudnn":
+            operator, more = aten._scaled_dot_product_cudnn_attention, (*more, False)
+        return self._run(lambda *qkv: operator(*qkv, *more, **options)[0], (q, k, v), is_causal)
+
+    def _flash(
+        self, qkv: tuple[torch.Tensor, ...], dropout_p: float, causal: bool, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """The kernel takes widths that are multiples of 8: others are padded, and cut again."""
+        width = qkv[0].shape[-1]
+        missing = -width % 8
+        if missing:
+            qkv = tuple(F.pad(t, (0, missing)) for t in qkv)
+        operator = aten._scaled_dot_product_flash_attention
+        out = self._run(lambda *t: operator(*t, dropout_p, causal, **options)[0], qkv, causal)
+        return out[..., :width] if missing else out
+
+    def _run(
+        self, kernel: Callable[..., torch.Tensor], qkv: tuple[torch.Tensor, ...], causal: bool
+    ) -> torch.Tensor:
+        if self._context is None:
+            return kernel(*qkv)
+        return self._context.attend(kernel, qkv, causal=causal)
 
     def notes(self) -> list[str]:
         """A sentence for each reason for which attention has its scores in memory."""
@@ -131,22 +158,6 @@ def _against_efficient(q: torch.Tensor, v: torch.Tensor, grouped: bool) -> str |
     if q.shape[-1] % unit or v.shape[-1] % unit:
         return f"the width of heads is no multiple of {unit}"
     return None
-
-
-def _flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float,
-    causal: bool,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """The kernel takes widths that are multiples of 8: others are padded, and cut again."""
-    width = q.shape[-1]
-    if missing := -width % 8:
-        q, k, v = (F.pad(t, (0, missing)) for t in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, **options)[0]
-    return out[..., :width] if missing else out
 
 
 def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:

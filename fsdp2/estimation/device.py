@@ -15,7 +15,10 @@ import torch
 
 from ..comm.topology import Topology
 from .account import Account
-from .events import Compute, CopyEnd, HostCopy, Operation
+from .events import Compute, CopyEnd, ExchangeEnd, HostCopy, Operation
+
+# The streams of the model's own collectives, by group.
+_BESIDE = {"tensor": "tensor parallel", "context": "context parallel"}
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class Transfer:
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce" or, under a `CommPolicy`, "all_to_all".
+            "send": all of it to the next rank of a ring.
         group: "shard", "secondary" (within the groups of ``reshard_after_forward=int``),
             "replicate", or "within" and "across": the two hops of a reduction. "expert shard" and
             "experts": ranks with the same experts, and those over which experts are distributed.
-            "tensor": ranks that share the operators of a tensor-parallel model.
+            "tensor": ranks that share the operators of a tensor-parallel model. "context": ranks
+            that have a part of each sequence.
         nbytes: bytes of the whole data that is gathered, scattered or reduced, with padding.
         sent: bytes that this rank sends.
         messages: number of collectives in the call.
@@ -153,13 +158,14 @@ class LaunchDevice:
         stream.last = number
         stream.waits = set()
 
-    def exchange(self, work: Transfer, unit: str = "") -> None:
-        """Put a collective beside compute that begins after it, and that it then waits for."""
-        name = "tensor parallel" if work.group == "tensor" else "all-to-all"
-        stream = self.beside_compute(name)
+    def exchange(self, work: Transfer, unit: str = "") -> LaunchEvent:
+        """Put a collective beside compute that begins after it; returns its end."""
+        stream = self.beside_compute(_BESIDE.get(work.group, "all-to-all"))
         with self.stream(stream):
             self.launch(work, unit)
-        self.compute.wait_stream(stream)
+        end = LaunchEvent(self)
+        end.record(stream)
+        return end
 
     def beside_compute(self, name: str) -> LaunchStream:
         """The stream of this name, which waits for compute so far."""
@@ -207,6 +213,7 @@ class ReplayState:
         self.transfers: list[Transfer] = []
         self.inside = ""
         self._copies: dict[int, LaunchEvent] = {}  # of activations: their ends
+        self._exchanges: dict[int, LaunchEvent] = {}  # the same of collectives of the model
 
     def transfer(self, transfer: Transfer) -> None:
         self.transfers.append(transfer)
@@ -214,12 +221,22 @@ class ReplayState:
             self.device.launch(transfer, transfer.unit)
             self.account.clock = len(self.device.launches)
 
-    def exchange(self, transfer: Transfer) -> None:
-        """Record a collective that compute waits for at once."""
+    def exchange(self, transfer: Transfer, number: int | None = None) -> None:
+        """Record a collective that compute waits for at once, or at the end of this ``number``."""
         self.transfers.append(transfer)
+        if self.device is None:
+            return
+        end = self.device.exchange(transfer, transfer.unit)
+        self.account.clock = len(self.device.launches)
+        if number is None:
+            self.device.compute.wait_event(end)
+        else:
+            self._exchanges[number] = end
+
+    def end_exchange(self, event: ExchangeEnd) -> None:
+        """Let compute wait for an exchange."""
         if self.device is not None:
-            self.device.exchange(transfer, transfer.unit)
-            self.account.clock = len(self.device.launches)
+            self.device.compute.wait_event(self._exchanges.pop(event.number))
 
     def kernel(self, nbytes: int, dtype: torch.dtype, unit: str = "") -> None:
         """Record a kernel on the current stream that reads and writes ``nbytes`` in all.

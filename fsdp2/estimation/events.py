@@ -115,19 +115,29 @@ class Compute:
 class Exchange:
     """A collective of the model itself, which compute waits for.
 
-    Tokens that travel between the ranks of experts, or what tensor parallelism adds up and gathers.
+    Tokens that travel between the ranks of experts, what tensor parallelism adds up and gathers, or
+    keys and values of other parts of a sequence.
 
     Attributes:
         nbytes: bytes of the whole data that is gathered, scattered or reduced; of an all-to-all,
             those that a rank sends, to itself too.
         ranks: of the group.
         kind, group: as in `Transfer`.
+        number: of the `ExchangeEnd` at which compute waits for it; None: it waits at once.
     """
 
     nbytes: int
     ranks: int
     kind: str = "all_to_all"
     group: str = "experts"
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class ExchangeEnd:
+    """Compute waits for the `Exchange` of this ``number``."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ class StartOfBackward:
     """Forward and loss are done."""
 
 
-Event = Call | Gradient | Compute | Exchange | HostCopy | CopyEnd | StartOfBackward
+Event = Call | Gradient | Compute | Exchange | ExchangeEnd | HostCopy | CopyEnd | StartOfBackward
 
 
 @dataclass(frozen=True)

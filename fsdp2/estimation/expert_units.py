@@ -20,29 +20,34 @@ class InnerTopology(Topology):
         experts: ranks over which experts are distributed.
         tensor: ranks that share the operators of a tensor-parallel model; the other dims count
             such groups.
+        context: ranks, or such groups, that have parts of the same sequences: consecutive ones of
+            those that share a parameter.
     """
 
     experts: int = 1
     tensor: int = 1
+    context: int = 1
 
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
-        """As in `Topology`; also over "tensor", "experts", and "expert shard": ranks with the same
-        ones."""
+        """As in `Topology`; also over "tensor", "context", "experts", and "expert shard": ranks
+        with the same ones."""
         data_ranks = self.num_shards * self.num_replicas
         if group == "tensor":
             return Topology(self.tensor, data_ranks, self.ranks_per_node).ring("shard")
         if self.tensor > 1:  # a node has fewer ranks of each group, and more groups
             node = min(self.ranks_per_node, data_ranks * self.tensor)
             groups = min(self.tensor, node)
-            outer = Topology(
-                self.num_shards, self.num_replicas, max(node // self.tensor, 1), self.hop
-            )
+            outer = replace(self, ranks_per_node=max(node // self.tensor, 1), tensor=1)
             found, nodes = outer.ring(group, secondary_size), max(1, self.tensor // node)
             return replace(
                 found,
                 groups_per_node=found.groups_per_node * groups,
                 stride=found.stride * nodes,
                 all_nodes=found.all_nodes * nodes,
+            )
+        if group == "context":
+            return Topology(self.context, data_ranks // self.context, self.ranks_per_node).ring(
+                "shard"
             )
         if group not in ("experts", "expert shard"):
             return super().ring(group, secondary_size)

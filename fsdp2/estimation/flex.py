@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from ..common.pytree import tensors_in
+from .context import ContextParallel
 from .meter import StorageMeter
 from .op_costs import repeated_heads
 
@@ -28,14 +29,16 @@ _MAX_POINTS = 1 << 24  # at which a mask is evaluated
 
 
 @contextmanager
-def flex_kernels(meter: StorageMeter, notes: list[str]) -> Iterator[None]:
+def flex_kernels(
+    meter: StorageMeter, notes: list[str], context: ContextParallel | None = None
+) -> Iterator[None]:
     """Context in which ``flex_attention`` takes fake tensors of the CPU that need gradients."""
     module: Any = sys.modules.get(_MODULE)
     if module is None:  # nobody has imported it
         yield
         return
     original, validate = module.flex_attention_hop, module._validate_device
-    kernel = _Flex(meter, notes, original)
+    kernel = _Flex(meter, notes, original, context)
 
     def validated(query: Any, key: Any, value: Any) -> None:
         if not isinstance(query, FakeTensor):
@@ -51,8 +54,15 @@ def flex_kernels(meter: StorageMeter, notes: list[str]) -> Iterator[None]:
 class _Flex:
     """Takes the place of the operator of higher order."""
 
-    def __init__(self, meter: StorageMeter, notes: list[str], original: Callable) -> None:
+    def __init__(
+        self,
+        meter: StorageMeter,
+        notes: list[str],
+        original: Callable,
+        context: ContextParallel | None,
+    ) -> None:
         self._meter, self._notes, self._original = meter, notes, original
+        self._context = context
         self._densities: dict[Any, tuple[Any, float]] = {}
 
     def __call__(
@@ -60,6 +70,8 @@ class _Flex:
     ) -> Any:
         if not isinstance(q, FakeTensor):
             return self._original(q, k, v, score_mod, block_mask, *args, **kwargs)
+        if self._context is not None:
+            raise self._context.refused("flex_attention (which it splits through another function)")
         density = self._density(block_mask, q.shape[-2], k.shape[-2])
         captured = self._captured(score_mod, q)
         made = _FlexAttention.apply(self._meter, density, q, k, v, *captured)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .attention import KINDS, AttentionKernels
+from .context import ContextParallel
 from .flex import flex_kernels
 from .meter import StorageMeter
 
@@ -68,19 +69,25 @@ def kernels_of(kernels: Kernels | None, device_type: str) -> Kernels:
 
 
 @contextmanager
-def traced_kernels(kernels: Kernels, meter: StorageMeter, notes: list[str]) -> Iterator[None]:
+def traced_kernels(
+    kernels: Kernels,
+    meter: StorageMeter,
+    notes: list[str],
+    context: ContextParallel | None = None,
+) -> Iterator[None]:
     """Context in which fake tensors of the CPU run the operators of ``kernels``.
 
     Args:
         meter: what counts the operations.
         notes: gets sentences about what was chosen, when the context ends.
+        context: over which sequences are split; None: each rank has whole ones.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             # Compiled code cannot be traced; the same operators run without it.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if kernels.device == "cuda":
-            attention = AttentionKernels(kernels.attention)
+            attention = AttentionKernels(kernels.attention, context)
             made: dict[str, Callable] = {
                 "scaled_dot_product_attention": attention,
                 "dropout": _dropout,
@@ -94,7 +101,9 @@ def traced_kernels(kernels: Kernels, meter: StorageMeter, notes: list[str]) -> I
                 # Those of graphs that are traced for a compiler, which fuses norms by itself.
                 kinds = (FakeTensor,) if name == "rms_norm" else (FakeTensor, FunctionalTensor)
                 library.impl(name, _for_fakes(replacement, original, kinds), "AutogradCPU")
-            stack.enter_context(flex_kernels(meter, notes))
+            if context is not None:
+                stack.enter_context(context.active())
+            stack.enter_context(flex_kernels(meter, notes, context))
             stack.callback(lambda: notes.extend(attention.notes()))
         yield
 

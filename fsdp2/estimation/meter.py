@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .events import Compute, Operation, Uncosted
-from .op_costs import cost_of, has_no_kernel, nbytes_of, operator_name
+from .op_costs import cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
 from .workspaces import with_float32_gradients, with_workspace
 
 
@@ -27,8 +27,11 @@ class StorageMeter(TorchDispatchMode):
 
     Args:
         device_type: the device whose kernels fake tensors stand for.
-        on_collective: called with the kind of each functional collective and the bytes of its whole
-            data, after what came before it was counted.
+        on_collective: called with the kind of each functional collective, the bytes of its whole
+            data and its group, after what came before it was counted. Returns a number if its
+            result is waited for when something reads it.
+        on_wait: called with that number, then.
+        on_operator: called with every other operator and its result.
 
     Attributes:
         live: bytes of the storages that live now.
@@ -47,10 +50,15 @@ class StorageMeter(TorchDispatchMode):
     def __init__(
         self,
         device_type: str = "cpu",
-        on_collective: Callable[[str, int], None] | None = None,
+        on_collective: Callable[[str, int, str], int | None] | None = None,
+        on_wait: Callable[[int], None] | None = None,
+        on_operator: Callable[[Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
         self._on_collective = on_collective
+        self._on_wait = on_wait
+        self._on_operator = on_operator
+        self._in_flight: dict[int, int] = {}  # of a storage: the number of its collective
         self._device_type = device_type
         self.live = 0
         self.nbytes = 0
@@ -70,12 +78,19 @@ class StorageMeter(TorchDispatchMode):
         if DTensor in types:  # it calls operators on its local tensors, which come here
             return NotImplemented
         kwargs = kwargs or {}
+        if may_copy(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if self._in_flight and not self._paused:
+            self._wait_for(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._paused:
             return result
         if func.namespace == "_c10d_functional":
             self._collective(func, args, result)
             return result
+        if self._on_operator is not None:
+            self._on_operator(func, result)
         result = with_workspace(func, args, kwargs, result)
         if self._device_type == "cpu":
             result = with_float32_gradients(func, args, result)
@@ -90,17 +105,44 @@ class StorageMeter(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
         name = operator_name(func).partition("::")[2].rstrip("_")
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            if name.startswith(kind):
-                assert self._on_collective is not None, "no collectives without DTensors"
-                whole = result if kind == "all_gather" else args[0]
-                self._on_collective(kind, nbytes_of(whole))
-                break
-        else:
-            if name != "wait_tensor":
-                raise ValueError(f"The model calls the collective {name}, whose cost nobody knows")
+        if name == "wait_tensor":
+            self._continue(args[0].untyped_storage(), result.untyped_storage())
+            return
+        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        kind = next((each for each in kinds if name.startswith(each)), None)
+        if kind is None:
+            raise ValueError(f"The model calls the collective {name}, whose cost nobody knows")
+        assert self._on_collective is not None, "no collectives without DTensors"
+        whole = result if kind == "all_gather" else args[0]
+        if kind == "all_to_all" and _goes_to_one_rank(args[2]):
+            kind = "send"
+        number = self._on_collective(kind, nbytes_of(whole), args[-1])
         if isinstance(result, torch.Tensor):
             self.track(result)
+            if number is not None:
+                self._in_flight[result.untyped_storage()._cdata] = number
+
+    def _wait_for(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Wait for the collectives whose results ``func`` reads."""
+        if self._is_free(func) or operator_name(func).endswith("::wait_tensor"):
+            return  # fake tensors are waited for as soon as they are made; runs wait at the use
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                number = self._in_flight.pop(tensor.untyped_storage()._cdata, None)
+                if number is not None:
+                    assert self._on_wait is not None
+                    self._on_wait(number)
+
+    def _continue(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
+        """Count ``new`` instead: fake tensors have another storage where a run has the same."""
+        if old._cdata == new._cdata or old._cdata not in self._tracked:
+            return
+        reference, nbytes, number = self._tracked[old._cdata]
+        self._tracked[old._cdata] = (reference, 0, number)
+        again = weakref.ref(new, self._when_dead(new._cdata))
+        self._tracked[new._cdata] = (again, nbytes, number)
+        if old._cdata in self._in_flight:
+            self._in_flight[new._cdata] = self._in_flight.pop(old._cdata)
 
     def count(self, operation: Operation, without_cost: str | None = None) -> None:
         """Add an operation; ``without_cost`` is the name of an operator of unknown cost."""
@@ -162,6 +204,7 @@ class StorageMeter(TorchDispatchMode):
     def _when_dead(self, key: int) -> Callable[[Any], None]:
         def dead(_: Any) -> None:
             _, nbytes, number = self._tracked.pop(key)
+            self._in_flight.pop(key, None)  # nothing has read it
             self.live -= nbytes
             if nbytes:
                 self._memory.append((number, 0))
@@ -207,3 +250,8 @@ class StorageMeter(TorchDispatchMode):
         self._start = self._peak = self.live
         self._operations.clear()
         self._memory.clear()
+
+
+def _goes_to_one_rank(sizes: Any) -> bool:
+    """Whether an all-to-all with these sizes of what is sent is one message."""
+    return sum(1 for size in sizes if size) == 1

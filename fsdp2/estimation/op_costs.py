@@ -38,6 +38,11 @@ FREE = frozenset(
         "empty_permuted",
     ]
 )
+_VIEWS_OR_COPIES = frozenset(
+    overload
+    for packet in (torch.ops.aten.to, torch.ops.aten.contiguous, torch.ops.aten.reshape)
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
 # Operators that read only selected rows.
 _LOOKUPS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index"))
 # In place, without reading what was there.
@@ -158,6 +163,15 @@ def has_no_kernel(func: Any) -> bool:
 def reads_selected_rows(func: Any) -> bool:
     """Whether an operator reads only as much of its first argument as it makes."""
     return operator_name(func).partition("::")[2] in _LOOKUPS
+
+
+def may_copy(func: Any) -> bool:
+    """Whether an operator returns a view or a copy, by the operators of which torch composes it.
+
+    They come to a dispatch mode from inside of a tensor subclass only; elsewhere, what they are
+    composed of does.
+    """
+    return func in _VIEWS_OR_COPIES
 
 
 def cost_of(func: Any, args: tuple, kwargs: dict, result: Any) -> Cost | None:

@@ -30,6 +30,7 @@ from .events import (
     Compute,
     CopyEnd,
     Exchange,
+    ExchangeEnd,
     Gradient,
     HostCopy,
     Kind,
@@ -68,6 +69,7 @@ class Setup:
         expert_ranks: over which experts are distributed, of the parameters that the trace says
             belong to experts; these are sharded over the ranks that have the same ones.
         tensor_ranks: that share the operators of a tensor-parallel model, beside ``num_ranks``.
+        context_ranks: of ``num_ranks``, those that have parts of the same sequences.
     """
 
     units: tuple[UnitDescription, ...]
@@ -89,11 +91,17 @@ class Setup:
     ranks_per_node: int = 8
     expert_ranks: int = 1
     tensor_ranks: int = 1
+    context_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks: those that get batches of their own."""
+        """Ranks that share parameters or gradients: those that get inputs of their own."""
         return self.num_shards * self.num_replicas
+
+    @property
+    def num_batches(self) -> int:
+        """Of a micro-batch of all ranks: those that get the same sequences share one."""
+        return self.num_ranks // self.context_ranks
 
     @property
     def num_expert_shards(self) -> int:
@@ -111,6 +119,7 @@ class Setup:
             hop,
             self.expert_ranks,
             self.tensor_ranks,
+            self.context_ranks,
         )
 
 
@@ -388,6 +397,8 @@ class _Player:
                 self._gradient(event)
             elif isinstance(event, Exchange):
                 self._exchange(event)
+            elif isinstance(event, ExchangeEnd):
+                self.replay.end_exchange(event)
             elif isinstance(event, HostCopy | CopyEnd):
                 self.replay.host_copy(event)
             else:
@@ -421,8 +432,10 @@ class _Player:
         sent = event.nbytes * (event.ranks - 1) // event.ranks
         if event.kind == "all_reduce":
             sent *= 2
+        elif event.kind == "send":
+            sent = event.nbytes
         work = Transfer(event.kind, event.group, event.nbytes, sent, 1, self.replay.inside)
-        self.replay.exchange(work)
+        self.replay.exchange(work, event.number)
 
     def _call(self, event: Call) -> None:
         unit = self._of_module.get(event.module)

@@ -33,10 +33,12 @@ from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
 from .compiled import Compiler, check_compiled
+from .context import ContextParallel
 from .events import (
     Call,
     CopyEnd,
     Exchange,
+    ExchangeEnd,
     Gradient,
     HostCopy,
     Kind,
@@ -66,6 +68,7 @@ def trace_step(
     experts: Sequence[str] = (),
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
+    context: ContextParallel | None = None,
     max_saved_bytes: int | None = None,
     compiled: Sequence[str] = (),
 ) -> StepTrace:
@@ -89,6 +92,8 @@ def trace_step(
             of one rank, and tokens travel where the model makes a ``TokenExchange``.
         expert_ranks: over which experts are distributed.
         tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
+        context: over which sequences are split, of which ``sample_input`` has this rank's part;
+            None: it has whole ones.
         max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
             loss; None: there is none. It does nothing on the CPU.
         compiled: names of the modules that `torch.compile` makes one graph of: see `compiled`.
@@ -96,7 +101,8 @@ def trace_step(
     Raises:
         ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
             shapes depend on data (with ``fake``), or nothing needs a gradient; for modules that
-            cannot be compiled.
+            cannot be compiled; for ``context``, if the model has no attention, or other attention
+            than torch splits.
         TypeError: for parameters that are tensor subclasses.
     """
     if tensor_ranks == 1 and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -107,12 +113,16 @@ def trace_step(
     if expert_ranks > 1 and not fake:
         raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
     max_saved_bytes = _checked_saved(max_saved_bytes, device_type, fake)
+    chosen = kernels_of(kernels, device_type)
+    if context is not None:
+        _check_context(context, chosen, fake)
     by_name = dict(model.named_modules())
     if compiled:
         check_compiled(compiled, by_name, modules, checkpoint_modules)
-        if not fake or tensor_ranks > 1:
+        if not fake or tensor_ranks > 1 or context is not None:
             raise ValueError(
-                "compiled= goes together neither with fake=False nor with tensor_ranks"
+                "compiled= goes together neither with fake=False nor with tensor_ranks or "
+                "context_ranks"
             )
     trace = StepTrace(
         modules=list(dict.fromkeys([*modules, ""])),
@@ -121,9 +131,12 @@ def trace_step(
         params=describe_params(model, mp_policy, experts, expert_ranks),
     )
     meter = StorageMeter(
-        device_type, lambda kind, nbytes: recorder.collective(kind, nbytes, tensor_ranks)
+        device_type,
+        lambda *collective: recorder.collective(*collective),
+        lambda number: recorder.wait(number),
+        None if context is None else context.check,
     )
-    recorder = _Recorder(trace, meter)
+    recorder = _Recorder(trace, meter, tensor_ranks, context)
     units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
     recorder.root = units[-1]
     with ExitStack() as stack:
@@ -133,11 +146,10 @@ def trace_step(
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_without_propagation(meter))
-            chosen = kernels_of(kernels, device_type)
-            stack.enter_context(traced_kernels(chosen, meter, trace.notes))
+            stack.enter_context(traced_kernels(chosen, meter, trace.notes, context))
             routing = PlannedRouting(expert_ranks, recorder.exchange(expert_ranks))
             stack.enter_context(planned_routing(routing))
-        elif kernels_of(kernels, device_type).device != "cpu":
+        elif chosen.device != "cpu":
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
         params = _replace_tensors(model, mp_policy, trace, fake)
         args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
@@ -172,6 +184,8 @@ def trace_step(
                 "not known without running it. Pass fake=False to run one step of it on the CPU"
             ) from error
     trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
+    if context is not None:
+        trace.notes += context.conclude()
     if fake and routing.num_exchanges:
         trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")
     elif expert_ranks > 1:
@@ -194,6 +208,18 @@ def _checked_saved(limit: int | None, device_type: str, fake: bool) -> int | Non
             "max_saved_bytes does not go together with fake=False"
         )
     return None if device_type == "cpu" else limit
+
+
+def _check_context(context: ContextParallel, kernels: Kernels, fake: bool) -> None:
+    if not fake:
+        raise ValueError(
+            "fake=False runs on one process, which has whole sequences: context_ranks is 1"
+        )
+    if kernels.device == "cpu":
+        raise ValueError(
+            f"context_ranks={context.ranks}: torch's context_parallel has no attention kernel of "
+            "the CPU: predict for GPUs, or with context_ranks=1"
+        )
 
 
 def _run(
@@ -407,9 +433,18 @@ class _Recorder:
     middle = None
     num_backwards = 0
 
-    def __init__(self, trace: StepTrace, meter: StorageMeter) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        meter: StorageMeter,
+        tensor_ranks: int,
+        context: ContextParallel | None,
+    ) -> None:
         self.trace = trace
         self.meter = meter
+        self._tensor_ranks = tensor_ranks
+        self._context = context
+        self._num_awaited = 0
         self.root: Any = None
         self.in_backward = False
         self._num_recomputed = 0
@@ -471,10 +506,23 @@ class _Recorder:
         self.flush()
         self.trace.events.append(event)
 
-    def collective(self, kind: str, nbytes: int, ranks: int) -> None:
-        """Record a collective of tensor parallelism."""
+    def collective(self, kind: str, nbytes: int, group: str) -> int | None:
+        """Record a collective of tensor parallelism, which is waited for at once, or one of context
+        parallelism; returns the number under which that is waited for."""
         self.flush()
-        self.trace.events.append(Exchange(nbytes, ranks, kind, "tensor"))
+        if self._context is None or group != self._context.group:
+            self.trace.events.append(Exchange(nbytes, self._tensor_ranks, kind, "tensor"))
+            return None
+        number = self._num_awaited
+        self._num_awaited += 1
+        ranks = self._context.ranks
+        self.trace.events.append(Exchange(nbytes, ranks, kind, "context", number))
+        return number
+
+    def wait(self, number: int) -> None:
+        """Record that compute waits for a collective."""
+        self.flush()
+        self.trace.events.append(ExchangeEnd(number))
 
     def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
         """A hook that records the gradient of a parameter and removes it."""

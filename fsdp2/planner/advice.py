@@ -100,7 +100,7 @@ def advice(trace: StepTrace, setup: Setup, step: SimulatedStep, mode: str) -> st
 
 def _for_activations(mode: str) -> str:
     less = "" if mode == "full" else ", activation_checkpointing='full'"
-    return f"a smaller micro-batch, shorter sequences or more tensor_ranks{less}"
+    return f"a smaller micro-batch, shorter sequences or more context_ranks or tensor_ranks{less}"
 
 
 def _for_states(setup: Setup) -> str:

@@ -5,11 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..wrap import UnitDescription
 
 Wrap = str | list[str | tuple[str, ...]]
+
+
+class Degrees(NamedTuple):
+    """Ranks over which the model's own parallelisms go, beside sharding.
+
+    Attributes:
+        experts: over which experts are distributed.
+        tensor: that share the operators.
+        context: that have parts of the same sequences.
+    """
+
+    experts: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that get the same batch."""
+        return self.tensor * self.context
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,8 @@ class Candidate:
         expert_ranks: over which experts are distributed; None: they have no mesh of their own.
         tensor_ranks: that share the operators, for each rank of ``mesh``; None: nothing makes the
             model tensor-parallel.
+        context_ranks: of the last dim of ``mesh``, those that have parts of the same sequences;
+            None: nobody asks for them.
     """
 
     strategy: str
@@ -39,6 +60,11 @@ class Candidate:
     accumulation: str | None = None
     expert_ranks: int | None = None
     tensor_ranks: int | None = None
+    context_ranks: int | None = None
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.expert_ranks or 1, self.tensor_ranks or 1, self.context_ranks or 1)
 
     @property
     def complexity(self) -> int:
@@ -51,6 +77,7 @@ class Candidate:
             self.checkpointing != "none",
             self.accumulation not in (None, "unsharded"),
             self.tensor_ranks not in (None, 1),
+            self.context_ranks not in (None, 1),
         )
         return sum(changed)
 
@@ -66,6 +93,8 @@ class Candidate:
             parts.append(f"experts over {self.expert_ranks}")
         if self.tensor_ranks is not None:
             parts.append(f"tensor parallel over {self.tensor_ranks}")
+        if self.context_ranks is not None:
+            parts.append(f"context over {self.context_ranks}")
         return ", ".join(parts)
 
 
@@ -135,10 +164,10 @@ def first_round(
     fixed: Fixed = Fixed(),
     wrap: str = "blocks",
     expert_ranks: Sequence[int | None] = (None,),
-    tensor_ranks: Sequence[int | None] = (None,),
+    degrees: Sequence[tuple[int | None, int | None]] = ((None, None),),
 ) -> list[Candidate]:
-    """All meshes with all checkpointing modes, ways to sum gradients, and ranks of experts and of
-    tensor parallelism."""
+    """All meshes with all checkpointing modes, ways to sum gradients, ranks of experts, and pairs
+    of ranks of tensor and of context parallelism."""
     start = Candidate(
         "",
         (),
@@ -155,13 +184,14 @@ def first_round(
             accumulation=accumulation,
             expert_ranks=ranks,
             tensor_ranks=tensor,
+            context_ranks=context,
         )
         for ranks in expert_ranks
-        for tensor in tensor_ranks
+        for tensor, context in degrees
         for strategy, mesh in fixed.meshes(
             num_ranks // (tensor or 1), max(1, ranks_per_node // (tensor or 1))
         )
-        if prod(mesh) * (tensor or 1) == num_ranks
+        if prod(mesh) * (tensor or 1) == num_ranks and mesh[-1] % (context or 1) == 0
         for mode in modes
         for accumulation in _useful(accumulations, strategy)
     ]

@@ -167,7 +167,8 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     estimates a group of collectives in the same way: latency times collectives per channel, plus
     bytes over bandwidth (``ncclTopoGetAlgoTime`` in src/graph/tuning.cc); the figures are those for
     large messages. All-reduces are not grouped, so each message is a call. Copies to and from
-    buffers run on the stream of the call, before or after it.
+    buffers run on the stream of the call, before or after it. Of a "send", all of it goes to the
+    next rank, at once on all ranks of the ring, and the slowest of these links counts.
     """
     if ring.size < 2:
         return Cost(0.0)
@@ -181,6 +182,10 @@ def transfer_cost(transfer: Transfer, ring: Ring, hardware: Hardware) -> Cost:
     )
     if transfer.kind == "all_to_all":
         return _all_to_all_cost(transfer, ring, hardware)
+    if transfer.kind == "send":
+        hop_s = hardware.network_latency_s if between else hardware.node_latency_s
+        latency = hardware.call_latency_s + hop_s + _copies_s(transfer.copied, hardware)
+        return Cost(latency, transfer.nbytes / bandwidth, link, occupies=True)
     moved = transfer.nbytes * (ring.size - 1) / ring.size
     if transfer.kind == "all_reduce":
         latency = transfer.messages * (hardware.call_latency_s + 2 * ring_s)

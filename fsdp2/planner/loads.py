@@ -141,6 +141,30 @@ def with_context(sample_input: Any, context: int | None) -> Any:
     return map_tensors(resized, sample_input)
 
 
+def with_part_of_context(sample_input: Any, ranks: int) -> tuple[Any, int]:
+    """What one of ``ranks`` has of ``sample_input``, as `with_context` finds sequences, and the
+    number of its positions.
+
+    Raises:
+        ValueError: if there is no sequence, or one that does not divide: torch gives each rank a
+            piece of the head and one of the tail.
+    """
+    sequences = [t for t in tensors_in(sample_input) if t.ndim > 1]
+    if not sequences:
+        raise ValueError(
+            f"context_ranks={ranks} splits dim 1 of the tensors in sample_input, but none has two "
+            "dims"
+        )
+    length = sequences[0].shape[1]
+    if length % (2 * ranks):
+        raise ValueError(
+            f"context_ranks={ranks} gives each rank two pieces of a sequence, but the {length} "
+            f"positions of sample_input (dim 1 of its first tensor) are no multiple of {2 * ranks}:"
+            " pad the sequences, or choose other context_ranks"
+        )
+    return with_context(sample_input, length // ranks), length // ranks
+
+
 def sizes_by_speed(samples: int, speeds: Sequence[float]) -> list[int]:
     """Samples of each rank of a micro-batch, of which each would have ``samples`` if all had as
     many; all the same if that is too few to divide."""

@@ -41,9 +41,9 @@ class Outcome:
 
     @property
     def paced_s(self) -> float:
-        """``seconds`` for the samples that a step has without tensor parallelism: with it, fewer
-        ranks have batches of their own."""
-        return self.seconds * (self.candidate.tensor_ranks or 1)
+        """``seconds`` for the samples that a step has without tensor and context parallelism: with
+        them, fewer ranks have batches of their own."""
+        return self.seconds * self.candidate.degrees.ranks_per_batch
 
     def __str__(self) -> str:
         memory = show_bytes(self.peak_bytes)

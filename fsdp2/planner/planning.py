@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 from torch import nn
 
-from ..api.shard_model import find_strategy
-from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
 from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.replay import Setup
-from ..estimation.setups import check_accumulation, check_number, checked_mesh, make_setup
+from ..estimation.setups import check_number, make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
@@ -25,10 +22,19 @@ from .arguments import check_ranks, checked_budget
 from .candidates import (
     SEARCHED,
     Candidate,
+    Degrees,
     Fixed,
-    expert_ranks_of,
     first_round,
     second_round,
+)
+from .choices import (
+    asked,
+    checked_expert_ranks,
+    checked_fixed,
+    checked_modes,
+    checked_ways,
+    degrees_of,
+    within_samples,
 )
 from .hardware import Hardware, find_hardware
 from .loads import (
@@ -45,7 +51,7 @@ from .ranges import as_fast, range_of
 from .report import Plan, Split, reasons
 from .simulate import SimulatedStep, Simulator
 from .tensor_parallel import Parallelize
-from .traces import Compiled, Size, TracedSteps, check_degrees, check_expert_ranks, within_samples
+from .traces import Compiled, Size, TracedSteps
 
 # Steps that differ by less than this count as equally fast.
 SAME_SPEED = 0.005
@@ -76,6 +82,7 @@ def plan(
     expert_ranks: int | Sequence[int] | None = None,
     parallelize: Parallelize | None = None,
     tensor_ranks: int | Sequence[int] = 1,
+    context_ranks: int | Sequence[int] = 1,
     max_samples: int | None = None,
     max_gathered_bytes: int | None = None,
     max_saved_bytes: int | None = None,
@@ -127,8 +134,10 @@ def plan(
         tensor_ranks: consecutive ranks that share the operators and one batch, or several numbers
             to choose from; divisors of ``num_ranks``. The meshes are of the other ranks, so a step
             has fewer samples: the most samples in a second are what is chosen.
-        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor ranks
-            with which a step has more are left out. None: no limit.
+        context_ranks: over which each sequence is split, as in `predict`, or several numbers to
+            choose from, like ``tensor_ranks``; of meshes, those whose last dim they divide.
+        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor and
+            context ranks with which a step has more are left out. None: no limit.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         max_saved_bytes: as in `predict`; fixed, not searched. `Plan.apply` does not offload: the
@@ -155,17 +164,13 @@ def plan(
     speeds = speeds_of(chosen_hardware, num_ranks)
     differ = len(set(speeds)) > 1
     samples = batch_size(sample_input) if differ else 0
-    modes = _checked_modes(activation_checkpointing, checkpoint)
+    modes = checked_modes(activation_checkpointing, checkpoint)
     kernels = kernels_of(kernels, chosen_hardware.device_type)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
-    ways = _checked_ways(accumulation, micro_batches)
+    ways = checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
     budget = checked_budget(memory_budget, chosen_hardware)
-    degrees = [tensor_ranks] if isinstance(tensor_ranks, int) else list(tensor_ranks)
-    fixed = _checked_fixed(
-        strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks, degrees
-    )
     common: dict[str, Any] = {
         "loss_fn": loss_fn,
         "mp_policy": mp_policy,
@@ -183,7 +188,8 @@ def plan(
         unknown_costs=unknown_costs,
         compiled=compiled,
     )
-    check_degrees(degrees, traces, num_ranks)
+    degrees = degrees_of(tensor_ranks, context_ranks, traces, num_ranks)
+    fixed = checked_fixed(strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks, degrees)
     if max_samples is not None:
         check_number("max_samples", max_samples)
         of_rank = batch_size(sample_input) * micro_batches
@@ -203,12 +209,14 @@ def plan(
         progress or (lambda what, done, total: None),
         ways,
         fixed,
-        _checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
-        [None] if parallelize is None else [*degrees],
+        checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
+        asked(degrees, parallelize is not None),
     )
     even = search.run(modes, even_load(speeds))
-    if differ and even.tensor_ranks > 1:
-        even.reasons.append("Samples: as many on all ranks; with tensor parallelism nothing else.")
+    if differ and even.tensor_ranks * even.context_ranks > 1:
+        even.reasons.append(
+            "Samples: as many on all ranks; with tensor or context parallelism nothing else."
+        )
         return even
     return _divided(search, modes, even, speeds, samples) if differ else even
 
@@ -246,74 +254,6 @@ def _divided(
     return made
 
 
-def _checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str | None, ...]:
-    if isinstance(accumulation, str) or not accumulation:
-        raise TypeError(f"accumulation must be a sequence of names, got {accumulation!r}")
-    for way in accumulation:
-        check_accumulation(way)
-    return tuple(accumulation) if micro_batches > 1 else (None,)
-
-
-def _checked_modes(modes: Sequence[str], only: str | None) -> tuple[str, ...]:
-    chosen = tuple(modes) if only is None else (only,)
-    for mode in chosen:
-        if mode not in MODES:
-            name = "activation_checkpointing" if only is None else "checkpoint"
-            hint = did_you_mean(str(mode), MODES)
-            raise ValueError(f"{name} must be one of {MODES}, got {mode!r}{hint}")
-    return chosen
-
-
-def _checked_expert_ranks(
-    ranks: int | Sequence[int] | None, traces: TracedSteps, num_ranks: int, hardware: Hardware
-) -> list[int | None]:
-    """The numbers of ranks over which experts may be distributed; None: not at all."""
-    if ranks is None:
-        if not traces.experts:
-            return [None]
-        return [*expert_ranks_of(num_ranks, hardware.ranks_per_node, traces.num_experts)]
-    given = [ranks] if isinstance(ranks, int) else list(ranks)
-    for each in given:
-        check_expert_ranks(each, traces)
-        if num_ranks % each:
-            raise ValueError(f"expert_ranks={each} must divide num_ranks={num_ranks}")
-    return [*given] if traces.experts else [None]
-
-
-def _checked_fixed(
-    strategy: str | None,
-    mesh: Any,
-    reshard: Any,
-    prefetch: int | None,
-    num_ranks: int,
-    degrees: Sequence[int],
-) -> Fixed:
-    """What is not searched.
-
-    Raises:
-        ValueError: for an unknown strategy, or a mesh of another number of ranks.
-        TypeError: for values of other types.
-    """
-    if strategy is not None:
-        find_strategy(strategy)
-    if mesh is not None:
-        mesh = checked_mesh(mesh)
-        if all(prod(mesh) * degree != num_ranks for degree in degrees):
-            shape = " x ".join(map(str, mesh))
-            beside = "" if [*degrees] == [1] else f" beside tensor_ranks={degrees}"
-            raise ValueError(
-                f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}"
-            )
-    if prefetch is not None:
-        check_number("prefetch", prefetch)
-    if not (reshard is SEARCHED or reshard is None or isinstance(reshard, bool | int)):
-        raise TypeError(
-            "reshard_after_forward must be a bool, a number of ranks or None (the default), got "
-            f"{reshard!r}: leave it out to have it searched"
-        )
-    return Fixed(strategy, mesh, reshard, prefetch)
-
-
 class _Search:
     """Two rounds: meshes and checkpointing first, then the rest for the best of them."""
 
@@ -328,7 +268,7 @@ class _Search:
         accumulations: Sequence[str | None],
         fixed: Fixed,
         expert_ranks: Sequence[int | None],
-        tensor_ranks: list[int | None],
+        degrees: list[tuple[int | None, int | None]],
     ) -> None:
         self.traces = traces
         self.simulator = simulator
@@ -339,7 +279,7 @@ class _Search:
         self.accumulations = accumulations
         self.fixed = fixed
         self.expert_ranks = expert_ranks
-        self.tensor_ranks = tensor_ranks
+        self.degrees = degrees
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -359,13 +299,10 @@ class _Search:
             accumulations=self.accumulations,
             fixed=self.fixed,
             wrap=wraps[0],
-            tensor_ranks=self.tensor_ranks,
+            degrees=self.degrees,
         )
         if not starts(modes):
-            raise ValueError(
-                f"No mesh of {plural(self.num_ranks, 'rank')} goes with reshard_after_forward="
-                f"{self.fixed.reshard!r}: it must divide the number of shards"
-            )
+            raise ValueError(self._no_mesh())
         ranks = self.expert_ranks[0]
         if len(self.expert_ranks) > 1:  # on one mesh and with the least activations
             tried = starts(modes[-1:], expert_ranks=self.expert_ranks)
@@ -379,6 +316,14 @@ class _Search:
             self._simulate(second_round(start, wraps, own, self.fixed))
         return self._conclude()
 
+    def _no_mesh(self) -> str:
+        told = f"No mesh of {plural(self.num_ranks, 'rank')} goes with"
+        if self.fixed.reshard is not SEARCHED:
+            told += f" reshard_after_forward={self.fixed.reshard!r}"
+            return f"{told}: it must divide the number of shards"
+        context = sorted({context or 1 for _, context in self.degrees})
+        return f"{told} context_ranks={context}: they must divide its last dim"
+
     def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
         """Trace steps of all loads; returns the modes in which the model works."""
         working = []
@@ -391,36 +336,39 @@ class _Search:
                 if mode == "none" or len(modes) == 1:
                     raise
                 self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        size, tensor = Size(self.loads[0].samples), self.tensor_ranks[0] or 1
-        first = self.traces.get(working[0], size, self.expert_ranks[0] or 1, tensor)
+        size = Size(self.loads[0].samples)
+        first = self.traces.get(working[0], size, self._degrees(*self.degrees[0]))
         self.notes += self.traces.notes(first, self.simulator.hardware)
         return tuple(working)
 
     def _trace_mode(self, mode: str) -> None:
-        """Trace steps on one of each number of tensor ranks; numbers that fail are left out."""
-        failed: dict[int | None, Exception] = {}
-        for tensor in self.tensor_ranks:
+        """Trace steps with each number of tensor and context ranks; those that fail are left
+        out."""
+        failed: dict[tuple[int | None, int | None], Exception] = {}
+        for pair in self.degrees:
             try:
                 for samples in {load.samples for load in self.loads}:
-                    self.traces.get(mode, Size(samples), self.expert_ranks[0] or 1, tensor or 1)
+                    self.traces.get(mode, Size(samples), self._degrees(*pair))
             except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
-                failed[tensor] = error
-        if len(failed) == len(self.tensor_ranks):
-            raise failed[self.tensor_ranks[0]]
-        for tensor, why in failed.items():
-            self.tensor_ranks.remove(tensor)
-            self.notes.append(
-                f"Tensor parallelism over {plural(tensor or 1, 'rank')} is left out because it "
-                f"fails: {why}"
-            )
+                failed[pair] = error
+        if len(failed) == len(self.degrees):
+            raise failed[self.degrees[0]]
+        for (tensor, context), why in failed.items():
+            self.degrees.remove((tensor, context))
+            kinds = {"Tensor parallelism": tensor, "Context parallelism": context}
+            told = [f"{k} over {plural(n, 'rank')}" for k, n in kinds.items() if n is not None]
+            self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
+
+    def _degrees(self, tensor: int | None, context: int | None) -> Degrees:
+        """The same with the first number of expert ranks."""
+        return Degrees(self.expert_ranks[0] or 1, tensor or 1, context or 1)
 
     def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
         work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
         return simulate_ranks(self.simulator, self.setup(candidate), work, **options)
 
     def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
-        size, ranks = Size(load.samples), candidate.expert_ranks or 1
-        return self.traces.get(candidate.checkpointing, size, ranks, candidate.tensor_ranks or 1)
+        return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
         tried = self.outcomes.keys() | self._too_large.keys()
@@ -438,7 +386,8 @@ class _Search:
         """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
         groups: dict[Any, list[Candidate]] = {}
         for each in starts:
-            groups.setdefault((each.checkpointing, each.tensor_ranks), []).append(each)
+            key = (each.checkpointing, each.tensor_ranks, each.context_ranks)
+            groups.setdefault(key, []).append(each)
         least = {key: self._activation_bytes(group[0]) for key, group in groups.items()}
         limit = max(self.budget, min(least.values()))
         hopeful = [key for key, nbytes in least.items() if nbytes <= limit]
@@ -467,6 +416,7 @@ class _Search:
             experts=self.traces.expert_units,
             expert_ranks=candidate.expert_ranks or 1,
             tensor_ranks=candidate.tensor_ranks or 1,
+            context_ranks=candidate.context_ranks or 1,
             **self.options,
         )
 
@@ -506,7 +456,9 @@ class _Search:
         equal = as_fast(
             fitting,
             self.simulator.hardware,
-            lambda o, *case: self._seconds(o.candidate, *case) * (o.candidate.tensor_ranks or 1),
+            lambda o, *case: (
+                self._seconds(o.candidate, *case) * o.candidate.degrees.ranks_per_batch
+            ),
         )
         first = min([ranked[0], *equal], key=simplicity)
         if first.paced_s > fitting[0].paced_s * (1 + SAME_SPEED):
@@ -553,6 +505,7 @@ class _Search:
             experts=self.traces.experts,
             expert_ranks=candidate.expert_ranks,
             tensor_ranks=candidate.tensor_ranks or 1,
+            context_ranks=candidate.context_ranks or 1,
             parallelize=self.traces.parallelize,
             padding=padding_of(
                 self._trace_of(candidate, self.loads[0]), self.setup(candidate), step

@@ -28,7 +28,7 @@ from ..policy import (
 from ..render.text import one_line, plural
 from .advice import padding_of
 from .arguments import check_ranks, checked_budget
-from .candidates import Candidate
+from .candidates import Candidate, Degrees
 from .hardware import Hardware, find_hardware
 from .loads import even_load, sizes_of, speeds_of
 from .outcomes import bound_of, outcome_of, simulate_ranks
@@ -36,7 +36,16 @@ from .prediction import Prediction, Sweep
 from .ranges import range_of
 from .simulate import Simulator
 from .tensor_parallel import Parallelize
-from .traces import WHOLE, Compiled, Size, TracedSteps, check_expert_ranks, check_tensor_ranks
+from .traces import (
+    ALONE,
+    WHOLE,
+    Compiled,
+    Size,
+    TracedSteps,
+    check_context_ranks,
+    check_expert_ranks,
+    check_tensor_ranks,
+)
 
 
 def predict(
@@ -62,6 +71,7 @@ def predict(
     expert_ranks: int = 1,
     parallelize: Parallelize | None = None,
     tensor_ranks: int = 1,
+    context_ranks: int = 1,
     micro_batches: int = 1,
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
@@ -102,6 +112,12 @@ def predict(
         tensor_ranks: consecutive ranks that share the operators, a divisor of ``num_ranks``. The
             other ranks are data-parallel; ``sample_input`` is the batch of one group of
             ``tensor_ranks``.
+        context_ranks: consecutive ranks, or groups of ``tensor_ranks``, over which each sequence is
+            split, as by torch's ``context_parallel``: a divisor of the last dim of the mesh, over
+            which parameters are sharded. ``sample_input`` has whole sequences, the batch of one
+            such group: dim 1 of its first tensor of two dims, and each dim but dim 0 as long as
+            that, a multiple of twice ``context_ranks``. Attention must be
+            ``scaled_dot_product_attention`` without a mask.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs, compiled: as in `estimate`.
@@ -156,6 +172,7 @@ def predict(
         expert_ranks=expert_ranks,
         tensor_ranks=tensor_ranks,
         compiled=compiled,
+        context_ranks=context_ranks,
         ranged=True,
     )
 
@@ -177,13 +194,14 @@ def sweep(
     expert_ranks: int | list[int] = 1,
     tensor_ranks: int | list[int] = 1,
     compiled: Compiled | list[Compiled] = False,
+    context_ranks: int | list[int] = 1,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """Predict the combinations of several ranks, batches, contexts, checkpointing and strategies.
 
     Each argument may be one value or a list of them. A step is traced once for each size of the
-    micro-batch, kind of checkpointing and number of expert or tensor ranks, not for each
+    micro-batch, kind of checkpointing and number of expert, tensor or context ranks, not for each
     combination: 20 numbers of ranks take one trace.
 
     Args:
@@ -196,7 +214,7 @@ def sweep(
             but dim 0 of that length. None: that of ``sample_input``. The model must be able to work
             on this length.
         activation_checkpointing, strategy, reshard_after_forward, prefetch: as in `predict`.
-        micro_batches, accumulation, expert_ranks, tensor_ranks: as in `predict`.
+        micro_batches, accumulation, expert_ranks, tensor_ranks, context_ranks: as in `predict`.
         compiled: as in `predict`, with names of modules as a tuple.
         progress: called with (current task, number done, total).
         options: the other arguments of `predict`, for all combinations.
@@ -228,6 +246,7 @@ def sweep(
         "expert_ranks": expert_ranks,
         "tensor_ranks": tensor_ranks,
         "compiled": compiled,
+        "context_ranks": context_ranks,
     }
     values = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
     for name, given in values.items():
@@ -359,6 +378,7 @@ class _Cells:
         strategy: str,
         expert_ranks: int,
         tensor_ranks: int,
+        context_ranks: int,
         compiled: Compiled = False,
         ranged: bool = False,
         **choices: Any,
@@ -367,7 +387,9 @@ class _Cells:
         _check_mode(activation_checkpointing)
         check_expert_ranks(expert_ranks, self.traces)
         check_tensor_ranks(tensor_ranks, self.traces)
-        mesh = _mesh_of(num_ranks, strategy, self.hardware, tensor_ranks)
+        check_context_ranks(context_ranks, self.traces)
+        degrees = Degrees(expert_ranks, tensor_ranks, context_ranks)
+        mesh = _mesh_of(num_ranks, strategy, self.hardware, degrees)
         shape: Any = mesh[0] if len(mesh) == 1 else mesh
         setup = make_setup(
             self._units,
@@ -376,12 +398,11 @@ class _Cells:
             experts=self.traces.expert_units,
             expert_ranks=expert_ranks,
             tensor_ranks=tensor_ranks,
+            context_ranks=context_ranks,
             **choices,
             **self._options,
         )
-        trace = self.traces.get(
-            activation_checkpointing, size, expert_ranks, tensor_ranks, compiled
-        )
+        trace = self.traces.get(activation_checkpointing, size, degrees, compiled)
         loads = even_load(speeds_of(self.hardware, setup.num_ranks * tensor_ranks))
         work = [(trace, load.speed) for load in loads]
         steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
@@ -397,7 +418,7 @@ class _Cells:
         samples, context = size.samples or samples, size.context or context
         rate = None
         if samples is not None:
-            rate = samples * setup.micro_batches * setup.num_ranks / outcome.seconds
+            rate = samples * setup.micro_batches * setup.num_batches / outcome.seconds
         told = {"strategy": strategy, "wrap": self._label, **choices}
         told["compiled"] = None
         if names := self.traces.compiled_modules(compiled):
@@ -406,10 +427,13 @@ class _Cells:
             told["expert_ranks"] = expert_ranks
         if self.traces.parallelize is not None:
             told["tensor_ranks"] = tensor_ranks
+        if context_ranks > 1:
+            told["context_ranks"] = context_ranks
         return Prediction(
             hardware=self.hardware,
             mesh_shape=mesh,
             tensor_ranks=tensor_ranks,
+            context_ranks=context_ranks,
             choices=self._told(told, activation_checkpointing),
             seconds=outcome.seconds,
             samples_per_s=rate,
@@ -462,21 +486,26 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _mesh_of(
-    num_ranks: Any, strategy: str, hardware: Hardware, tensor_ranks: int = 1
+    num_ranks: Any, strategy: str, hardware: Hardware, degrees: Degrees = ALONE
 ) -> tuple[int, ...]:
-    """The mesh of data-parallel ranks for a number of ranks, or the mesh that is given."""
+    """The mesh that shards parameters for a number of ranks, or the mesh that is given."""
     if isinstance(num_ranks, list | tuple):
         mesh = checked_mesh(num_ranks)
-        check_ranks(prod(mesh) * tensor_ranks, hardware)
-        return mesh
-    check_ranks(num_ranks, hardware)
-    if num_ranks % tensor_ranks:
-        raise ValueError(f"tensor_ranks={tensor_ranks} must divide num_ranks={num_ranks}")
-    data_ranks = num_ranks // tensor_ranks
-    if find_strategy(strategy).hybrid:
-        node = max(1, min(hardware.ranks_per_node // tensor_ranks, data_ranks))
-        return (data_ranks // node, node)
-    return (data_ranks,)
+        check_ranks(prod(mesh) * degrees.tensor, hardware)
+    else:
+        check_ranks(num_ranks, hardware)
+        if num_ranks % degrees.tensor:
+            raise ValueError(f"tensor_ranks={degrees.tensor} must divide num_ranks={num_ranks}")
+        mesh = (num_ranks // degrees.tensor,)
+        if find_strategy(strategy).hybrid:
+            node = max(1, min(hardware.ranks_per_node // degrees.tensor, *mesh))
+            mesh = (mesh[0] // node, node)
+    if mesh[-1] % degrees.context:
+        raise ValueError(
+            f"context_ranks={degrees.context} must divide the last dim of the mesh, {mesh[-1]}: "
+            "parameters are sharded over data and context ranks together"
+        )
+    return mesh
 
 
 def _check_mode(mode: Any) -> None:

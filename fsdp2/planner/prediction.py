@@ -34,8 +34,11 @@ class Prediction:
         needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
         memory_budget: bytes that a rank may use.
         fits: whether ``needed_bytes`` are within it.
-        samples, context: sizes of a micro-batch of one rank, where they are known.
+        samples, context: sizes of a micro-batch of one rank, where they are known; with
+            ``tensor_ranks`` or ``context_ranks``, of those that share it.
         tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
+        context_ranks: of the last dim of ``mesh_shape``, those that have parts of the same
+            sequences.
         padding: what uneven dims cost the fullest rank; None: nothing.
         dtype: of computation: that of the policy, or of most parameters.
         step: the simulated step; of the slowest ranks, if they differ.
@@ -63,6 +66,7 @@ class Prediction:
     step: SimulatedStep
     padding: Padding | None = None
     tensor_ranks: int = 1
+    context_ranks: int = 1
     range: Range | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -95,6 +99,7 @@ class Prediction:
             "hardware": self.hardware.name,
             "mesh_shape": list(self.mesh_shape),
             "num_ranks": self.num_ranks,
+            "context_ranks": self.context_ranks,
             **self.choices,
             "samples": self.samples,
             "context": self.context,

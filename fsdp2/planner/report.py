@@ -55,6 +55,9 @@ class Plan:
         expert_ranks: over which it distributes them: the mesh of experts is (ranks // expert_ranks,
             expert_ranks). None: there are none.
         tensor_ranks: that share the operators and one batch, for each rank of ``mesh_shape``.
+        context_ranks: of the last dim of ``mesh_shape``, those that have parts of the same
+            sequences; the training script splits them (torch's ``context_parallel`` over
+            ``plan.make_mesh()["context"]``).
         parallelize: makes the model tensor-parallel over them; None: nothing does.
         padding: what uneven dims cost the fullest rank; None: nothing.
         range: of the time of a step, by what is not known of the hardware; None: all is known.
@@ -75,6 +78,7 @@ class Plan:
     experts: list[str] = field(default_factory=list)
     expert_ranks: int | None = None
     tensor_ranks: int = 1
+    context_ranks: int = 1
     parallelize: Parallelize | None = None
     padding: Padding | None = None
     range: Range | None = None
@@ -86,10 +90,16 @@ class Plan:
         return min(others, key=lambda outcome: outcome.paced_s, default=None)
 
     def make_mesh(self, device_type: str = "cuda") -> Any:
-        """The mesh of the plan, over all processes, with "tensor" as its last dim if it has one."""
+        """The mesh of the plan, over all processes, with "tensor" as its last dim if it has one.
+
+        With ``context_ranks``, "data" and "context" take the place of "shard".
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         names, shape = self._data_dims, self.mesh_shape
+        if self.context_ranks > 1:
+            names = (*names[:-1], "data", "context")
+            shape = (*shape[:-1], shape[-1] // self.context_ranks, self.context_ranks)
         if self.tensor_ranks > 1:
             names, shape = (*names, "tensor"), (*shape, self.tensor_ranks)
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -103,6 +113,8 @@ class Plan:
 
         Args:
             mesh: made by `make_mesh`; None makes it.
+
+        Sequences of a plan with ``context_ranks`` are split by the training script, in each step.
 
         Raises:
             ValueError: for a plan with experts, of which only the model knows where their tokens
@@ -119,6 +131,9 @@ class Plan:
         if self.tensor_ranks > 1:
             assert self.parallelize is not None
             model = self.parallelize(model, mesh["tensor"]) or model
+        if self.context_ranks > 1:
+            mesh["data", "context"]._flatten("shard")
+        if self.tensor_ranks > 1 or self.context_ranks > 1:
             mesh = mesh[self._data_dims]
         if self.activation_checkpointing != "none":
             for name in self.checkpoint_modules:
@@ -157,6 +172,7 @@ def reasons(made: Plan) -> list[str]:
         ("accumulation", "Accumulation", lambda c: c.accumulation),
         ("experts", "Experts", lambda c: c.expert_ranks),
         ("tensor", "Tensor parallel", lambda c: c.tensor_ranks),
+        ("context", "Context parallel", lambda c: c.context_ranks),
     )
     for _, title, key in questions:
         others: dict[Any, Outcome] = {}
@@ -184,6 +200,7 @@ def _value(title: str, outcome: Outcome) -> str:
         "Accumulation": str(c.accumulation),
         "Experts": f"over {plural(c.expert_ranks or 1, 'rank')}",
         "Tensor parallel": f"over {plural(c.tensor_ranks or 1, 'rank')}",
+        "Context parallel": f"over {plural(c.context_ranks or 1, 'rank')}",
     }[title]
 
 
@@ -203,7 +220,7 @@ def _against(outcome: Outcome, made: Plan) -> str:
 
 _TITLES = (
     *("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation", "Experts"),
-    "Tensor parallel",
+    *("Tensor parallel", "Context parallel"),
 )
 
 
@@ -239,6 +256,8 @@ def _as_text(made: Plan) -> str:
         facts.insert(
             2, ("Experts", f"{len(made.experts)} modules, {_value('Experts', made.chosen)}")
         )
+    if made.chosen.candidate.context_ranks is not None:
+        facts.insert(2, ("Context parallel", _value("Context parallel", made.chosen)))
     if made.parallelize is not None:
         facts.insert(2, ("Tensor parallel", _value("Tensor parallel", made.chosen)))
     if made.padding is not None and made.padding.factor >= SHOWN_PADDING:
@@ -256,7 +275,8 @@ def _as_text(made: Plan) -> str:
 
 def _alternatives(made: Plan) -> str:
     # Where steps have different numbers of samples, their times say nothing about speed.
-    paced = made.parallelize is not None
+    paced = len({outcome.candidate.degrees.ranks_per_batch for outcome in made.outcomes}) > 1
+    paced = paced or made.parallelize is not None
     rows = [["", "step", *(["speed"] if paced else []), "exposed", "allocated", "reserved", ""]]
     for outcome in made.outcomes[:8]:
         speed = made.chosen.paced_s / outcome.paced_s
@@ -321,6 +341,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "experts": made.experts,
         "expert_ranks": made.expert_ranks,
         "tensor_ranks": made.tensor_ranks,
+        "context_ranks": made.context_ranks,
         "padding_bytes": 0 if made.padding is None else made.padding.nbytes,
         "padding_factor": 1.0 if made.padding is None else made.padding.factor,
         "memory_budget": made.memory_budget,

@@ -17,10 +17,13 @@ from .costs import Cost, compute_s, copy_cost, in_step_s, measured_s, stragglers
 from .hardware import HOST, OPTIMIZER, Hardware
 from .schedule import Span, Task, schedule
 
-STREAMS = ("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "tensor parallel")
+STREAMS = (
+    *("compute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all"),
+    *("tensor parallel", "context parallel"),
+)
 _GROUPS = (
     *("shard", "secondary", "replicate", "all", "within", "across"),
-    *("experts", "expert shard", "tensor"),
+    *("experts", "expert shard", "tensor", "context"),
 )
 
 

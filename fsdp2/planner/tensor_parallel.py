@@ -1,4 +1,4 @@
-"""A tensor-parallel copy of a model, over ranks that do not exist."""
+"""A model over ranks that do not exist: a tensor-parallel copy of it, a mesh for its context."""
 
 from __future__ import annotations
 
@@ -18,35 +18,42 @@ Parallelize = Callable[[Any, DeviceMesh], Any]
 
 @contextmanager
 def parallel_copy(
-    model: nn.Module, parallelize: Parallelize | None, ranks: int
-) -> Iterator[nn.Module]:
-    """``model`` itself for one rank, else a copy on the meta device that is tensor-parallel.
+    model: nn.Module, parallelize: Parallelize | None, ranks: int, context_ranks: int = 1
+) -> Iterator[tuple[nn.Module, DeviceMesh | None]]:
+    """``model`` itself for one tensor rank, else a copy on the meta device that is tensor-parallel,
+    and the mesh of context ranks, None for one.
 
-    The process group of the mesh sends nothing, and exists within the context only.
+    The process group of the meshes sends nothing, and exists within the context only.
 
     Raises:
         ValueError: if there is a process group already.
     """
-    if ranks == 1 or parallelize is None:
-        yield model
+    tensor_ranks = 1 if parallelize is None else ranks
+    if tensor_ranks == context_ranks == 1:
+        yield model, None
         return
     if dist.is_initialized():
+        name, number = ("tensor_ranks", ranks) if ranks > 1 else ("context_ranks", context_ranks)
         raise ValueError(
-            f"tensor_ranks={ranks} makes a process group of ranks that do not exist, but there is "
+            f"{name}={number} makes a process group of ranks that do not exist, but there is "
             "one already: predict in a process without one"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    world = context_ranks * tensor_ranks
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
-        copied = _on_meta(model)
-        made = parallelize(copied, mesh) or copied
-        if not any(isinstance(p, DTensor) for p in made.parameters()):
-            raise ValueError(
-                "parallelize left all parameters of the model plain: none is a DTensor"
-            )
-        yield made
+        shape, names = (context_ranks, tensor_ranks), ("context", "tensor")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        made = model
+        if tensor_ranks > 1 and parallelize is not None:
+            copied = _on_meta(model)
+            made = parallelize(copied, mesh["tensor"]) or copied
+            if not any(isinstance(p, DTensor) for p in made.parameters()):
+                raise ValueError(
+                    "parallelize left all parameters of the model plain: none is a DTensor"
+                )
+        yield made, mesh["context"] if context_ranks > 1 else None
     finally:
         dist.destroy_process_group()
 

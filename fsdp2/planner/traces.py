@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..estimation.context import ContextParallel
 from ..estimation.estimating import compiled_modules, default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.expert_units import experts_of, with_experts
 from ..estimation.setups import check_number
 from ..estimation.uncosted import check_choice, without_cost
 from ..wrap import UnitDescription, units_of
-from .candidates import wraps_of
+from .candidates import Degrees, wraps_of
 from .hardware import Hardware
-from .loads import with_context, with_samples
+from .loads import with_context, with_part_of_context, with_samples
 from .tensor_parallel import Parallelize, parallel_copy
 
 
@@ -28,15 +29,16 @@ class Size(NamedTuple):
 
 WHOLE = Size()
 Compiled = bool | Sequence[str]
+ALONE = Degrees()
 
 
 class TracedSteps:
     """Traces steps of a model when they are first asked for, each once.
 
-    A trace depends on the sizes of the micro-batch, on what is recomputed and on the number of
-    ranks over which experts are distributed. It does not depend on units, meshes or ranks: the
-    modules of all choices of units are marked in each, so what is simulated of a configuration is
-    the same whoever asks (`plan` or `predict`).
+    A trace depends on the sizes of the micro-batch, on what is recomputed and on the degrees of the
+    model's own parallelisms. It does not depend on units, meshes or ranks: the modules of all
+    choices of units are marked in each, so what is simulated of a configuration is the same whoever
+    asks (`plan` or `predict`).
 
     Args:
         trace: ``trace_step`` with all that is the same for all traces; takes the model, the sample
@@ -91,7 +93,7 @@ class TracedSteps:
         self._sample_input = sample_input
         self._trace = trace
         self._unknown_costs = unknown_costs
-        self._made: dict[tuple[str, Size, int, int, tuple[str, ...]], StepTrace] = {}
+        self._made: dict[tuple[str, Size, Degrees, tuple[str, ...]], StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
@@ -106,35 +108,39 @@ class TracedSteps:
         self,
         mode: str,
         size: Size = WHOLE,
-        expert_ranks: int = 1,
-        tensor_ranks: int = 1,
+        degrees: Degrees = ALONE,
         compiled: Compiled | None = None,
     ) -> StepTrace:
-        """The step with this activation checkpointing and size of the micro-batch on one of so many
-        ranks of experts and of tensor parallelism.
+        """The step with this activation checkpointing and size of the micro-batch, on one rank.
 
         Args:
             compiled: as in `estimate`; None: that of all.
 
         Raises:
-            ValueError: for operators without a cost, unless they are to be listed.
+            ValueError: for operators without a cost, unless they are to be listed, and sequences
+                that cannot be split over context ranks.
             RuntimeError: if the model fails.
         """
         names = self._compiled if compiled is None else self.compiled_modules(compiled)
-        key = (mode, size, expert_ranks, tensor_ranks, names)
+        key = (mode, size, degrees, names)
         found = self._made.get(key)
         if found is None:
-            sample = with_samples(self._sample_input, size.samples)
-            with parallel_copy(self._model, self.parallelize, tensor_ranks) as model:
+            sample = with_context(with_samples(self._sample_input, size.samples), size.context)
+            length = 0
+            if degrees.context > 1:
+                sample, length = with_part_of_context(sample, degrees.context)
+            copied = parallel_copy(self._model, self.parallelize, degrees.tensor, degrees.context)
+            with copied as (model, mesh):
                 found = self._trace(
                     model,
-                    with_context(sample, size.context),
+                    sample,
                     list(dict.fromkeys(self._names)),
                     activation_checkpointing=mode,
                     checkpoint_modules=self.blocks,
                     experts=self.experts,
-                    expert_ranks=expert_ranks,
-                    tensor_ranks=tensor_ranks,
+                    expert_ranks=degrees.experts,
+                    tensor_ranks=degrees.tensor,
+                    context=None if mesh is None else ContextParallel(mesh, length),
                     compiled=names,
                 )
             without_cost(found, self._unknown_costs)  # an error before more traces
@@ -201,37 +207,18 @@ def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
         raise ValueError("Experts on a mesh of their own and tensor parallelism do not go together")
 
 
-def check_degrees(degrees: Sequence[int], traces: TracedSteps, num_ranks: int) -> None:
-    """Check numbers of tensor ranks to choose from.
+def check_context_ranks(ranks: Any, traces: TracedSteps) -> None:
+    """Check a number of ranks that have parts of the same sequences.
 
     Raises:
-        ValueError: for none, one that does not divide ``num_ranks``, or see `check_tensor_ranks`.
+        ValueError: if it is less than 1, or more where experts have a mesh of their own.
+        TypeError: if it is not an int.
     """
-    if not degrees:
-        raise ValueError("tensor_ranks is empty: give a number, or several to choose from")
-    for degree in degrees:
-        check_tensor_ranks(degree, traces)
-        if num_ranks % degree:
-            raise ValueError(f"tensor_ranks={degree} must divide num_ranks={num_ranks}")
-
-
-def within_samples(degrees: Sequence[int], samples: int, most: int) -> list[int]:
-    """Those numbers of tensor ranks with which a step has at most ``most`` samples.
-
-    Args:
-        samples: of a step in which each rank has a batch of its own.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    found = [degree for degree in degrees if samples // degree <= most]
-    if not found:
-        least = samples // max(degrees)
+    check_number("context_ranks", ranks)
+    if ranks > 1 and traces.experts:
         raise ValueError(
-            f"A step has {least:,} samples or more, and max_samples={most:,}: give fewer ranks, "
-            "more tensor_ranks, fewer micro-batches, or a sample_input with fewer samples"
+            "Experts on a mesh of their own and context parallelism do not go together"
         )
-    return found
 
 
 def _label(wrap: Any) -> str:

@@ -48,6 +48,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_RUN = {
     "import torch.distributed as dist": "the first script: it has a test of its own",
     "tensor_ranks=[1, 2, 4, 8]": "it makes a process group, and the pages run in one",
+    "context_ranks=[1, 2, 4, 8]": "the same",
     "@distributed(2, 3)": "a test, as tests are written; it needs the harness",
 }
 

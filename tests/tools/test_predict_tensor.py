@@ -113,7 +113,7 @@ def on_meta(**sizes: int) -> Model:
 
 
 def traced(ranks: int, how: Any = parallelize, **options: Any) -> Any:
-    with parallel_copy(on_meta(), how, ranks) as model:
+    with parallel_copy(on_meta(), how, ranks) as (model, _):
         names = ["blocks.0", "blocks.1"]
         return trace_step(model, batch(), names, tensor_ranks=ranks, **options)
 
