@@ -177,8 +177,11 @@ class Account:
 
     def made(self, record: Record) -> None:
         """Record a gradient that autograd accumulated."""
+        found = record.now()
+        if found is None:  # a function's backward has returned None, or a compiled graph's
+            return
         record.on_param.append(self.current)
-        record.seen = record.now()
+        record.seen = found
         self.has_made = True
 
     def observe(self) -> None:

@@ -35,7 +35,7 @@ from reference import (
 )
 
 # With a `CommPolicy`, for what comes to nearly nothing in a sum, too: it shows what is lost. (In
-# six of 2,000 programs of deep layers, what bfloat16 rounds off comes to over a quarter.)
+# three of 2,000 programs, what bfloat16 gathers round off came to over a quarter.)
 NARROW = 0.5
 
 

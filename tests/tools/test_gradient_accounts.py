@@ -372,3 +372,35 @@ def test_a_unit_that_used_no_parameter_has_lost_nothing() -> None:
         model.finalize_backward()
         assert model[0].weight.grad is not None
         assert model[1].weight.grad is None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Adds a weight, and returns no gradient for it, as compiled graphs may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _Untrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _WithoutGradient.apply(self.linear(x), self.weight)  # type: ignore[no-untyped-call]
+
+
+@distributed(2)
+def test_a_backward_that_returns_no_gradient_has_lost_none() -> None:
+    """torch calls hooks for accumulated gradients all the same."""
+    model = fully_shard(_Untrained(), mesh=cached_mesh(2))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is None
+    assert model.linear.weight.grad is not None
