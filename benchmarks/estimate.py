@@ -48,6 +48,7 @@ class Case:
         reshard: ``reshard_after_forward`` of all units but the root.
         checkpointing: "none", "full" or "selective".
         accumulation: of micro-batches, as in `estimate`.
+        granularity: ``shard_granularity`` of all parameters.
         ranks_per_node: ranks on each of several hosts, which are pretended; None: all on one.
     """
 
@@ -64,6 +65,7 @@ class Case:
     replicate_below: int = 0
     prefetch: int = 1
     max_gathered_bytes: int | None = None
+    granularity: int = 1
     ranks_per_node: int | None = None
 
     @property
@@ -94,6 +96,8 @@ class Case:
             parts.append(f"prefetch {self.prefetch}")
         if self.max_gathered_bytes is not None:
             parts.append(f"budget {self.max_gathered_bytes}")
+        if self.granularity > 1:
+            parts.append(f"blocks of {self.granularity} rows")
         if self.optimizer != "adamw":
             parts.append(self.optimizer)
         return ", ".join(parts)
@@ -172,6 +176,7 @@ def predict(case: Case) -> dict[str, int]:
         replicate_below=case.replicate_below,
         prefetch=case.prefetch,
         max_gathered_bytes=case.max_gathered_bytes,
+        shard_granularity=case.granularity,
         activation_checkpointing=case.checkpointing,
         micro_batches=case.micro_batches,
         accumulation=case.accumulation,
@@ -268,6 +273,7 @@ def _shard(model: nn.Module, case: Case, mesh: Any) -> None:
         replicate_below=case.replicate_below,
         prefetch=case.prefetch,
         max_gathered_bytes=case.max_gathered_bytes,
+        shard_granularity=case.granularity,
     )
     if case.accumulation == "sharded":
         cast(FSDPModule, model).set_accumulate_sharded(True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .describe.explanation import Explanation
     from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
-    from .estimation import Estimate, Kernels, estimate, register_cost
+    from .estimation import Estimate, Kernels, StateOffload, estimate, register_cost
     from .offload.activations import ActivationBytes, offload_activations
     from .offload.optimizer_state import offload_optimizer
     from .optim import clip_grad_norm_, get_total_norm
@@ -79,6 +79,7 @@ __all__ = [
     "Profile",
     "RanksDisagreeError",
     "ShardPlacementResult",
+    "StateOffload",
     "Sweep",
     "TrainingCost",
     "UnitDescription",
@@ -138,6 +139,7 @@ _HOME = {
     "Profile": "profiling",
     "RanksDisagreeError": "comm.store_exchange",
     "ShardPlacementResult": "policy",
+    "StateOffload": "estimation",
     "Sweep": "planner",
     "TrainingCost": "planner",
     "UnitDescription": "wrap",

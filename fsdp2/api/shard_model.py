@@ -179,7 +179,7 @@ def shard_model(
     _checked_numbers(replicate_below, prefetch)
     if max_gathered_bytes is not None:
         checked_budget("max_gathered_bytes", max_gathered_bytes)
-    offload_policy = _offload_beyond(offload_policy, max_device_bytes)
+    offload_policy = offload_beyond(offload_policy, max_device_bytes)
     units = units_of(model, wrap, ignored_params=ignored_params or ())
     mesh = _mesh_for(chosen, mesh, dp_mesh_dims)
     options: dict[str, Any] = {
@@ -215,8 +215,13 @@ def shard_model(
     return model
 
 
-def _offload_beyond(policy: OffloadPolicy, max_device_bytes: int | None) -> OffloadPolicy:
-    """``policy``, which leaves so many bytes of all units together on the device."""
+def offload_beyond(policy: OffloadPolicy, max_device_bytes: int | None) -> OffloadPolicy:
+    """``policy``, which leaves so many bytes of all units together on the device.
+
+    Raises:
+        ValueError: for a policy that leaves everything there, or a negative number.
+        TypeError: for a number that is no int.
+    """
     if max_device_bytes is None:
         return policy
     check_bytes("max_device_bytes", max_device_bytes)

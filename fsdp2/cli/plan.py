@@ -266,6 +266,10 @@ def parse_speeds(text: str) -> list[float]:
     return speeds
 
 
+def _bytes_or_0(text: str) -> int:
+    return 0 if text == "0" else parse_bytes(text)
+
+
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
@@ -307,6 +311,30 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="activations that offload_activations leaves on the device: 4GiB, ... (default: all)",
     )
     parser.add_argument(
+        "--max-state",
+        type=_bytes_or_0,
+        metavar="SIZE",
+        help="optimizer state that offload_optimizer leaves on the device: 0, 2GiB, ... "
+        "(default: all)",
+    )
+    parser.add_argument(
+        "--state-in",
+        choices=("cpu", "files"),
+        default="cpu",
+        help="where the rest of it is: host memory (the default) or files",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="parameters, gradients and optimizer state in host memory (CPUOffloadPolicy)",
+    )
+    parser.add_argument(
+        "--max-device",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="of these, what shard_model(max_device_bytes=...) leaves on the device (default: 0)",
+    )
+    parser.add_argument(
         "--attention",
         choices=("auto", "flash", "efficient", "cudnn", "math"),
         default="auto",
@@ -337,8 +365,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _step_options(args: argparse.Namespace) -> dict[str, Any]:
-    from ..estimation import Kernels
+    from ..estimation import Kernels, StateOffload
+    from ..policy import CPUOffloadPolicy, OffloadPolicy
 
+    state = None
+    if args.max_state is not None:
+        state = StateOffload(args.state_in, args.max_state)
     chosen = args.attention != "auto"
     return {
         "kernels": Kernels(attention=args.attention) if chosen else None,
@@ -350,6 +382,9 @@ def _step_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_saved_bytes": args.max_saved,
         "unknown_costs": args.unknown_costs,
         "compiled": args.compiled,
+        "offload_policy": CPUOffloadPolicy() if args.offload else OffloadPolicy(),
+        "max_device_bytes": args.max_device,
+        "offload_optimizer": state,
         "experts": None if args.experts is None else parse_wrap(args.experts),
     }
 

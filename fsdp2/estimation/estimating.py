@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..comm.topology import split_by_link
+from ..dtensor.boxes import entries_per_part
 from ..policy import (
     CommPolicy,
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_comm_policy,
@@ -19,10 +20,11 @@ from ..wrap import units_of
 from .events import StepTrace
 from .expert_units import experts_of, with_experts
 from .kernels import Kernels, kernels_of
-from .optimizers import OptimizerCost, optimizer_cost
-from .replay import Replay, Setup, replay, shard_of, shard_rank_of, with_rank
+from .optimizers import optimizer_cost, param_costs
+from .paged_state import PlacedOptimizer, StateOffload, paged_state
+from .replay import Replay, Setup, params_on_host, replay, shard_shape, with_rank
 from .report import Estimate, RankEstimate, TrafficRow
-from .setups import make_setup
+from .setups import granularities, make_setup
 from .tracing import LossFn, trace_step
 from .uncosted import check_choice, without_cost
 
@@ -57,6 +59,9 @@ def estimate(
     fake: bool = True,
     unknown_costs: str = "error",
     compiled: bool | Sequence[str] = False,
+    shard_granularity: Any = None,
+    max_device_bytes: int | None = None,
+    offload_optimizer: StateOffload | None = None,
 ) -> Estimate:
     """Estimate memory and traffic of one training step, without running or sharding ``model``.
 
@@ -113,6 +118,8 @@ def estimate(
             ``checkpoint_modules=None`` stands for), or the names of the modules that it compiles.
             Pointwise operators and reductions are then fused, and torch's partitioner decides what
             is saved for backward.
+        shard_granularity, max_device_bytes: as in `shard_model`.
+        offload_optimizer: an `offload_optimizer`; None: state stays where its parameters are.
 
     Returns:
         The estimate. Peaks are of live tensors; ``reserved`` is what torch's allocator holds for
@@ -155,6 +162,9 @@ def estimate(
         ranks_per_node=ranks_per_node,
         experts=frozenset((name,) for name in names),
         expert_ranks=expert_ranks,
+        max_device_bytes=max_device_bytes,
+        offload_optimizer=offload_optimizer,
+        granularity=granularities(model, shard_granularity, names),
     )
     if checkpoint_modules is None:
         checkpoint_modules = default_checkpoint_modules(model, units)
@@ -249,31 +259,41 @@ def _boundary_ranks(trace: StepTrace, setup: Setup) -> set[int]:
     largest = sorted(trace.params, key=lambda p: -p.numel)[:3]
     for param in largest:
         if param.shape:
-            chunk = -(-param.shape[0] // setup.num_shards)
+            rows = setup.granularity.get(param.name, 1)
+            chunk = entries_per_part(param.shape[0], setup.num_shards, rows)
             last = min(-(-param.shape[0] // chunk), setup.num_shards) - 1 if chunk else 0
             found |= {last}
     return found
 
 
 def _replay_rank(trace: StepTrace, setup: Setup, optimizer: Any) -> Replay:
-    cost = shard_optimizer_cost(trace, setup, optimizer)
-    return replay(trace, setup, optimizer=cost)
+    return replay(trace, setup, optimizer=placed_optimizer(trace, setup, optimizer))
 
 
-def shard_optimizer_cost(trace: StepTrace, setup: Setup, optimizer: Any) -> OptimizerCost:
-    """The cost of the optimizer for this rank's shards."""
-    shards = []
+def placed_optimizer(trace: StepTrace, setup: Setup, optimizer: Any) -> PlacedOptimizer:
+    """The cost of the optimizer for this rank's shards, wherever they are."""
+    trained = {param.name for param in trace.params if param.requires_grad}
+    on_host = params_on_host(trace, setup)
+    shards: dict[bool, list[Any]] = {False: [], True: []}
     for param in trace.params:
-        if param.requires_grad:
-            shape = param.shape
-            ranks, dim = shard_of(param, setup)
-            if dim is not None:
-                chunk = -(-shape[dim] // ranks)
-                start = min(shard_rank_of(param, setup) * chunk, shape[dim])
-                shape = (*shape[:dim], min(chunk, shape[dim] - start), *shape[dim + 1 :])
-            shards.append((shape, param.dtype))
-    offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
-    return optimizer_cost(shards, optimizer, "cpu" if offloaded else setup.device_type)
+        if param.name in trained:
+            shards[param.name in on_host].append((shard_shape(param, setup), param.dtype))
+    # (On the CPU all is counted as the device's.)
+    device = optimizer_cost(shards[False], optimizer, setup.device_type)
+    host = optimizer_cost(shards[True], optimizer, "cpu")
+    paged = None
+    if (offload := setup.offload_optimizer) is not None:
+        costs = {
+            here: iter(param_costs(shards[here], optimizer, "cpu" if here else setup.device_type))
+            for here in shards
+        }
+        params = [
+            replace(next(costs[p.name in on_host]), on_host=p.name in on_host)
+            for p in trace.params
+            if p.name in trained
+        ]
+        paged = paged_state(params, offload, is_cpu=setup.device_type == "cpu")
+    return PlacedOptimizer(device, host, paged)
 
 
 def _rank_estimate(rank: int, made: Replay) -> RankEstimate:
@@ -286,7 +306,7 @@ def _rank_estimate(rank: int, made: Replay) -> RankEstimate:
         rank=rank,
         parameters=everywhere["parameters"],
         gradients=everywhere["gradients"],
-        optimizer=everywhere["optimizer state"],
+        optimizer=everywhere["optimizer state"] + account.host.get("optimizer state in files", 0),
         buffers=everywhere["buffers"],
         inputs=everywhere["inputs"],
         forward=account.peaks["forward"],

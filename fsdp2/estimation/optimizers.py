@@ -40,6 +40,26 @@ class OptimizerCost:
     operations: tuple[Operation, ...] = ()
 
 
+@dataclass(frozen=True)
+class ParamCost:
+    """Of one parameter of a rank.
+
+    Attributes:
+        nbytes: of the parameter.
+        state: bytes of each tensor of its state that has a value for each element.
+        numbers: of each other one.
+        moment, traffic: as in `OptimizerCost`.
+        on_host: whether it is in host memory beside a device.
+    """
+
+    nbytes: int
+    state: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    moment: int = 0
+    traffic: int = 0
+    on_host: bool = False
+
+
 NO_OPTIMIZER = OptimizerCost(0, 0, 0)
 NAMED: dict[str, OptimizerFactory] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -81,9 +101,36 @@ def optimizer_cost(
     return _run(shards, factory)
 
 
+def param_costs(
+    shards: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    optimizer: str | type | OptimizerFactory | None,
+    device_type: str,
+) -> list[ParamCost]:
+    """What an optimizer does about each shard, as if it had no other; arguments as above."""
+    found: dict[Any, ParamCost] = {}
+    for shape, dtype in dict.fromkeys(shards):
+        param = torch.empty(shape, dtype=dtype, device="meta")
+        if optimizer is None:
+            found[shape, dtype] = ParamCost(param.nbytes)
+            continue
+        made: list[torch.Tensor] = []
+        cost = _run([(shape, dtype)], _factory(optimizer, device_type), made)
+        found[shape, dtype] = ParamCost(
+            param.nbytes,
+            tuple(t.nbytes for t in made if t.shape == param.shape),
+            tuple(t.nbytes for t in made if t.shape != param.shape),
+            cost.moment,
+            cost.traffic,
+        )
+    return [found[shard] for shard in shards]
+
+
 def _run(
-    shards: Sequence[tuple[tuple[int, ...], torch.dtype]], factory: OptimizerFactory
+    shards: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    factory: OptimizerFactory,
+    state: list[torch.Tensor] | None = None,
 ) -> OptimizerCost:
+    """Two steps; ``state`` gets its tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in shards]
         meter = StorageMeter()
@@ -109,6 +156,8 @@ def _run(
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
+        if state is not None:
+            state += tensors
         if second is None:
             return NO_OPTIMIZER
         traffic = sum(operation.nbytes for operation in second.operations)

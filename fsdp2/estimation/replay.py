@@ -7,7 +7,7 @@ be in flight. Its units are those of `stand_ins`, so the result is bytes and lau
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +17,20 @@ from torch import nn
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import DeviceStreams, Streams
 from ..comm.topology import Topology
-from ..policy import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, hops_of
+from ..dtensor.boxes import entries_per_part
+from ..policy import (
+    CommPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadBeyond,
+    OffloadPolicy,
+    hops_of,
+)
 from ..runtime.root import Runtime
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
-from .account import Account
+from .account import Account, Held
 from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .events import (
@@ -39,7 +47,7 @@ from .events import (
     StepTrace,
 )
 from .expert_units import InnerTopology
-from .optimizers import NO_OPTIMIZER, OptimizerCost
+from .paged_state import NOTHING, PagedState, PlacedOptimizer, StateOffload
 from .stand_ins import CountedBucket, CountedUnit
 
 Reshard = bool | int | None
@@ -70,6 +78,9 @@ class Setup:
             belong to experts; these are sharded over the ranks that have the same ones.
         tensor_ranks: that share the operators of a tensor-parallel model, beside ``num_ranks``.
         context_ranks: of ``num_ranks``, those that have parts of the same sequences.
+        max_device_bytes: what `CPUOffloadPolicy` leaves on the device; None: nothing.
+        offload_optimizer: where state of the optimizer is; None: where its parameters are.
+        granularity: the ``shard_granularity`` of parameters by name, where it is not 1.
     """
 
     units: tuple[UnitDescription, ...]
@@ -92,6 +103,9 @@ class Setup:
     expert_ranks: int = 1
     tensor_ranks: int = 1
     context_ranks: int = 1
+    max_device_bytes: int | None = None
+    offload_optimizer: StateOffload | None = None
+    granularity: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -135,6 +149,23 @@ def shard_of(param: ParamInfo, setup: Setup) -> tuple[int, int | None]:
     return setup.num_shards, 0
 
 
+def rows_of(param: ParamInfo, setup: Setup) -> int:
+    """The most entries along its sharded dim that a rank has of a parameter."""
+    ranks, dim = shard_of(param, setup)
+    assert dim is not None
+    return entries_per_part(param.shape[dim], ranks, setup.granularity.get(param.name, 1))
+
+
+def shard_shape(param: ParamInfo, setup: Setup) -> tuple[int, ...]:
+    """What the rank of ``setup`` has of a parameter."""
+    shape, (_, dim) = param.shape, shard_of(param, setup)
+    if dim is None:
+        return shape
+    rows = rows_of(param, setup)
+    start = min(shard_rank_of(param, setup) * rows, shape[dim])
+    return (*shape[:dim], min(rows, shape[dim] - start), *shape[dim + 1 :])
+
+
 def shard_rank_of(param: ParamInfo, setup: Setup) -> int:
     """The rank of ``setup`` among those that share a parameter."""
     return setup.rank if param.num_experts is None else setup.rank // setup.expert_ranks
@@ -162,7 +193,7 @@ def replay(
     trace: StepTrace,
     setup: Setup,
     *,
-    optimizer: OptimizerCost = NO_OPTIMIZER,
+    optimizer: PlacedOptimizer = NOTHING,
     keep_samples: bool = False,
     warm_up: bool = True,
     reserves: bool = True,
@@ -186,24 +217,35 @@ def replay(
     replay = ReplayState(account, device, setup.topology)
     player = _Player(trace, setup, replay)
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and not ordered
-    shard_bytes = sum(b.shard_bytes for u in player.units for b in _buckets(u))
-    state = account.host if offloaded else account.now
-    for name, nbytes in (("parameters", shard_bytes), ("optimizer state", optimizer.state)):
-        state[name] = nbytes
+    buckets = [bucket for unit in player.units for bucket in _buckets(unit)]
+    on_host = [b for b in buckets if b.shard_device != b.device]
+    on_device = [b for b in buckets if b.shard_device == b.device]
+    if offloaded:
+        account.host["parameters"] = sum(bucket.shard_bytes for bucket in on_host)
+    if on_device or not offloaded:
+        account.now["parameters"] = sum(bucket.shard_bytes for bucket in on_device)
+        account.now["optimizer state"] = optimizer.device_state
+    if offloaded or optimizer.host_state:
+        account.host["optimizer state"] = optimizer.host_state
+    for name, nbytes in (
+        ("optimizer state in files", optimizer.file_bytes),
+        ("buffers of files", optimizer.buffer_bytes),
+    ):
+        if nbytes:
+            account.host[name] = nbytes
     if trace.host_bytes:
         account.host["activations"] = trace.host_bytes
     account.now["buffers"], account.now["inputs"] = trace.buffer_bytes, trace.input_bytes
     account.total = sum(account.now.values())
     for nbytes in (trace.buffer_bytes, trace.input_bytes):
         account.allocate(nbytes)
-    if not offloaded:
-        for unit in player.units:
-            for bucket in _buckets(unit):
-                account.allocate(bucket.shard_bytes)
-    on_device = NO_OPTIMIZER if offloaded else optimizer
+    for bucket in on_device:
+        account.allocate(bucket.shard_bytes)
     if warm_up:
         player.step()
-        _step(account, on_device.tensors)  # made now, into the holes that the first step leaves
+        _step(
+            account, optimizer.device_tensors
+        )  # made now, into the holes that the first step leaves
         player.drop_gradients()
         replay.transfers.clear()
         if device is not None:
@@ -215,9 +257,13 @@ def replay(
     account.forget_peaks()
     player.step()
     account.phase = "optimizer"
-    account.touch("optimizer scratch", on_device.moment, allocates=False)
-    for block in [account.allocate(nbytes) for nbytes in on_device.moments]:
-        account.free(block)
+    if optimizer.paged is None:
+        account.touch("optimizer scratch", optimizer.device.moment, allocates=False)
+        for block in [account.allocate(nbytes) for nbytes in optimizer.device.moments]:
+            account.free(block)
+    else:
+        # On the CPU the buffers that files are read into are what is stepped.
+        _step_parts(account, optimizer.paged, 2 if ordered else 1)
     launches = device.launches if device is not None else []
     return Replay(setup, account, replay.transfers, launches, player.units)
 
@@ -226,6 +272,21 @@ def _step(account: Account, tensors: Sequence[int]) -> None:
     """Allocate what the first step of an optimizer leaves."""
     for nbytes in tensors:
         account.allocate(nbytes)
+
+
+def _step_parts(account: Account, paged: PagedState, ahead: int) -> None:
+    """The images and the scratch memory of a step in parts, as `offload_optimizer` does it.
+
+    Args:
+        ahead: how many parts further the images are there.
+    """
+    images: dict[int, Held] = {}
+    for number, part in enumerate(paged.parts):
+        for each in range(number, number + ahead + 1):
+            if each < len(paged.parts) and each not in images:
+                images[each] = Held(account, "optimizer state", paged.parts[each].image)
+        account.touch("optimizer scratch", part.moment)
+        images.pop(number - 1, None)
 
 
 def _start_anew(device: LaunchDevice) -> None:
@@ -260,13 +321,16 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
         replicate_group=None,
         num_replicas=1,
     )
-    units = []
+    policy = setup.offload_policy
+    if setup.max_device_bytes is not None and isinstance(policy, CPUOffloadPolicy):
+        policy = OffloadBeyond(policy.pin_memory, setup.max_device_bytes)
+    made = {}
     descriptions = sorted(setup.units, key=lambda unit: not unit.is_root)
-    for description in descriptions:
+    for description in setup.units:  # the order in which `shard_model` makes them
         choose = setup.reshard_after_forward
         own = [trace.params[i] for i in trace.indices(description.params)]
         experts = bool(own) and all(param.num_experts is not None for param in own)
-        unit = CountedUnit(
+        unit = made[description.name] = CountedUnit(
             replay,
             description.name,
             len(description.modules),
@@ -274,7 +338,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
             device,
             UnitConfig(
                 setup.mp_policy,
-                setup.offload_policy,
+                policy,
                 direct_min_bytes=setup.direct_min_bytes,
                 reshard_after_forward=None if choose is None else choose(description),
                 gathered_once=setup.gathered_once,
@@ -285,9 +349,12 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
             ),
         )
         unit.take(
-            own, 0 if experts else setup.replicate_below, [shard_of(p, setup)[1] for p in own]
+            own,
+            0 if experts else setup.replicate_below,
+            [shard_of(p, setup)[1] for p in own],
+            [setup.granularity.get(p.name, 1) for p in own],
         )
-        units.append(unit)
+    units = [made[description.name] for description in descriptions]
     _nest(units, descriptions)
     for unit, described in zip(units, descriptions, strict=True):
         unit.choose_reshard(is_root=described.is_root)
@@ -295,6 +362,22 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
         unit.materialize()
     _set_prefetch(units[1:], descriptions[1:], trace, setup.prefetch)
     return units
+
+
+def params_on_host(trace: StepTrace, setup: Setup) -> frozenset[str]:
+    """Names of the parameters whose shards are in host memory, beside a device."""
+    if not isinstance(setup.offload_policy, CPUOffloadPolicy) or setup.device_type == "cpu":
+        return frozenset()
+    if setup.max_device_bytes is None:
+        return frozenset(param.name for param in trace.params)
+    units = make_units(trace, setup, ReplayState(Account(), None, setup.topology))
+    return frozenset(
+        param.fqn
+        for unit in units
+        for bucket in unit.buckets
+        if bucket.shard_device != bucket.device
+        for param in bucket.params
+    )
 
 
 def _nest(units: Sequence[CountedUnit], descriptions: Sequence[UnitDescription]) -> None:

@@ -6,9 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api.shard_model import find_strategy, reshard_of
+from torch import nn
+
+from ..api.arguments import checked_granularity
+from ..api.shard_model import find_strategy, offload_beyond, reshard_of
 from ..common.suggestions import did_you_mean
-from ..wrap import UnitDescription
+from ..policy import OffloadPolicy
+from ..wrap import UnitDescription, parameters_of
+from .paged_state import StateOffload
 from .replay import ACCUMULATIONS, Setup
 
 # Of the fields of `Setup` that are numbers.
@@ -67,6 +72,7 @@ def make_setup(
         TypeError: for a mesh, or a number, of another type.
     """
     expert_ranks = options.get("expert_ranks", 1)
+    _check_offload(options, experts)
     for name, least in _LEAST.items():
         if options.get(name) is not None:
             check_number(name, options[name], least)
@@ -99,6 +105,42 @@ def make_setup(
     for unit in units:
         _check_reshard(reshard(unit), shards)
     return setup
+
+
+def _check_offload(options: dict[str, Any], experts: Collection[tuple[str, ...]]) -> None:
+    limit, offload = options.get("max_device_bytes"), options.get("offload_optimizer")
+    offload_beyond(options.get("offload_policy", OffloadPolicy()), limit)
+    if limit is not None and experts:
+        raise ValueError(
+            "max_device_bytes is of one `shard_model`, and experts are sharded before: leave one "
+            "of max_device_bytes and experts out"
+        )
+    if not (offload is None or isinstance(offload, StateOffload)):
+        raise TypeError(f"offload_optimizer must be a StateOffload or None, got {offload!r}")
+
+
+def granularities(
+    model: nn.Module, shard_granularity: Any, experts: Collection[str] = ()
+) -> dict[str, int]:
+    """The ``shard_granularity`` of parameters by name, where it is not 1.
+
+    Args:
+        experts: names of modules that `shard_experts` gets, to which it does not apply.
+
+    Raises:
+        ValueError: for a number that is less than 1.
+        TypeError: for something else than a number.
+    """
+    choose = checked_granularity(shard_granularity)
+    if shard_granularity is None:
+        return {}
+    prefixes = tuple(f"{name}." for name in experts)
+    rows = {
+        name: choose(param, name)
+        for name, param, _ in parameters_of(model)
+        if not name.startswith(prefixes or ("\0",))
+    }
+    return {name: each for name, each in rows.items() if each > 1}
 
 
 def resized(setup: Setup, replicas: int, shards: int) -> Setup:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..comm.quantize import gather_row
-from ..policy import CommPolicy, compute_dtype, hops_of
+from ..policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
 from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
 from ..runtime.reduction import Reduction
@@ -81,7 +81,12 @@ class CountedParam:
     """The attributes of a parameter that a unit and its buckets use."""
 
     def __init__(
-        self, info: ParamInfo, mesh: DataParallelMesh, replicate_below: int, dim: int | None
+        self,
+        info: ParamInfo,
+        mesh: DataParallelMesh,
+        replicate_below: int,
+        dim: int | None,
+        granularity: int,
     ) -> None:
         if mesh.num_shards > 1 and info.numel * info.dtype.itemsize < replicate_below:
             mesh = _whole(mesh)
@@ -94,10 +99,10 @@ class CountedParam:
         self.grad_dtype_is_set = False
         self.grad_dtype = None
         self.extension = False
-        self.granularity = 1  # no estimate takes another
         self.full_shape = info.shape
         # (A parameter that is replicated has a mesh of one rank; its dim says nothing.)
         self.dim = (dim or 0) if info.shape else None
+        self.granularity = 1 if self.dim is None or mesh.num_shards == 1 else granularity
         self.owners = [(_EMBEDDING if info.is_embedding else _OTHER, info.name)]
         self.sharded = SimpleNamespace(
             grad=None, requires_grad=info.requires_grad, _post_accumulate_grad_hooks=None
@@ -430,16 +435,20 @@ class CountedParamGroup(ParamGroup):
         params: Sequence[ParamInfo],
         replicate_below: int,
         dims: Sequence[int | None],
+        granularities: Sequence[int],
     ) -> None:
-        """Plan the buckets of these parameters, sharded on these dims."""
+        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
         self.replay = replay
         made = [
-            CountedParam(info, self.mesh, replicate_below, dim)
-            for info, dim in zip(params, dims, strict=True)
+            CountedParam(info, self.mesh, replicate_below, dim, rows)
+            for info, dim, rows in zip(params, dims, granularities, strict=True)
         ]
         self.params = made  # type: ignore[assignment]
         self.unsharded = [p.unsharded for p in made]  # type: ignore[misc]
         self.make_buckets()
+        if isinstance(self._config.offload_policy, OffloadBeyond):  # as `ParamGroup.shard`
+            self._config.offload_policy = self._config.offload_policy.for_unit(self._stored_bytes())
+            self.make_buckets()
         for bucket in self.buckets:
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
@@ -526,10 +535,14 @@ class CountedUnit(Unit):
         self.registration.registered = kind
 
     def take(
-        self, params: Sequence[ParamInfo], replicate_below: int, dims: Sequence[int | None]
+        self,
+        params: Sequence[ParamInfo],
+        replicate_below: int,
+        dims: Sequence[int | None],
+        granularities: Sequence[int],
     ) -> None:
-        """Plan the buckets of these parameters, sharded on these dims."""
-        self.param_group.take(self.replay, self.name, params, replicate_below, dims)
+        """Plan the buckets of these parameters, sharded on these dims in blocks of rows."""
+        self.param_group.take(self.replay, self.name, params, replicate_below, dims, granularities)
         self.num_trained = sum(info.requires_grad for info in params)
 
     def _register_proxy(self, param: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -302,9 +302,17 @@ def _like(slot: Slot, value: Tensor) -> Slot:
     return Slot(slot.offset, value.dtype, value.shape)
 
 
-def chunks_of(pages: list[Page], chunk_bytes: int) -> Iterator[list[Page]]:
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Sized)
+
+
+def chunks_of(pages: list[P], chunk_bytes: int) -> Iterator[list[P]]:
     """Pages in their order, of about so many bytes together; at least one."""
-    chunk: list[Page] = []
+    chunk: list[P] = []
     size = 0
     for page in pages:
         if chunk and size + page.nbytes > chunk_bytes:

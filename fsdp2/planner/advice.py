@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..estimation.events import StepTrace
-from ..estimation.replay import Setup, shard_of
+from ..estimation.replay import Setup, rows_of, shard_of
 from ..policy import CPUOffloadPolicy
 from ..render.text import plural, show_bytes
 from .simulate import SimulatedStep
@@ -61,7 +61,7 @@ def padding_of(trace: StepTrace, setup: Setup, step: SimulatedStep) -> Padding |
             continue
         rows = param.shape[dim]
         share = param.numel * size / ranks
-        most = -(-rows // ranks) * (param.numel // rows if rows else 0) * size
+        most = rows_of(param, setup) * (param.numel // rows if rows else 0) * size
         held += most
         even += share
         worst = max(worst, (most - share, (param.name, rows, ranks)))

@@ -11,8 +11,9 @@ from torch import nn
 from ..estimation.checkpointing import MODES
 from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
+from ..estimation.paged_state import StateOffload
 from ..estimation.replay import Setup
-from ..estimation.setups import check_number, make_setup
+from ..estimation.setups import check_number, granularities, make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
@@ -90,6 +91,9 @@ def plan(
     fake: bool = True,
     unknown_costs: str = "error",
     compiled: Compiled = False,
+    shard_granularity: Any = None,
+    max_device_bytes: int | None = None,
+    offload_optimizer: StateOffload | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Choose units, resharding, prefetch, activation checkpointing and mesh for a model.
@@ -144,6 +148,8 @@ def plan(
             training script calls `offload_activations`.
         compiled: as in `predict`; fixed, not searched. `Plan.apply` does not compile: the training
             script calls ``block.compile()``.
+        shard_granularity, max_device_bytes, offload_optimizer: as in `predict`; fixed. `Plan.apply`
+            does not call `offload_optimizer`.
         progress: called with (current task, number done, total).
 
     Returns:
@@ -205,6 +211,9 @@ def plan(
             "comm_policy": comm_policy,
             "micro_batches": micro_batches,
             "max_gathered_bytes": max_gathered_bytes,
+            "max_device_bytes": max_device_bytes,
+            "offload_optimizer": offload_optimizer,
+            "granularity": granularities(model, shard_granularity, traces.experts),
         },
         progress or (lambda what, done, total: None),
         ways,
@@ -212,6 +221,8 @@ def plan(
         checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
         asked(degrees, parallelize is not None),
     )
+    given = {"shard_granularity": shard_granularity, "max_device_bytes": max_device_bytes}
+    search.told = {name: value for name, value in given.items() if value is not None}
     even = search.run(modes, even_load(speeds))
     if differ and even.tensor_ranks * even.context_ranks > 1:
         even.reasons.append(
@@ -280,6 +291,7 @@ class _Search:
         self.fixed = fixed
         self.expert_ranks = expert_ranks
         self.degrees = degrees
+        self.told: dict[str, Any] = {}  # further arguments of `shard_model`
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -491,6 +503,7 @@ class _Search:
                 "offload_policy": self.options["offload_policy"],
                 **({} if policy is None else {"comm_policy": policy}),
                 **{k: v for k, v in self.options.items() if k == "max_gathered_bytes" and v},
+                **self.told,
             },
             mesh_shape=candidate.mesh,
             activation_checkpointing=candidate.checkpointing,

@@ -16,7 +16,8 @@ from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
 from ..estimation.kernels import Kernels, kernels_of
-from ..estimation.setups import check_number, checked_mesh, make_setup
+from ..estimation.paged_state import StateOffload
+from ..estimation.setups import check_number, checked_mesh, granularities, make_setup
 from ..estimation.tracing import LossFn, trace_step
 from ..policy import (
     CommPolicy,
@@ -81,6 +82,9 @@ def predict(
     fake: bool = True,
     unknown_costs: str = "error",
     compiled: Compiled = False,
+    shard_granularity: Any = None,
+    max_device_bytes: int | None = None,
+    offload_optimizer: StateOffload | None = None,
 ) -> Prediction:
     """Predict the time and memory of a training step in one configuration.
 
@@ -121,6 +125,8 @@ def predict(
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs, compiled: as in `estimate`.
+        shard_granularity, max_device_bytes: as in `shard_model`.
+        offload_optimizer: as in `estimate`. The step takes its copies, reads and writes.
 
     Returns:
         The prediction: print it, or see its attributes.
@@ -159,6 +165,9 @@ def predict(
         kernels=kernels,
         fake=fake,
         unknown_costs=unknown_costs,
+        shard_granularity=shard_granularity,
+        max_device_bytes=max_device_bytes,
+        offload_optimizer=offload_optimizer,
     )
     return cells.predict(
         num_ranks,
@@ -315,6 +324,9 @@ _OPTIONS: dict[str, Any] = {
     "kernels": None,
     "fake": True,
     "unknown_costs": "error",
+    "shard_granularity": None,
+    "max_device_bytes": None,
+    "offload_optimizer": None,
 }
 
 
@@ -339,6 +351,7 @@ class _Cells:
         kernels: Kernels | None,
         fake: bool,
         unknown_costs: str,
+        shard_granularity: Any,
         **options: Any,
     ) -> None:
         check_comm_policy(options["comm_policy"])
@@ -368,6 +381,7 @@ class _Cells:
             unknown_costs=unknown_costs,
         )
         [(self._label, self._units)] = self.traces.units.items()
+        self._granularity = granularities(model, shard_granularity, self.traces.experts)
 
     def predict(
         self,
@@ -399,6 +413,7 @@ class _Cells:
             expert_ranks=expert_ranks,
             tensor_ranks=tensor_ranks,
             context_ranks=context_ranks,
+            granularity=self._granularity,
             **choices,
             **self._options,
         )
@@ -469,7 +484,11 @@ class _Cells:
                 told[name] = str(dtype)[6:]
         if isinstance(self._options["offload_policy"], CPUOffloadPolicy):
             told["offload"] = True
-        for name in ("replicate_below", "comm_policy", "max_gathered_bytes"):
+        if self._granularity:
+            told["shard_granularity"] = f"of {plural(len(self._granularity), 'parameter')}"
+        if self._options["max_device_bytes"] is not None:
+            told["max_device_bytes"] = self._options["max_device_bytes"]
+        for name in ("replicate_below", "comm_policy", "max_gathered_bytes", "offload_optimizer"):
             if value := self._options[name]:
                 told[name] = value if isinstance(value, int) else str(value)
         if self._max_saved_bytes is not None:  # 0 is the tightest limit

@@ -113,6 +113,7 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "reserved_bytes": self.reserved_bytes,
             "needed_bytes": self.needed_bytes,
+            "host_bytes": self.step.host_bytes,
             "padding_bytes": 0 if self.padding is None else self.padding.nbytes,
             "padding_factor": 1.0 if self.padding is None else self.padding.factor,
             "memory_budget": self.memory_budget,
@@ -129,6 +130,7 @@ class Prediction:
             *([] if self.range is None else [("Range", str(self.range))]),
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
             ("Memory", _memory(self)),
+            *([("Host memory", _host_memory(self))] if self.step.host_bytes else []),
         ]
         if self.padding is not None and self.padding.factor >= SHOWN_PADDING:
             facts.append(("Padding", str(self.padding)))
@@ -232,6 +234,10 @@ def _memory(made: Prediction) -> str:
         f"{libraries} of libraries of {show_bytes(made.memory_budget)}"
         + ("" if made.fits else ": does not fit")
     )
+
+
+def _host_memory(made: Prediction) -> str:
+    return ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
 
 
 def _shape(made: Prediction) -> str:

@@ -316,7 +316,11 @@ def _as_dict(made: Plan) -> dict[str, Any]:
     step = made.step
     policy = made.kwargs["mp_policy"]
     policies = ("mp_policy", "offload_policy", "comm_policy")
-    kwargs = {k: v for k, v in made.kwargs.items() if k not in policies}
+    kwargs = {
+        k: "by parameter" if callable(v) and k == "shard_granularity" else v
+        for k, v in made.kwargs.items()
+        if k not in policies
+    }
     narrow = made.kwargs.get("comm_policy")
     return {
         PREDICTED: 1,

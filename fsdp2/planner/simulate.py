@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..common.garbage import one_collection
 from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
-from ..estimation.estimating import shard_optimizer_cost
+from ..estimation.estimating import placed_optimizer
 from ..estimation.events import Compute, StepTrace
-from ..estimation.optimizers import OptimizerCost
-from ..estimation.replay import Replay, Setup, replay
+from ..estimation.paged_state import PlacedOptimizer
+from ..estimation.replay import Replay, Setup, params_on_host, replay
 from ..policy import CPUOffloadPolicy
-from .costs import Cost, compute_s, copy_cost, in_step_s, measured_s, stragglers_s, transfer_cost
-from .hardware import HOST, OPTIMIZER, Hardware
+from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
+from .hardware import HOST, Hardware
+from .optimizer_times import optimizer_s
 from .schedule import Span, Task, schedule
 
 STREAMS = (
@@ -48,6 +49,7 @@ class SimulatedStep:
         flops: FLOPs of the kernels, including recomputation.
         launches, spans: what runs when, for pictures.
         samples: (number of launches so far, bytes by category) at every change.
+        host_bytes: what is offloaded, by category.
     """
 
     seconds: float
@@ -65,6 +67,7 @@ class SimulatedStep:
     launches: Sequence[Launch]
     spans: Sequence[Span]
     samples: list[tuple[int, dict[str, int]]]
+    host_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def needed_bytes(self) -> int:
@@ -88,7 +91,7 @@ class Simulator:
         self.hardware = hardware
         self.optimizer = optimizer
         self._compute_s: dict[int, tuple[Compute, float]] = {}
-        self._optimizer: dict[object, OptimizerCost] = {}
+        self._optimizer: dict[object, PlacedOptimizer] = {}
 
     def on(self, hardware: Hardware) -> Simulator:
         """The same on other hardware; what an optimizer does is known there, too."""
@@ -129,14 +132,13 @@ class Simulator:
         costs = self._costs(made, speed)
         host = self._host_costs(made)
         spans = schedule(_tasks(made, costs, host))[len(host) :]
-        offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
         kernels_s = sum(
             each.fixed_s
             for each, launch in zip(costs, made.launches, strict=True)
             if launch.lane == "compute"
         )
         host_s = sum(each.fixed_s for each in host)
-        return self._summary(trace, made, spans, cost, (offloaded, speed, kernels_s, host_s))
+        return self._summary(trace, made, spans, cost, (speed, kernels_s, host_s))
 
     def _host_costs(self, made: Replay) -> list[Cost]:
         """The time of the host for each launch; none if it takes none."""
@@ -188,41 +190,31 @@ class Simulator:
             known = self._compute_s[id(compute)] = (compute, seconds)
         return known[1]
 
-    def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> OptimizerCost:
-        offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy)
-        ranks = (setup.num_shards, setup.num_expert_shards)
-        key = (id(trace.params[0]), len(trace.params), ranks, offloaded)
+    def _cost_of_optimizer(self, trace: StepTrace, setup: Setup) -> PlacedOptimizer:
+        key = (
+            (id(trace.params[0]), len(trace.params)),
+            (setup.num_shards, setup.num_expert_shards),
+            isinstance(setup.offload_policy, CPUOffloadPolicy) and params_on_host(trace, setup),
+        )
         if key not in self._optimizer:
-            self._optimizer[key] = shard_optimizer_cost(trace, setup, self.optimizer)
+            self._optimizer[key] = placed_optimizer(trace, setup, self.optimizer)
         return self._optimizer[key]
-
-    def _optimizer_s(self, cost: OptimizerCost, offloaded: bool) -> float:
-        hardware = self.hardware
-        measured = [measured_s(operation, hardware) for operation in cost.operations]
-        if hardware.host_ordered and measured and None not in measured:
-            launch_s = hardware.optimizer_launch_s or hardware.launch_s
-            operators_s = sum(in_step_s(each or 0.0, OPTIMIZER, hardware) for each in measured)
-            return operators_s + hardware.step_factor(HOST) * launch_s * len(measured)
-        if offloaded:
-            return cost.traffic / hardware.host_bandwidth
-        bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        return hardware.step_factor(OPTIMIZER) * cost.traffic / bandwidth
 
     def _summary(
         self,
         trace: StepTrace,
         made: Replay,
         spans: list[Span],
-        cost: OptimizerCost,
-        facts: tuple[bool, float, float, float],
+        cost: PlacedOptimizer,
+        facts: tuple[float, float, float],
     ) -> SimulatedStep:
         hardware = self.hardware
-        offloaded, speed, kernels_s, host_s = facts
+        speed, kernels_s, host_s = facts
         stream_s: dict[str, float] = {}
         for launch, span in zip(made.launches, spans, strict=True):
             busy = span.end - span.begin
             stream_s[launch.lane] = stream_s.get(launch.lane, 0.0) + busy
-        optimizer_s = self._optimizer_s(cost, offloaded) / speed
+        step_s = optimizer_s(cost, hardware, speed)
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
@@ -230,12 +222,12 @@ class Simulator:
             kernels_s, made.setup.num_ranks * made.setup.tensor_ranks, hardware
         )
         return SimulatedStep(
-            seconds=end + waiting_s + optimizer_s,
+            seconds=end + waiting_s + step_s,
             compute_s=compute,
             contention_s=max(0.0, compute - kernels_s),
             stragglers_s=waiting_s,
             host_s=host_s,
-            optimizer_s=optimizer_s,
+            optimizer_s=step_s,
             stream_s=stream_s,
             exposed_s=end - compute + waiting_s,
             peak=made.account.peak,
@@ -245,6 +237,7 @@ class Simulator:
             launches=made.launches,
             spans=spans,
             samples=made.account.samples or [],
+            host_bytes={name: n for name, n in made.account.host.items() if n},
         )
 
 
