@@ -320,6 +320,7 @@ TRACING = (
         "torch.utils._pytree.tree_flatten",
         "torch.utils._pytree.tree_iter",
         "torch.utils._pytree.tree_unflatten",
+        "torch._ops.HigherOrderOperator",
         "torch._ops.OpOverload",
         "torch.ops.aten.add.Tensor._schema",
     ),

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,6 +29,7 @@ from .fusion import Kernel, home_of, kernels_of, values_of
 from .meter import StorageMeter
 
 FUSED = "inductor::fused"
+_RNG_STATE_BYTES = 5056  # of the CPU; of CUDA fewer
 # Of what ``nn.Module`` itself has in its attributes, only whether it trains decides.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -320,8 +322,17 @@ class Program:
 
 
 def _call(node: Node, values: dict[Node, Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    target: Any = node.target
+    given: Any = (node.args, node.kwargs)
+    args, kwargs = cast(Any, map_arg(given, values.__getitem__))
+    # What wraps random operators that are recomputed, in older torch all attention.
+    wrapper = target.name() if isinstance(target, HigherOrderOperator) else ""
+    if wrapper == "run_with_rng_state":
+        return args[1](*args[2:], **kwargs)
+    if wrapper == "run_and_save_rng_state":
+        state = torch.empty(_RNG_STATE_BYTES, dtype=torch.uint8)
+        return state, args[0](*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def _drop(values: dict[Node, Any], nodes: Sequence[Node]) -> None:

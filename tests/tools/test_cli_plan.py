@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,3 +163,26 @@ def test_errors_are_one_line(
     assert err.startswith("fsdp2: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_compiled_blocks_and_offloaded_state(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = (f"{models}:Model", "--input", f"{models}:batch", "--loss", f"{models}:loss")
+    told = (*step, "--world-size", "2", "--json", "--quiet")
+
+    def predicted(*more: str) -> dict[str, Any]:
+        code, out, err = run(capsys, "predict", *told, "--hardware", "h100", *more)
+        assert code == 0, err
+        return json.loads(out)
+
+    assert predicted()["compiled"] is None
+    assert predicted("--compiled")["compiled"] == "blocks"
+    away = predicted("--offload", "--max-device", "10KB", "--max-state", "0", "--state-in", "cpu")
+    assert away["host_bytes"]["parameters"] > 0
+    assert away["max_device_bytes"] == 10_000
+    assert "StateOffload" in away["offload_optimizer"]
+    for command in ("estimate", "plan"):
+        hardware = ("--hardware", "h100") if command == "plan" else ()
+        code, _, err = run(capsys, command, *told, *hardware, "--compiled", "--max-state", "1MiB")
+        assert code == 0, err

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -20,9 +21,10 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import Kernels, MixedPrecisionPolicy, estimate, plan, predict, sweep
 from fsdp2.estimation.checkpointing import apply_checkpointing
-from fsdp2.estimation.compiled import FUSED
+from fsdp2.estimation.compiled import FUSED, Program
 from fsdp2.estimation.events import Compute, Operation, StartOfBackward, StepTrace
 from fsdp2.estimation.fusion import Kernel, kernels_of
+from fsdp2.estimation.meter import StorageMeter
 from fsdp2.estimation.tracing import trace_step
 
 ROWS, WIDTH = 96, 64
@@ -101,6 +103,29 @@ def test_complex_numbers_and_views_of_what_is_not_in_memory() -> None:
 
     assert fused(halves, (ROWS, WIDTH)) == [X + 3 * X // 2]
     assert fused(lambda table, i: table[i.long()] * 2, (1000, WIDTH), (ROWS,)) == [2 * X + 4 * ROWS]
+
+
+def test_what_is_read_through_two_views_is_read_once() -> None:
+    assert fused(lambda x: x + x.t(), (WIDTH, WIDTH)) == [2 * W]
+
+
+def test_inputs_are_freed_when_nothing_needs_them_and_results_are_written_in_place() -> None:
+    def layers(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor]:
+        return (((x @ up).relu() @ down).relu(),)
+
+    shapes = (ROWS, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
+    graph = make_fx(layers, tracing_mode="fake")(*map(torch.empty, shapes))
+    with FakeTensorMode(), StorageMeter() as meter:
+        args = [torch.empty(shape) for shape in shapes]
+        meter.begin()
+        [result] = Program(graph, meter)(args)
+        done = meter.take()
+    assert args == []
+    assert result.nbytes == X
+    assert done is not None
+    # First x and what is four times as wide; then that without x, and the result.
+    assert done.peak == 4 * X
+    assert done.net == X - X - 8 * W  # without x and the weights, which nobody else has
 
 
 # -- what is saved, beside torch ----------------------------------------------------------------

@@ -28,7 +28,10 @@ LAST_PARTS = {name.rpartition(".")[2] for name in LISTED}
 # Python's own, with a leading underscore.
 PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_replace"}
 # Names that the oldest supported torch lacks, and since when torch has them.
-NEW = {"torch.Tensor._has_grad_dtype_override": "2.15"}
+NEW = {
+    "torch.Tensor._has_grad_dtype_override": "2.15",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "2.15",
+}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
 # What attributes with names of ours too might be.
 TORCH_CLASSES = (
