@@ -50,6 +50,10 @@ from .unit_config import UnitConfig
 _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 
 
+# A parameter, its gradient, and how often that was written once something was added to it.
+Added = tuple[ShardedParam, torch.Tensor, int]
+
+
 class Reduction:
     """The gradients of one bucket on their way to the shards.
 
@@ -103,6 +107,7 @@ class Reduction:
         self._advanced = False
         self._called_hooks = False
         self._attached: list[nn.Parameter] = []
+        self.added: list[Added] = []
 
     def collides(self) -> bool:
         """Whether an earlier reduction that writes the same slices is not complete yet."""
@@ -332,7 +337,7 @@ class Reduction:
             if param.sharded.grad is None:
                 dtensors[i] = param.sharded_spec.wrap(grad)
             else:
-                local_of(param.sharded.grad).add_(grad)
+                self._add(param, grad)
         self.dtensors = dtensors
         self._fresh = dtensors.keys()
 
@@ -421,7 +426,14 @@ class Reduction:
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 # An offloaded ``.grad`` is added to by the host, now: this copy has to block.
-                local_of(grad).add_(value.to(local_of(grad).device))
+                self._add(params[i], value.to(local_of(grad).device))
+
+    def _add(self, param: ShardedParam, value: torch.Tensor) -> None:
+        """Add to the ``.grad`` that earlier backwards have left, and note that."""
+        grad = param.sharded.grad
+        assert grad is not None
+        local_of(grad).add_(value)
+        self.added.append((param, grad, _writes_to(grad)))
 
     def _attach(self) -> None:
         params = self.bucket.params
@@ -463,11 +475,13 @@ class ReductionsInFlight:
     Attributes:
         max_bytes: bytes of gradients that may be in flight before compute waits for the oldest.
         attached: the sharded parameters that had no ``.grad`` until this iteration.
+        added: what this iteration has added to the ``.grad`` of others.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.attached: list[nn.Parameter] = []
+        self.added: list[Added] = []
         self._launched: deque[_Launched] = deque()
 
     def __len__(self) -> int:
@@ -567,20 +581,40 @@ class ReductionsInFlight:
                 self.attached += reduction.complete(streams)
             except RuntimeError as error:
                 launched.reraise(error, reduction)
+            self.added += reduction.added
             del launched.reductions[0]
             if launched.completed is not None:
                 launched.completed(reduction)
         self._launched.popleft()
 
-    def discard(self, streams: Streams) -> None:
-        """Drop what a failed backward has made; earlier gradients stay."""
+    def discard(self, streams: Streams) -> list[ShardedParam]:
+        """Drop what a failed backward has made; earlier gradients stay.
+
+        Returns:
+            The parameters whose ``.grad`` was of earlier backwards and has a part of this one in
+            it, unless users have dropped or written it since: it is dropped, too.
+        """
         for launched in self._launched:
             for reduction in launched.reductions:
                 reduction.discard(streams)
+                self.added += reduction.added  # on streams, at the launch
         self._launched.clear()
         for param in self.attached:
             param.grad = None
+        mixed = []
+        for each, into, num_writes in self.added:
+            grad = each.sharded.grad
+            if grad is into and _writes_to(into) == num_writes:
+                each.sharded.grad = None
+                mixed.append(each)
         self.attached.clear()
+        self.added.clear()
+        return mixed
+
+
+def _writes_to(grad: torch.Tensor) -> int:
+    # Operators on a DTensor do not count as writes to its local tensor, nor the other way round.
+    return grad._version + local_of(grad)._version
 
 
 def _add(grad: torch.Tensor, *, to: torch.Tensor) -> None:

@@ -509,6 +509,7 @@ class Runtime:
             for unit in self.units:
                 unit.gradients.refuse_graph()
         self.reductions.attached.clear()
+        self.reductions.added.clear()
         if self.early_steps is not None:
             self.early_steps.end_iteration()
         self.forwards.forget_ungraphed()
@@ -608,7 +609,10 @@ class Runtime:
                 and (self._adds_to_reductions or unit.gradients.earlier_are_left())
                 and unit.param_group.params
             ]
-            self.reductions.discard(self.streams)
+            mixed = self.reductions.discard(self.streams)
+            if not discard:
+                of = {param: unit.name for unit in self.units for param in unit.params}
+                lost += dict.fromkeys(of[param] for param in mixed if of[param] not in lost)
             for unit in self.units:
                 unit.gradients.drop()
         if discard:

@@ -241,6 +241,35 @@ def test_a_backward_that_raises_in_an_accumulation_is_not_silent() -> None:
             check_gradients(model, plain, options)
 
 
+@ours_only("gradients of earlier backwards")
+@pytest.mark.parametrize(
+    "reset",
+    # On streams, what failed may be added after gradients are filled with zeros: nothing waits.
+    ["", "drop", pytest.param("zero", marks=cpu_only("a wait between the two"))],
+)
+@distributed(1, 2)
+def test_a_backward_that_raises_after_it_has_added_to_gradients_is_not_silent(reset: str) -> None:
+    """Of a backward that was reduced before. Users who reset gradients have lost nothing."""
+    text = r"in the middle of an accumulation .* had left in the units .*'3'"
+    model, plain = pair(FRAGILE)
+    assert isinstance(model, FSDPModule)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # reductions of later layers are complete then
+            module.set_reduce_scatter_max_input_buffers(1)
+    for step in range(2):
+        run_both(FRAGILE, model, plain, 2 * step)
+        fail_once(model, 0, "early in backward")
+        if reset:
+            model.zero_grad(set_to_none=reset == "drop")
+        else:
+            with pytest.raises(RuntimeError, match=text):
+                model(*FRAGILE.batch(1, dist.get_rank(), torch.float64))
+            model.zero_grad()
+        plain.zero_grad()
+        run_both(FRAGILE, model, plain, 2 * step + 1)
+        check_gradients(model, plain, {})
+
+
 def check_gradients(model: nn.Module, plain: nn.Module, options: object) -> None:
     if options:  # sums are in float32
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

@@ -535,7 +535,7 @@ class Backwards(Pair):
         except RuntimeError as error:
             # What the failed backward has added cannot be told from what was there.
             said = "in the middle of an accumulation" in str(error)
-            if not (said and raised and mode != "reduce" and "backward" in place):
+            if not (said and raised and "backward" in place):
                 raise
             for buffer, expected in zip(self.model.buffers(), self.plain.buffers(), strict=True):
                 buffer.copy_(expected)

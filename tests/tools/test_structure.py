@@ -70,9 +70,10 @@ def test_the_core_stays_small() -> None:
     # of rows; 3 for losses inside of freed units; 122 and 16 for which gradients are complete while
     # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device;
     # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces; 14 and
-    # 1 for the head of a file that was a part of another.
-    assert core().code_lines <= 9738
-    assert core().functions <= 1040
+    # 1 for the head of a file that was a part of another; 25 and 2 for backwards that raise after
+    # they have added to gradients.
+    assert core().code_lines <= 9763
+    assert core().functions <= 1042
 
 
 def test_no_function_of_the_core_is_long() -> None:
