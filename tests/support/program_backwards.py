@@ -90,6 +90,7 @@ class Backwards(Pair):
         model = self.model
         assert isinstance(model, FSDPModule)
         self.free()
+        model.reset_iter_state()  # of a backward that has raised, the mode could not change
         model.set_manual_backward_finalization(True)
         had_backward = False
         for mode in modes:
