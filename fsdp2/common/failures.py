@@ -95,8 +95,9 @@ def accumulation_lost(names: Sequence[str]) -> RuntimeError:
     shown = ", ".join(f"'{name}'" for name in names[:5]) + (", ..." if len(names) > 5 else "")
     return RuntimeError(
         "A backward raised in the middle of an accumulation (no_sync, "
-        "set_requires_gradient_sync(False), set_requires_all_reduce(False) or "
-        "set_is_last_backward(False)). The gradients that "
+        "set_requires_gradient_sync(False), set_requires_all_reduce(False), "
+        "set_is_last_backward(False), or no zero_grad() since an earlier backward). The gradients "
+        "that "
         f"earlier micro-batches had left in the units {shown} cannot be told from what it had "
         "added to them, and are dropped. Call zero_grad() and run the micro-batches of this "
         "iteration again from the first one. To skip an iteration whose backward raised, call "
