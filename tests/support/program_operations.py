@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -261,7 +260,9 @@ class Run(Backwards):
         batch = self.batch()
         outputs, given = [], []
         for each in self.both():
-            with self.sharded_shown() if trained else contextlib.nullcontext(), torch.no_grad():
+            # Shards on all ranks, or only some would take part in making them whole: a rank need
+            # not have gathered what it has not used.
+            with self.sharded_shown(), torch.no_grad():
                 named = dict(list(each.named_parameters())[::every])
                 others = {n: (p if trained else whole(p)) * 0.9 for n, p in named.items()}
             for name, other in others.items():
