@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "gradients of a second backward replace those of the first",
         REDUCTION,
-        "local_of(grad).add_(value.to(local_of(grad).device))",
-        "local_of(grad).copy_(value.to(local_of(grad).device))",
+        "local_of(grad).add_(value)",
+        "local_of(grad).copy_(value)",
     ),
     Fault(
         "a reduction overwrites attached gradients where one parameter of the unit has none",
