@@ -102,6 +102,11 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+def llama_128k() -> Llama:
+    """Llama 3.1 8B, whose sequences have 131,072 tokens."""
+    return Llama(length=131072)
+
+
 def llama_405b() -> Llama:
     """Llama 3.1 405B (arXiv 2407.21783)."""
     return Llama(width=16384, hidden=53248, num_layers=126, num_heads=128)
@@ -126,6 +131,33 @@ def parallelize_llama(model: Llama, mesh: DeviceMesh) -> None:
             parallelize_module(norm, mesh, whole)
         block.num_heads //= mesh.size()
         block.num_kv_heads //= mesh.size()
+
+
+class LlamaStage(nn.Module):
+    """Some blocks of the model; the first stage has the embedding, the last norm and head."""
+
+    def __init__(self, model: Llama, first: int, last: int) -> None:
+        super().__init__()
+        self.tok_embeddings = model.tok_embeddings if first == 0 else None
+        self.layers = model.layers[first:last]
+        ends = last == len(model.layers)
+        self.norm, self.output = (model.norm, model.output) if ends else (None, None)
+        self.register_buffer("rotation", model.rotation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
+        rotation = self.rotation[None, : x.shape[1], None, :]
+        for block in self.layers:
+            x = block(x, rotation)
+        return x if self.output is None else self.output(self.norm(x))
+
+
+def split_llama(model: Llama, num_stages: int) -> list[LlamaStage]:
+    """Stages of as many blocks, where that is possible; the first ones have one more otherwise."""
+    few, more = divmod(len(model.layers), num_stages)
+    ends = [i * few + min(i, more) for i in range(num_stages + 1)]
+    return [LlamaStage(model, *ends[i : i + 2]) for i in range(num_stages)]
 
 
 # -- GPT, as minGPT has it -------------------------------------------------------------------------
@@ -414,6 +446,11 @@ class DeepSeek(nn.Module):
 def llama_batch() -> Tensor:
     """One sequence of the length that Llama 3 is trained with."""
     return torch.zeros(1, 8192, dtype=torch.long)
+
+
+def llama_128k_batch() -> Tensor:
+    """One sequence of 131,072 tokens."""
+    return torch.zeros(1, 131072, dtype=torch.long)
 
 
 def deepseek_batch() -> Tensor:

@@ -170,6 +170,9 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
             "consecutive ranks that share operators (default: 1)",
         ),
         ("--context-ranks", parse_number, [1], f"{_CONTEXT} (default: 1)"),
+        ("--pipeline-ranks", parse_number, [1], "ranks with other stages (default: 1)"),
+        ("--schedule", str, ["1F1B"], "1F1B, GPipe, Interleaved1F1B (default: 1F1B)"),
+        ("--stages-per-rank", parse_number, [1], "of Interleaved1F1B (default: 1)"),
         ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):
@@ -178,6 +181,11 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
     _add_parallelize(parser)
+    parser.add_argument(
+        "--split-stages",
+        metavar="FUNCTION",
+        help="function of the model and a number of stages that returns these, named like MODEL",
+    )
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
@@ -460,6 +468,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "comm_policy": comm_policy_of(args),
         "accumulation": args.accumulation,
         "parallelize": _parallelize_of(args),
+        "split_stages": None if args.split_stages is None else find_object(args.split_stages),
     }
     swept = {
         "strategy": args.strategy,
@@ -469,6 +478,9 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "expert_ranks": args.expert_ranks,
         "tensor_ranks": args.tensor_ranks,
         "context_ranks": args.context_ranks,
+        "pipeline_ranks": args.pipeline_ranks,
+        "schedule": args.schedule,
+        "stages_per_rank": args.stages_per_rank,
     }
     return options, swept
 

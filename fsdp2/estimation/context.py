@@ -143,8 +143,8 @@ class ContextParallel:
             raise self.refused("this model, which calls no such attention")
         method = _cp_options.rotate_method.name.lower().replace("_", "-")
         notes = [
-            f"Sequences over {self.ranks} ranks, {self.length} positions each: torch's "
-            f"context_parallel with keys and values by {method} (set_rotate_method)"
+            f"Context parallel: as torch's context_parallel, with keys and values by {method} "
+            "(set_rotate_method)"
         ]
         if not self._causal:
             notes.append(

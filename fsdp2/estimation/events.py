@@ -218,6 +218,9 @@ class StepTrace:
         nbytes: bytes that all operations read and write.
         uncosted: the operators without a cost, by name.
         notes: what the trace assumes, as sentences.
+        outputs: shapes and dtypes of what a stage of a pipeline sends.
+        sent_bytes: of these.
+        returned_bytes: of the gradients of what a stage of a pipeline receives.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -231,6 +234,9 @@ class StepTrace:
     nbytes: int = 0
     uncosted: dict[str, Uncosted] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    sent_bytes: int = 0
+    returned_bytes: int = 0
 
     @property
     def flops(self) -> int:

@@ -22,16 +22,21 @@ class InnerTopology(Topology):
             such groups.
         context: ranks, or such groups, that have parts of the same sequences: consecutive ones of
             those that share a parameter.
+        pipeline: ranks of a pipeline, the first dim of the mesh.
     """
 
     experts: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
 
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
-        """As in `Topology`; also over "tensor", "context", "experts", and "expert shard": ranks
-        with the same ones."""
+        """As in `Topology`; also over "tensor", "context", "pipeline", "experts", and "expert
+        shard": ranks with the same ones."""
         data_ranks = self.num_shards * self.num_replicas
+        if group == "pipeline":
+            stage = Topology(data_ranks * self.tensor, self.pipeline, self.ranks_per_node)
+            return stage.ring("replicate")
         if group == "tensor":
             return Topology(self.tensor, data_ranks, self.ranks_per_node).ring("shard")
         if self.tensor > 1:  # a node has fewer ranks of each group, and more groups

@@ -61,6 +61,20 @@ class ParamCost:
 
 
 NO_OPTIMIZER = OptimizerCost(0, 0, 0)
+
+
+def sum_of(costs: Sequence[OptimizerCost]) -> OptimizerCost:
+    """One optimizer for the parameters of several models."""
+    return OptimizerCost(
+        sum(each.state for each in costs),
+        sum(each.moment for each in costs),
+        sum(each.traffic for each in costs),
+        tuple(nbytes for each in costs for nbytes in each.tensors),
+        tuple(nbytes for each in costs for nbytes in each.moments),
+        tuple(operation for each in costs for operation in each.operations),
+    )
+
+
 NAMED: dict[str, OptimizerFactory] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3),

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from ..common.checks import check_bytes
 from ..offload.homes import PAGE_BYTES, whole_pages
 from ..offload.paging import ALIGN_BYTES, chunks_of
-from .optimizers import NO_OPTIMIZER, OptimizerCost, ParamCost
+from .account import Account, Held
+from .optimizers import NO_OPTIMIZER, OptimizerCost, ParamCost, sum_of
 
 IN_HOST_MEMORY, IN_FILES = "cpu", "files"
 
@@ -141,6 +142,55 @@ class PlacedOptimizer:
     def buffer_bytes(self) -> int:
         """Host memory beside a device that files need in a step."""
         return 0 if self.paged is None else self.paged.buffer_peak
+
+    def count_away(self, account: Account, *, offloaded: bool) -> None:
+        """Count what is in host memory and in files, and the buffers that files need."""
+        if offloaded or self.host_state:
+            account.host["optimizer state"] = self.host_state
+        for name, nbytes in (
+            ("optimizer state in files", self.file_bytes),
+            ("buffers of files", self.buffer_bytes),
+        ):
+            if nbytes:
+                account.host[name] = nbytes
+
+    def make_state(self, account: Account) -> None:
+        """Allocate what the first step leaves."""
+        for nbytes in self.device_tensors:
+            account.allocate(nbytes)
+
+    def step(self, account: Account, *, ordered: bool) -> None:
+        """The memory of a step; ``ordered``: the device is the CPU."""
+        if self.paged is None:
+            account.touch("optimizer scratch", self.device.moment, allocates=False)
+            for block in [account.allocate(nbytes) for nbytes in self.device.moments]:
+                account.free(block)
+        else:
+            # On the CPU the buffers that files are read into are what is stepped.
+            _step_parts(account, self.paged, 2 if ordered else 1)
+
+
+def _step_parts(account: Account, paged: PagedState, ahead: int) -> None:
+    """The images and the scratch memory of a step in parts, as `offload_optimizer` does it.
+
+    Args:
+        ahead: how many parts further the images are there.
+    """
+    images: dict[int, Held] = {}
+    for number, part in enumerate(paged.parts):
+        for each in range(number, number + ahead + 1):
+            if each < len(paged.parts) and each not in images:
+                images[each] = Held(account, "optimizer state", paged.parts[each].image)
+        account.touch("optimizer scratch", part.moment)
+        images.pop(number - 1, None)
+
+
+def sum_of_placed(optimizers: Sequence[PlacedOptimizer]) -> PlacedOptimizer:
+    """One optimizer for the parameters of several models, none of it paged."""
+    assert all(each.paged is None for each in optimizers)
+    return PlacedOptimizer(
+        sum_of([each.device for each in optimizers]), sum_of([each.host for each in optimizers])
+    )
 
 
 NOTHING = PlacedOptimizer(NO_OPTIMIZER)

@@ -27,16 +27,18 @@ from ..policy import (
     hops_of,
 )
 from ..runtime.root import Runtime
+from ..runtime.unit import Forward
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh
 from ..wrap import UnitDescription
-from .account import Account, Held
+from .account import Account
 from .allocator import Allocator, Block
 from .device import Launch, LaunchDevice, ReplayState, Transfer
 from .events import (
     Call,
     Compute,
     CopyEnd,
+    Event,
     Exchange,
     ExchangeEnd,
     Gradient,
@@ -47,7 +49,7 @@ from .events import (
     StepTrace,
 )
 from .expert_units import InnerTopology
-from .paged_state import NOTHING, PagedState, PlacedOptimizer, StateOffload
+from .paged_state import NOTHING, PlacedOptimizer, StateOffload
 from .stand_ins import CountedBucket, CountedUnit
 
 Reshard = bool | int | None
@@ -81,6 +83,8 @@ class Setup:
         max_device_bytes: what `CPUOffloadPolicy` leaves on the device; None: nothing.
         offload_optimizer: where state of the optimizer is; None: where its parameters are.
         granularity: the ``shard_granularity`` of parameters by name, where it is not 1.
+        pipeline_ranks: of a pipeline, of which ``units`` are a stage; each has ``num_ranks`` and
+            their ``tensor_ranks``.
     """
 
     units: tuple[UnitDescription, ...]
@@ -106,6 +110,7 @@ class Setup:
     max_device_bytes: int | None = None
     offload_optimizer: StateOffload | None = None
     granularity: Mapping[str, int] = field(default_factory=dict)
+    pipeline_ranks: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -134,6 +139,7 @@ class Setup:
             self.expert_ranks,
             self.tensor_ranks,
             self.context_ranks,
+            self.pipeline_ranks,
         )
 
 
@@ -208,16 +214,42 @@ def replay(
         reserves: follow what torch's allocator reserves, except on the CPU, where it has none.
         in_order: record launches on the CPU, too: all on one stream, in the order of the host.
     """
+    replay = new_state(setup, keep_samples=keep_samples, reserves=reserves, in_order=in_order)
+    player = Player(trace, setup, replay)
+    return play([player], player.step, optimizer, warm_up=warm_up)
+
+
+def new_state(setup: Setup, *, keep_samples: bool, reserves: bool, in_order: bool) -> ReplayState:
+    """The state of a replay that has not begun; see `replay`."""
     ordered = setup.device_type == "cpu"
     device = LaunchDevice() if in_order or not ordered else None
-    reserves = reserves and not ordered
-    account = Account(keep_samples=keep_samples, memory=Allocator() if reserves else None)
+    memory = Allocator() if reserves and not ordered else None
+    account = Account(keep_samples=keep_samples, memory=memory)
     if device is not None:
         account.stream = lambda: device.current_stream().name
-    replay = ReplayState(account, device, setup.topology)
-    player = _Player(trace, setup, replay)
+    return ReplayState(account, device, setup.topology)
+
+
+def play(
+    players: Sequence[Player],
+    step: Callable[[], None],
+    optimizer: PlacedOptimizer,
+    *,
+    warm_up: bool = True,
+    micro_batches: int = 1,
+) -> Replay:
+    """Run a step of models on one rank, which is ``step``; the arguments of `replay`.
+
+    Args:
+        players: of these models, with the same state.
+        micro_batches: whose inputs are there at the same time.
+    """
+    setup, replay = players[0].setup, players[0].replay
+    account, device = replay.account, replay.device
+    units = [unit for player in players for unit in player.units]
+    ordered = setup.device_type == "cpu"
     offloaded = isinstance(setup.offload_policy, CPUOffloadPolicy) and not ordered
-    buckets = [bucket for unit in player.units for bucket in _buckets(unit)]
+    buckets = [bucket for unit in units for bucket in _buckets(unit)]
     on_host = [b for b in buckets if b.shard_device != b.device]
     on_device = [b for b in buckets if b.shard_device == b.device]
     if offloaded:
@@ -225,28 +257,21 @@ def replay(
     if on_device or not offloaded:
         account.now["parameters"] = sum(bucket.shard_bytes for bucket in on_device)
         account.now["optimizer state"] = optimizer.device_state
-    if offloaded or optimizer.host_state:
-        account.host["optimizer state"] = optimizer.host_state
-    for name, nbytes in (
-        ("optimizer state in files", optimizer.file_bytes),
-        ("buffers of files", optimizer.buffer_bytes),
-    ):
-        if nbytes:
-            account.host[name] = nbytes
-    if trace.host_bytes:
-        account.host["activations"] = trace.host_bytes
-    account.now["buffers"], account.now["inputs"] = trace.buffer_bytes, trace.input_bytes
+    optimizer.count_away(account, offloaded=offloaded)
+    if host_bytes := sum(player.trace.host_bytes for player in players):
+        account.host["activations"] = host_bytes
+    account.now["buffers"] = sum(player.trace.buffer_bytes for player in players)
+    account.now["inputs"] = micro_batches * sum(player.trace.input_bytes for player in players)
     account.total = sum(account.now.values())
-    for nbytes in (trace.buffer_bytes, trace.input_bytes):
-        account.allocate(nbytes)
+    for name in ("buffers", "inputs"):
+        account.allocate(account.now[name])
     for bucket in on_device:
         account.allocate(bucket.shard_bytes)
     if warm_up:
-        player.step()
-        _step(
-            account, optimizer.device_tensors
-        )  # made now, into the holes that the first step leaves
-        player.drop_gradients()
+        step()
+        optimizer.make_state(account)  # now, into the holes that the first step leaves
+        for player in players:
+            player.drop_gradients()
         replay.transfers.clear()
         if device is not None:
             _start_anew(device)
@@ -255,38 +280,11 @@ def replay(
     account.clock = 0
     account.phase = "forward"
     account.forget_peaks()
-    player.step()
+    step()
     account.phase = "optimizer"
-    if optimizer.paged is None:
-        account.touch("optimizer scratch", optimizer.device.moment, allocates=False)
-        for block in [account.allocate(nbytes) for nbytes in optimizer.device.moments]:
-            account.free(block)
-    else:
-        # On the CPU the buffers that files are read into are what is stepped.
-        _step_parts(account, optimizer.paged, 2 if ordered else 1)
+    optimizer.step(account, ordered=ordered)
     launches = device.launches if device is not None else []
-    return Replay(setup, account, replay.transfers, launches, player.units)
-
-
-def _step(account: Account, tensors: Sequence[int]) -> None:
-    """Allocate what the first step of an optimizer leaves."""
-    for nbytes in tensors:
-        account.allocate(nbytes)
-
-
-def _step_parts(account: Account, paged: PagedState, ahead: int) -> None:
-    """The images and the scratch memory of a step in parts, as `offload_optimizer` does it.
-
-    Args:
-        ahead: how many parts further the images are there.
-    """
-    images: dict[int, Held] = {}
-    for number, part in enumerate(paged.parts):
-        for each in range(number, number + ahead + 1):
-            if each < len(paged.parts) and each not in images:
-                images[each] = Held(account, "optimizer state", paged.parts[each].image)
-        account.touch("optimizer scratch", part.moment)
-        images.pop(number - 1, None)
+    return Replay(setup, account, replay.transfers, launches, units)
 
 
 def _start_anew(device: LaunchDevice) -> None:
@@ -425,17 +423,28 @@ class _ReplayRuntime(Runtime):
         super().pre_forward(unit)
 
 
-class _Player:
-    """Feeds the events of a trace to a runtime."""
+class Player:
+    """Feeds the events of a trace to a runtime.
 
-    def __init__(self, trace: StepTrace, setup: Setup, replay: ReplayState) -> None:
+    Args:
+        streams: of other players on the same rank; None: new ones.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        setup: Setup,
+        replay: ReplayState,
+        streams: Streams | None = None,
+    ) -> None:
         self.trace = trace
         self.setup = setup
         self.replay = replay
         self.units = make_units(trace, setup, replay)
         device = self.units[0].device
-        streams = Streams() if device.type == "cpu" else DeviceStreams(device, replay.device)
-        self.units[0].config.shared_streams = streams
+        if streams is None:
+            streams = Streams() if device.type == "cpu" else DeviceStreams(device, replay.device)
+        self.streams = self.units[0].config.shared_streams = streams
         self.runtime = _ReplayRuntime(self.units[0], self.units, device)
         by_name = {unit.name: unit for unit in self.units}
         self._of_module: dict[int, CountedUnit] = {}
@@ -468,10 +477,14 @@ class _Player:
         self.runtime.release_gradients()
 
     def _micro_batch(self) -> None:
+        self._play(self.trace.events)
+        self.runtime.end_backward()
+
+    def _play(self, events: Sequence[Event]) -> None:
         self._enter_phase("forward")
         self._open.clear()
         self.replay.inside = ""
-        for event in self.trace.events:
+        for event in events:
             if isinstance(event, Compute):
                 self._compute(event)
             elif isinstance(event, Call):
@@ -487,7 +500,6 @@ class _Player:
             else:
                 assert isinstance(event, StartOfBackward)
                 self._enter_phase("backward")
-        self.runtime.end_backward()
 
     def _enter_phase(self, name: str) -> None:
         self.replay.account.phase = name
@@ -529,13 +541,22 @@ class _Player:
             unit.watching = not event.flag
             self.runtime.pre_forward(unit)
         elif event.kind is Kind.LEAVE:
-            self.runtime.post_forward(unit, differentiable=event.flag)
+            forward = self._ended(unit) if event.flag else None
+            self.runtime.post_forward(unit, differentiable=event.flag, forward=forward)
         elif event.kind is Kind.BACKWARD_ENTER:
             if not unit.backward_began:
                 unit.num_accumulated = 0
-            self.runtime.pre_backward(unit)
+            self.runtime.pre_backward(unit, self._reached(unit))
         else:
             self.runtime.post_backward(unit)
+
+    def _ended(self, unit: CountedUnit) -> Forward | None:
+        """The forward that ends; None: the last one is what backward comes to first."""
+        return None
+
+    def _reached(self, unit: CountedUnit) -> Forward | None:
+        """The forward that backward has come to; None: the last one."""
+        return None
 
     def _enter_or_leave(self, unit: CountedUnit, kind: Kind) -> None:
         """Note which unit computes: the innermost one that was entered and not left.

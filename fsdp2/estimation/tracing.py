@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ from .events import (
 from .kernels import Kernels, kernels_of, traced_kernels
 from .meter import StorageMeter
 from .offloaded import CountedOffload, counted_offload
+from .stages import Sent, Stage, run_stage
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -69,6 +71,7 @@ def trace_step(
     expert_ranks: int = 1,
     tensor_ranks: int = 1,
     context: ContextParallel | None = None,
+    stage: Stage = Stage(),  # noqa: B008 (frozen)
     max_saved_bytes: int | None = None,
     compiled: Sequence[str] = (),
 ) -> StepTrace:
@@ -94,6 +97,7 @@ def trace_step(
         tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
         context: over which sequences are split, of which ``sample_input`` has this rank's part;
             None: it has whole ones.
+        stage: of a pipeline, which ``model`` is; by default all of it.
         max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
             loss; None: there is none. It does nothing on the CPU.
         compiled: names of the modules that `torch.compile` makes one graph of: see `compiled`.
@@ -153,7 +157,7 @@ def trace_step(
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
         params = _replace_tensors(model, mp_policy, trace, fake)
         args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs))) if stage.is_first else []
         trace.input_bytes = sum(t.nbytes for t in inputs)
         for tensor in (*params, *model.buffers(), *inputs):
             meter.ignore(local_of(tensor))
@@ -177,7 +181,8 @@ def trace_step(
         stack.enter_context(meter)
         offload = counted_offload(model, max_saved_bytes, meter, recorder.host_copy)
         try:
-            _run(model, args, kwargs, loss_fn or _default_loss, recorder, offload)
+            run = partial(run_stage, model, (args, kwargs), stage)
+            _run(run, loss_fn or _default_loss, recorder, offload)
         except (_DataDependent, _DynamicShape) as error:
             raise ValueError(
                 f"The shapes in this model depend on the values of its data ({error}), so they are "
@@ -223,30 +228,37 @@ def _check_context(context: ContextParallel, kernels: Kernels, fake: bool) -> No
 
 
 def _run(
-    model: nn.Module,
-    args: tuple,
-    kwargs: dict,
+    run: Callable[..., Sent],
     loss_fn: LossFn,
     recorder: _Recorder,
     offload: AbstractContextManager[CountedOffload | None],
 ) -> None:
+    trace, kept = recorder.trace, []
     recorder.meter.begin()
-    with offload as offloaded:
-        output = model(*args, **kwargs)
-        loss = loss_fn(output)
-    del output
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
-            f"A step needs a loss of one element that depends on trained parameters, got {loss!r}: "
-            "pass loss_fn, a function of the model's output"
-        )
+    with ExitStack() as forward:
+        offloaded = forward.enter_context(offload)
+
+        def loss_of(output: Any) -> torch.Tensor:
+            loss = loss_fn(output)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    "A step needs a loss of one element that depends on trained parameters, got "
+                    f"{loss!r}: pass loss_fn, a function of the model's output"
+                )
+            kept.append(loss)  # as those who train do
+            return loss
+
+        def between() -> None:
+            forward.close()
+            recorder.flush()
+            trace.events.append(StartOfBackward())
+            recorder.in_backward = True
+
+        sent = run(loss_of, between)
     recorder.flush()
-    recorder.trace.events.append(StartOfBackward())
-    recorder.in_backward = True
-    loss.backward()
-    recorder.flush()
+    trace.outputs, trace.sent_bytes, trace.returned_bytes = sent
     if offloaded is not None:
-        recorder.trace.host_bytes = offloaded.bytes.host_peak
+        trace.host_bytes = offloaded.bytes.host_peak
 
 
 def describe_params(

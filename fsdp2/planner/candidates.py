@@ -19,16 +19,18 @@ class Degrees(NamedTuple):
         experts: over which experts are distributed.
         tensor: that share the operators.
         context: that have parts of the same sequences.
+        pipeline: that have other stages.
     """
 
     experts: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
 
     @property
     def ranks_per_batch(self) -> int:
         """Ranks that get the same batch."""
-        return self.tensor * self.context
+        return self.tensor * self.context * self.pipeline
 
 
 @dataclass(frozen=True)

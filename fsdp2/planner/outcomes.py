@@ -109,9 +109,13 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
 
 
 def bound_of(step: SimulatedStep) -> str:
-    """``"compute"``, ``"communication"``, ``"copies"`` (of activations) or ``"host"``."""
-    if step.exposed_s - step.stragglers_s < WAITS * step.seconds:
+    """``"compute"``, ``"communication"``, ``"copies"`` (of activations), ``"host"`` or, for what
+    ranks wait for other stages, ``"pipeline"``."""
+    waited = step.exposed_s - step.stragglers_s
+    if waited < WAITS * step.seconds:
         return "compute"
+    if step.bubble_s > waited / 2:
+        return "pipeline"
     # The host is what all wait for only if it is busy for longer than any stream.
     if step.host_s > max(step.stream_s.values()):
         return "host"
@@ -129,6 +133,7 @@ def bound_sentence(step: SimulatedStep) -> str:
     kind = {
         "compute": "compute-bound",
         "communication": "limited by communication",
+        "pipeline": "limited by the pipeline (schedule, stages that differ)",
         "copies": "limited by copies of activations between device and host",
         "host": f"limited by the host, which takes {show_seconds(step.host_s)} to launch it",
     }[bound_of(step)]

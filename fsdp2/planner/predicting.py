@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
-from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
-from ..estimation.checkpointing import MODES
-from ..estimation.kernels import Kernels, kernels_of
+from ..estimation.kernels import Kernels
 from ..estimation.paged_state import StateOffload
-from ..estimation.setups import check_number, checked_mesh, granularities, make_setup
-from ..estimation.tracing import LossFn, trace_step
-from ..policy import (
-    CommPolicy,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    check_comm_policy,
-)
-from ..render.text import one_line, plural
-from .advice import padding_of
-from .arguments import check_ranks, checked_budget
-from .candidates import Candidate, Degrees
+from ..estimation.setups import check_number
+from ..estimation.tracing import LossFn
+from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..render.text import one_line
+from .candidates import Degrees
+from .cells import Cells, Pipeline, check_mode, mesh_of
 from .hardware import Hardware, find_hardware
-from .loads import even_load, sizes_of, speeds_of
-from .outcomes import bound_of, outcome_of, simulate_ranks
 from .prediction import Prediction, Sweep
-from .ranges import range_of
-from .simulate import Simulator
+from .stages import SplitStages
 from .tensor_parallel import Parallelize
-from .traces import (
-    ALONE,
-    WHOLE,
-    Compiled,
-    Size,
-    TracedSteps,
-    check_context_ranks,
-    check_expert_ranks,
-    check_tensor_ranks,
-)
+from .traces import WHOLE, Compiled, Size
 
 
 def predict(
@@ -73,6 +49,10 @@ def predict(
     parallelize: Parallelize | None = None,
     tensor_ranks: int = 1,
     context_ranks: int = 1,
+    split_stages: SplitStages | None = None,
+    pipeline_ranks: int = 1,
+    schedule: str = "1F1B",
+    stages_per_rank: int = 1,
     micro_batches: int = 1,
     accumulation: str = "unsharded",
     optimizer: Any = "adamw",
@@ -95,7 +75,7 @@ def predict(
     Args:
         model, sample_input, hardware: as in `plan`. Where `Hardware.speeds` differ, batches are
             equal and all wait for the slowest rank.
-        num_ranks: the number of GPUs, or the data-parallel mesh, (replicas, shards). For the
+        num_ranks: the number of GPUs, or the mesh that shards, (replicas, shards). For the
             strategy ``"hybrid"``, a number means that nodes are replicas, as in `shard_model`.
         strategy, wrap, mp_policy, offload_policy, reshard_after_forward: as in `shard_model`.
         prefetch, replicate_below, direct_min_bytes: as in `shard_model`.
@@ -122,6 +102,15 @@ def predict(
             such group: dim 1 of its first tensor of two dims, and each dim but dim 0 as long as
             that, a multiple of twice ``context_ranks``. Attention must be
             ``scaled_dot_product_attention`` without a mask.
+        split_stages: makes the stages of a pipeline: a function of the model (a copy of it on the
+            meta device) and their number that returns them in order, as modules. The first gets
+            ``sample_input``, each other one what the one before returns. Each parameter belongs to
+            one stage. ``parallelize`` then gets a stage.
+        pipeline_ranks: ranks of a pipeline, the first dim of the mesh, a divisor of ``num_ranks``;
+            each stage is sharded over the others. ``sample_input`` is a micro-batch.
+        schedule: "1F1B", "GPipe" or "Interleaved1F1B", as in ``torch.distributed.pipelining``.
+        stages_per_rank: of "Interleaved1F1B", which then needs that many times ``pipeline_ranks``
+            stages.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs, compiled: as in `estimate`.
@@ -144,7 +133,7 @@ def predict(
         >>> same = predict(model, tokens, "h100", chosen.mesh_shape, loss_fn=loss,
         ...     activation_checkpointing=chosen.activation_checkpointing, **chosen.kwargs)
     """
-    cells = _Cells(
+    cells = Cells(
         model,
         sample_input,
         find_hardware(hardware),
@@ -159,6 +148,7 @@ def predict(
         max_saved_bytes=max_saved_bytes,
         experts=experts,
         parallelize=parallelize,
+        split_stages=split_stages,
         optimizer=optimizer,
         loss_fn=loss_fn,
         memory_budget=memory_budget,
@@ -173,15 +163,14 @@ def predict(
         num_ranks,
         WHOLE,
         activation_checkpointing=activation_checkpointing,
+        pipeline=Pipeline(schedule, stages_per_rank),
+        degrees=Degrees(expert_ranks, tensor_ranks, context_ranks, pipeline_ranks),
         strategy=strategy,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         micro_batches=micro_batches,
         accumulation=accumulation,
-        expert_ranks=expert_ranks,
-        tensor_ranks=tensor_ranks,
         compiled=compiled,
-        context_ranks=context_ranks,
         ranged=True,
     )
 
@@ -204,6 +193,9 @@ def sweep(
     tensor_ranks: int | list[int] = 1,
     compiled: Compiled | list[Compiled] = False,
     context_ranks: int | list[int] = 1,
+    pipeline_ranks: int | list[int] = 1,
+    schedule: str | list[str] = "1F1B",
+    stages_per_rank: int | list[int] = 1,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
@@ -225,6 +217,7 @@ def sweep(
         activation_checkpointing, strategy, reshard_after_forward, prefetch: as in `predict`.
         micro_batches, accumulation, expert_ranks, tensor_ranks, context_ranks: as in `predict`.
         compiled: as in `predict`, with names of modules as a tuple.
+        pipeline_ranks, schedule, stages_per_rank: as in `predict`.
         progress: called with (current task, number done, total).
         options: the other arguments of `predict`, for all combinations.
 
@@ -256,26 +249,29 @@ def sweep(
         "tensor_ranks": tensor_ranks,
         "compiled": compiled,
         "context_ranks": context_ranks,
+        "pipeline_ranks": pipeline_ranks,
+        "schedule": schedule,
+        "stages_per_rank": stages_per_rank,
     }
     values = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
     for name, given in values.items():
         if not given:
             raise ValueError(f"{name} is an empty list: give at least one value")
     for shape in values["num_ranks"]:
-        _mesh_of(shape, "full", chosen_hardware)
+        mesh_of(shape, "full", chosen_hardware)
     for each in values["strategy"]:
         find_strategy(each)
     for mode in values["activation_checkpointing"]:
-        _check_mode(mode)
+        check_mode(mode)
     for name in ("samples", "context"):
         for size in values[name]:
             _check_size(name, size)
-    cells = _Cells(model, sample_input, chosen_hardware, **_known(options))
+    cells = Cells(model, sample_input, chosen_hardware, **_known(options))
     return _swept(cells, values, progress or (lambda what, done, total: None))
 
 
 def _swept(
-    cells: _Cells, values: dict[str, list[Any]], progress: Callable[[str, int, int], None]
+    cells: Cells, values: dict[str, list[Any]], progress: Callable[[str, int, int], None]
 ) -> Sweep:
     varied = tuple(name for name, each in values.items() if len(each) > 1)
     predictions: list[Prediction] = []
@@ -287,15 +283,19 @@ def _swept(
         progress(f"simulating: {told or 'one configuration'}", i, len(combinations))
         size = Size(what["samples"], what["context"])
         rest = {k: v for k, v in what.items() if k not in ("num_ranks", "samples", "context")}
+        degrees = Degrees(*(rest.pop(f"{name}_ranks") for name in _DEGREES))
+        pipeline = Pipeline(rest.pop("schedule"), rest.pop("stages_per_rank"))
         try:
-            predictions.append(cells.predict(what["num_ranks"], size, **rest))
+            predictions.append(
+                cells.predict(what["num_ranks"], size, degrees=degrees, pipeline=pipeline, **rest)
+            )
         except (ValueError, RuntimeError) as error:
             errors.append(error)
             failed.append(({name: what[name] for name in varied}, one_line(error)))
     if not predictions:
         raise errors[0]
     columns = tuple(dict.fromkeys(("num_ranks", *varied)))
-    return Sweep(predictions, failed, cells.traces.num_traced, columns)
+    return Sweep(predictions, failed, cells.num_traced, columns)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +304,8 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"sweep has no argument '{name}'{did_you_mean(name, _OPTIONS)}")
     return {**_OPTIONS, **options}
 
+
+_DEGREES = ("expert", "tensor", "context", "pipeline")
 
 # The arguments of `predict` that a sweep does not vary, with their defaults.
 _OPTIONS: dict[str, Any] = {
@@ -318,6 +320,7 @@ _OPTIONS: dict[str, Any] = {
     "max_saved_bytes": None,
     "experts": None,
     "parallelize": None,
+    "split_stages": None,
     "optimizer": "adamw",
     "loss_fn": None,
     "memory_budget": None,
@@ -328,209 +331,6 @@ _OPTIONS: dict[str, Any] = {
     "max_device_bytes": None,
     "offload_optimizer": None,
 }
-
-
-class _Cells:
-    """Predicts configurations of one model on one kind of hardware."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sample_input: Any,
-        hardware: Hardware,
-        *,
-        wrap: Any,
-        mp_policy: MixedPrecisionPolicy,
-        checkpoint_modules: Sequence[str] | None,
-        max_saved_bytes: int | None,
-        experts: Any,
-        parallelize: Parallelize | None,
-        optimizer: Any,
-        loss_fn: LossFn | None,
-        memory_budget: float | None,
-        kernels: Kernels | None,
-        fake: bool,
-        unknown_costs: str,
-        shard_granularity: Any,
-        **options: Any,
-    ) -> None:
-        check_comm_policy(options["comm_policy"])
-        self.hardware = hardware
-        self.budget = checked_budget(memory_budget, hardware)
-        self._sample_input = sample_input
-        self._simulator = Simulator(hardware, optimizer)
-        self._dtype = mp_policy.param_dtype or _main_dtype(model)
-        self._options = {"mp_policy": mp_policy, **options}
-        self._max_saved_bytes = max_saved_bytes
-        chosen = kernels_of(kernels, hardware.device_type)
-        common: dict[str, Any] = {
-            "loss_fn": loss_fn,
-            "mp_policy": mp_policy,
-            "kernels": chosen,
-            "fake": fake,
-            "max_saved_bytes": max_saved_bytes,
-        }
-        self.traces = TracedSteps(
-            model,
-            sample_input,
-            partial(trace_step, **common),
-            wrap=wrap,
-            checkpoint_modules=checkpoint_modules,
-            experts=experts,
-            parallelize=parallelize,
-            unknown_costs=unknown_costs,
-        )
-        [(self._label, self._units)] = self.traces.units.items()
-        self._granularity = granularities(model, shard_granularity, self.traces.experts)
-
-    def predict(
-        self,
-        num_ranks: int | Sequence[int],
-        size: Size,
-        *,
-        activation_checkpointing: str,
-        strategy: str,
-        expert_ranks: int,
-        tensor_ranks: int,
-        context_ranks: int,
-        compiled: Compiled = False,
-        ranged: bool = False,
-        **choices: Any,
-    ) -> Prediction:
-        """Simulate one configuration; ``ranged``: with the range of its time."""
-        _check_mode(activation_checkpointing)
-        check_expert_ranks(expert_ranks, self.traces)
-        check_tensor_ranks(tensor_ranks, self.traces)
-        check_context_ranks(context_ranks, self.traces)
-        degrees = Degrees(expert_ranks, tensor_ranks, context_ranks)
-        mesh = _mesh_of(num_ranks, strategy, self.hardware, degrees)
-        shape: Any = mesh[0] if len(mesh) == 1 else mesh
-        setup = make_setup(
-            self._units,
-            shape,
-            strategy=strategy,
-            experts=self.traces.expert_units,
-            expert_ranks=expert_ranks,
-            tensor_ranks=tensor_ranks,
-            context_ranks=context_ranks,
-            granularity=self._granularity,
-            **choices,
-            **self._options,
-        )
-        trace = self.traces.get(activation_checkpointing, size, degrees, compiled)
-        loads = even_load(speeds_of(self.hardware, setup.num_ranks * tensor_ranks))
-        work = [(trace, load.speed) for load in loads]
-        steps = simulate_ranks(self._simulator, setup, work, keep_samples=True)
-        candidate = Candidate(strategy, mesh, activation_checkpointing, self._label)
-
-        def seconds(hardware: Hardware, speed: float) -> float:
-            others = [(trace, load.speed * speed) for load in loads]
-            made = simulate_ranks(self._simulator.on(hardware), setup, others)
-            return outcome_of(candidate, made, self.budget).seconds
-
-        outcome = outcome_of(candidate, steps, self.budget)
-        samples, context, tokens = sizes_of(self._sample_input)
-        samples, context = size.samples or samples, size.context or context
-        rate = None
-        if samples is not None:
-            rate = samples * setup.micro_batches * setup.num_batches / outcome.seconds
-        told = {"strategy": strategy, "wrap": self._label, **choices}
-        told["compiled"] = None
-        if names := self.traces.compiled_modules(compiled):
-            told["compiled"] = "blocks" if compiled is True else plural(len(names), "module")
-        if self.traces.experts:
-            told["expert_ranks"] = expert_ranks
-        if self.traces.parallelize is not None:
-            told["tensor_ranks"] = tensor_ranks
-        if context_ranks > 1:
-            told["context_ranks"] = context_ranks
-        return Prediction(
-            hardware=self.hardware,
-            mesh_shape=mesh,
-            tensor_ranks=tensor_ranks,
-            context_ranks=context_ranks,
-            choices=self._told(told, activation_checkpointing),
-            seconds=outcome.seconds,
-            samples_per_s=rate,
-            tokens_per_s=rate * context if rate and context and tokens else None,
-            exposed_s=outcome.exposed_s,
-            bound=bound_of(steps[0]),
-            peak_bytes=outcome.peak_bytes,
-            reserved_bytes=outcome.reserved_bytes,
-            needed_bytes=outcome.needed_bytes,
-            memory_budget=self.budget,
-            fits=outcome.fits,
-            samples=samples,
-            context=context,
-            dtype=self._dtype,
-            step=steps[0],
-            padding=padding_of(trace, setup, steps[0]),
-            range=range_of(self.hardware, seconds) if ranged else None,
-            notes=self.traces.notes(trace, self.hardware),
-        )
-
-    def _told(self, choices: dict[str, Any], mode: str) -> dict[str, Any]:
-        """What makes this configuration, as JSON-compatible data."""
-        told = {**choices, "activation_checkpointing": mode}
-        reshard = told["reshard_after_forward"]
-        told["reshard_after_forward"] = "default" if reshard is None else reshard
-        if callable(reshard):
-            told["reshard_after_forward"] = "by unit"
-        if told["micro_batches"] == 1:
-            told["accumulation"] = None
-        policy = self._options["mp_policy"]
-        for name in ("param_dtype", "reduce_dtype"):
-            if (dtype := getattr(policy, name)) is not None:
-                told[name] = str(dtype)[6:]
-        if isinstance(self._options["offload_policy"], CPUOffloadPolicy):
-            told["offload"] = True
-        if self._granularity:
-            told["shard_granularity"] = f"of {plural(len(self._granularity), 'parameter')}"
-        if self._options["max_device_bytes"] is not None:
-            told["max_device_bytes"] = self._options["max_device_bytes"]
-        for name in ("replicate_below", "comm_policy", "max_gathered_bytes", "offload_optimizer"):
-            if value := self._options[name]:
-                told[name] = value if isinstance(value, int) else str(value)
-        if self._max_saved_bytes is not None:  # 0 is the tightest limit
-            told["max_saved_bytes"] = self._max_saved_bytes
-        return told
-
-
-def _main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements of parameters."""
-    found: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
-        found[param.dtype] += param.numel()
-    return found.most_common(1)[0][0] if found else torch.float32
-
-
-def _mesh_of(
-    num_ranks: Any, strategy: str, hardware: Hardware, degrees: Degrees = ALONE
-) -> tuple[int, ...]:
-    """The mesh that shards parameters for a number of ranks, or the mesh that is given."""
-    if isinstance(num_ranks, list | tuple):
-        mesh = checked_mesh(num_ranks)
-        check_ranks(prod(mesh) * degrees.tensor, hardware)
-    else:
-        check_ranks(num_ranks, hardware)
-        if num_ranks % degrees.tensor:
-            raise ValueError(f"tensor_ranks={degrees.tensor} must divide num_ranks={num_ranks}")
-        mesh = (num_ranks // degrees.tensor,)
-        if find_strategy(strategy).hybrid:
-            node = max(1, min(hardware.ranks_per_node // degrees.tensor, *mesh))
-            mesh = (mesh[0] // node, node)
-    if mesh[-1] % degrees.context:
-        raise ValueError(
-            f"context_ranks={degrees.context} must divide the last dim of the mesh, {mesh[-1]}: "
-            "parameters are sharded over data and context ranks together"
-        )
-    return mesh
-
-
-def _check_mode(mode: Any) -> None:
-    if mode not in MODES:
-        hint = did_you_mean(str(mode), MODES)
-        raise ValueError(f"activation_checkpointing must be one of {MODES}, got {mode!r}{hint}")
 
 
 def _check_size(name: str, size: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Prediction:
         samples_per_s: of all ranks; None: the sample input has no dim of samples.
         tokens_per_s: of all ranks, if the sample input begins with integers (samples, positions).
         exposed_s: how long kernels wait for communication in a step.
-        bound: what bounds the step: "compute", "communication" or "host".
+        bound: what bounds the step: "compute", "communication", "copies", "host" or "pipeline".
         peak_bytes: of live tensors on the fullest rank (allocated).
         reserved_bytes: what torch's allocator holds for them.
         needed_bytes: the same, with what CUDA, cuBLAS and NCCL hold.
@@ -39,9 +40,15 @@ class Prediction:
         tensor_ranks: that share the operators of the model, for each rank of ``mesh_shape``.
         context_ranks: of the last dim of ``mesh_shape``, those that have parts of the same
             sequences.
+        pipeline_ranks: that have other stages, each with a mesh of ``mesh_shape``.
+        bubble_s: how long a rank of the pipeline waits for others, the mean of all; part of
+            ``exposed_s``.
+        stages: of each rank of the pipeline: "compute_s", "bubble_s", "peak_bytes" and
+            "needed_bytes"; empty without one.
         padding: what uneven dims cost the fullest rank; None: nothing.
         dtype: of computation: that of the policy, or of most parameters.
-        step: the simulated step; of the slowest ranks, if they differ.
+        step: the simulated step; of the slowest ranks, if they differ; of the first rank of a
+            pipeline.
         range: of the time of a step, by what is not known of the hardware; None: all is known, or
             this is one of many (`sweep`).
         notes: what the prediction assumes, as sentences.
@@ -67,13 +74,16 @@ class Prediction:
     padding: Padding | None = None
     tensor_ranks: int = 1
     context_ranks: int = 1
+    pipeline_ranks: int = 1
+    bubble_s: float = 0.0
+    stages: list[dict[str, float]] = field(default_factory=list)
     range: Range | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
         """All of them."""
-        num = self.tensor_ranks
+        num = self.tensor_ranks * self.pipeline_ranks
         for size in self.mesh_shape:
             num *= size
         return num
@@ -86,7 +96,7 @@ class Prediction:
     def picture(self, path: str | Path) -> None:
         """Write the simulated step as a picture: streams over time, memory below."""
         title = (
-            f"Predicted training step on {_shape(self)} GPUs ({self.hardware.name}): "
+            f"Predicted training step on {_all_dims(self)} GPUs ({self.hardware.name}): "
             f"{show_seconds(self.seconds)}; peak memory {show_bytes(self.peak_bytes)}"
         )
         draw(self.step, Path(path), title=title, memory_budget=self.memory_budget)
@@ -100,6 +110,9 @@ class Prediction:
             "mesh_shape": list(self.mesh_shape),
             "num_ranks": self.num_ranks,
             "context_ranks": self.context_ranks,
+            "pipeline_ranks": self.pipeline_ranks,
+            "bubble_s": self.bubble_s,
+            "stages": self.stages,
             **self.choices,
             "samples": self.samples,
             "context": self.context,
@@ -129,6 +142,7 @@ class Prediction:
             ("Step", f"{show_seconds(self.seconds)}, {_rates(self)}"),
             *([] if self.range is None else [("Range", str(self.range))]),
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
+            *([] if self.pipeline_ranks == 1 else [("Bubble", _bubble(self))]),
             ("Memory", _memory(self)),
             *([("Host memory", _host_memory(self))] if self.step.host_bytes else []),
         ]
@@ -196,7 +210,7 @@ def _cell(made: Prediction, name: str) -> str:
     if name in made.choices:
         value = made.choices[name]
         return "-" if value is None else str(value)
-    value = getattr(made, name)
+    value = getattr(made, name, None)
     return "-" if value is None else str(value)
 
 
@@ -227,6 +241,28 @@ def _rates(made: Prediction) -> str:
     return ", ".join(told)
 
 
+def _bubble(made: Prediction) -> str:
+    share = 100 * made.bubble_s / made.seconds
+    peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in made.stages)
+    return (
+        f"{show_seconds(made.bubble_s)} ({share:.0f} % of the step) of waiting for other stages; "
+        f"allocated by rank: {peaks}"
+    )
+
+
+def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
+    """`Prediction.stages`."""
+    return [
+        {
+            "compute_s": step.compute_s,
+            "bubble_s": step.bubble_s,
+            "peak_bytes": step.peak.total,
+            "needed_bytes": step.needed_bytes,
+        }
+        for step in steps
+    ]
+
+
 def _memory(made: Prediction) -> str:
     libraries = show_bytes(made.needed_bytes - made.reserved_bytes)
     return (
@@ -237,7 +273,15 @@ def _memory(made: Prediction) -> str:
 
 
 def _host_memory(made: Prediction) -> str:
-    return ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
+    told = ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
+    return told if made.pipeline_ranks == 1 else f"{told}, on the first rank"
+
+
+def _all_dims(made: Prediction) -> str:
+    """With those of pipelines and tensor parallelism, where there are any."""
+    outer, inner = made.pipeline_ranks, made.tensor_ranks
+    dims = [n for n in (outer,) if n > 1] + [*made.mesh_shape] + [n for n in (inner,) if n > 1]
+    return " x ".join(map(str, dims))
 
 
 def _shape(made: Prediction) -> str:

@@ -10,7 +10,8 @@ from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
 from ..estimation.estimating import placed_optimizer
 from ..estimation.events import Compute, StepTrace
-from ..estimation.paged_state import PlacedOptimizer
+from ..estimation.paged_state import PlacedOptimizer, sum_of_placed
+from ..estimation.pipeline import Action, Part, replay_rank
 from ..estimation.replay import Replay, Setup, params_on_host, replay
 from ..policy import CPUOffloadPolicy
 from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
@@ -43,6 +44,7 @@ class SimulatedStep:
         stream_s: how long each stream is busy; where the host does everything in order, how long
             it is busy with what GPUs have on that stream.
         exposed_s: how long compute waits for communication.
+        bubble_s: how long a rank of a pipeline waits for other stages; part of ``exposed_s``.
         peak: the memory peak of live tensors.
         reserved: bytes that the allocator holds for them.
         libraries: bytes that CUDA, cuBLAS and NCCL hold besides.
@@ -68,6 +70,7 @@ class SimulatedStep:
     spans: Sequence[Span]
     samples: list[tuple[int, dict[str, int]]]
     host_bytes: dict[str, int] = field(default_factory=dict)
+    bubble_s: float = 0.0
 
     @property
     def needed_bytes(self) -> int:
@@ -118,17 +121,58 @@ class Simulator:
     def _run(
         self, trace: StepTrace, setup: Setup, speed: float, keep_samples: bool
     ) -> SimulatedStep:
-        if self.hardware.host_ordered:
-            setup = replace(setup, device_type=self.hardware.device_type)
+        setup = self._on_device(setup)
         cost = self._cost_of_optimizer(trace, setup)
-        made = replay(
-            trace,
-            setup,
-            optimizer=cost,
-            keep_samples=keep_samples,
-            reserves=self.hardware.caches_memory,
-            in_order=self.hardware.host_ordered,
-        )
+        made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
+        return self._timed(made, cost, speed, trace.flops * setup.micro_batches)
+
+    def run_stages(
+        self,
+        parts: Sequence[Part],
+        actions: Sequence[Action],
+        *,
+        sends_late: bool = False,
+        speed: float = 1.0,
+        keep_samples: bool = False,
+    ) -> tuple[SimulatedStep, list[int]]:
+        """Simulate what one rank of a pipeline does, as if it never waited for other ranks.
+
+        Args:
+            sends_late: as in `replay_rank`.
+
+        Returns:
+            The step, and after how many launches each action ends.
+        """
+        with one_collection():
+            parts = [part._replace(setup=self._on_device(part.setup)) for part in parts]
+            costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
+            cost = sum_of_placed(costs)
+            options = {"sends_late": sends_late, **self._replay_options(keep_samples)}
+            made, ends = replay_rank(parts, actions, optimizer=cost, **options)
+            flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
+            return self._timed(made, cost, speed, flops), ends
+
+    def send_s(self, nbytes: int, setup: Setup) -> float:
+        """The time in which a stage sends ``nbytes`` to the next."""
+        topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
+        work = Transfer("send", "pipeline", nbytes, nbytes, 1, "")
+        return transfer_cost(work, topology.ring("pipeline"), self.hardware).total_s
+
+    def _on_device(self, setup: Setup) -> Setup:
+        if self.hardware.host_ordered:
+            return replace(setup, device_type=self.hardware.device_type)
+        return setup
+
+    def _replay_options(self, keep_samples: bool) -> dict[str, bool]:
+        return {
+            "keep_samples": keep_samples,
+            "reserves": self.hardware.caches_memory,
+            "in_order": self.hardware.host_ordered,
+        }
+
+    def _timed(
+        self, made: Replay, cost: PlacedOptimizer, speed: float, flops: int
+    ) -> SimulatedStep:
         costs = self._costs(made, speed)
         host = self._host_costs(made)
         spans = schedule(_tasks(made, costs, host))[len(host) :]
@@ -138,7 +182,7 @@ class Simulator:
             if launch.lane == "compute"
         )
         host_s = sum(each.fixed_s for each in host)
-        return self._summary(trace, made, spans, cost, (speed, kernels_s, host_s))
+        return self._summary(flops, made, spans, cost, (speed, kernels_s, host_s))
 
     def _host_costs(self, made: Replay) -> list[Cost]:
         """The time of the host for each launch; none if it takes none."""
@@ -202,7 +246,7 @@ class Simulator:
 
     def _summary(
         self,
-        trace: StepTrace,
+        flops: int,
         made: Replay,
         spans: list[Span],
         cost: PlacedOptimizer,
@@ -218,9 +262,9 @@ class Simulator:
         end = max((span.end for span in spans), default=0.0)
         compute = stream_s.get("compute", 0.0)
         reserved = made.account.reserved
-        waiting_s = stragglers_s(
-            kernels_s, made.setup.num_ranks * made.setup.tensor_ranks, hardware
-        )
+        setup = made.setup
+        num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
+        waiting_s = stragglers_s(kernels_s, num_ranks, hardware)
         return SimulatedStep(
             seconds=end + waiting_s + step_s,
             compute_s=compute,
@@ -233,7 +277,7 @@ class Simulator:
             peak=made.account.peak,
             reserved=made.account.peak.total if reserved is None else reserved,
             libraries=hardware.library_bytes(len({t.group for t in made.transfers})),
-            flops=trace.flops * made.setup.micro_batches,
+            flops=flops,
             launches=made.launches,
             spans=spans,
             samples=made.account.samples or [],

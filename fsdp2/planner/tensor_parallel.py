@@ -47,7 +47,7 @@ def parallel_copy(
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         made = model
         if tensor_ranks > 1 and parallelize is not None:
-            copied = _on_meta(model)
+            copied = on_meta(model)
             made = parallelize(copied, mesh["tensor"]) or copied
             if not any(isinstance(p, DTensor) for p in made.parameters()):
                 raise ValueError(
@@ -58,7 +58,7 @@ def parallel_copy(
         dist.destroy_process_group()
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
     """A copy without memory."""
     with torch.no_grad():
         memo: dict[int, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..estimation.context import ContextParallel
@@ -12,6 +13,7 @@ from ..estimation.estimating import compiled_modules, default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.expert_units import experts_of, with_experts
 from ..estimation.setups import check_number
+from ..estimation.stages import Shape, Stage
 from ..estimation.uncosted import check_choice, without_cost
 from ..wrap import UnitDescription, units_of
 from .candidates import Degrees, wraps_of
@@ -93,7 +95,7 @@ class TracedSteps:
         self._sample_input = sample_input
         self._trace = trace
         self._unknown_costs = unknown_costs
-        self._made: dict[tuple[str, Size, Degrees, tuple[str, ...]], StepTrace] = {}
+        self._made: dict[Any, StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
@@ -110,11 +112,15 @@ class TracedSteps:
         size: Size = WHOLE,
         degrees: Degrees = ALONE,
         compiled: Compiled | None = None,
+        stage: Stage = Stage(),  # noqa: B008 (frozen)
+        received: tuple[Shape, ...] = (),
     ) -> StepTrace:
         """The step with this activation checkpointing and size of the micro-batch, on one rank.
 
         Args:
             compiled: as in `estimate`; None: that of all.
+            stage: of a pipeline, which the model is.
+            received: what a rank of that stage gets, if it is not the first.
 
         Raises:
             ValueError: for operators without a cost, unless they are to be listed, and sequences
@@ -122,13 +128,17 @@ class TracedSteps:
             RuntimeError: if the model fails.
         """
         names = self._compiled if compiled is None else self.compiled_modules(compiled)
-        key = (mode, size, degrees, names)
+        key = (mode, size, degrees, names, stage, received)
         found = self._made.get(key)
         if found is None:
             sample = with_context(with_samples(self._sample_input, size.samples), size.context)
             length = 0
             if degrees.context > 1:
                 sample, length = with_part_of_context(sample, degrees.context)
+            if not stage.is_first:
+                sample = tuple(
+                    torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in received
+                )
             copied = parallel_copy(self._model, self.parallelize, degrees.tensor, degrees.context)
             with copied as (model, mesh):
                 found = self._trace(
@@ -142,6 +152,7 @@ class TracedSteps:
                     tensor_ranks=degrees.tensor,
                     context=None if mesh is None else ContextParallel(mesh, length),
                     compiled=names,
+                    stage=stage,
                 )
             without_cost(found, self._unknown_costs)  # an error before more traces
             self._made[key] = found

@@ -24,6 +24,7 @@ _LANES = {
     "all-reduce": ("all-reduce:\nacross replicas", ("#a07cc5", "#cdb8e4")),
     "tensor parallel": ("collectives of\nthe model", ("#8d8f3f", "#c9ca8c")),
     "context parallel": ("keys and\nvalues", ("#7a6f9b", "#bfb8d6")),
+    "pipeline": ("between\nstages", ("#4f8f8b", "#a8cfcc")),
     "all-to-all": ("all-to-all:\ntokens to experts", ("#c4607a", "#e3adbb")),
     "copies": ("copies:\nhost memory", ("#7a7a7a", "#bdbdbd")),
 }

@@ -19,7 +19,7 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Plan, Prediction, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.planner import find_hardware, planning, predicting
+from fsdp2.planner import cells, find_hardware, planning
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -173,7 +173,7 @@ def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], str]]:
     """The shapes and checkpointing of all steps that are traced from now on."""
     made: list[tuple[tuple[int, ...], str]] = []
-    for module in (planning, predicting):
+    for module in (planning, cells):
         real = module.trace_step
 
         def traced(model: Any, sample: Any, names: Any, real: Any = real, **options: Any) -> Any:

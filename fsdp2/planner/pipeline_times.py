@@ -1,0 +1,192 @@
+"""The time of a pipeline's step: ranks that wait for what other stages send."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..estimation.pipeline import Action, Part, actions_of
+from .schedule import Span
+from .simulate import SimulatedStep, Simulator
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank does.
+
+    Attributes:
+        actions: in order.
+        durations: of these, in seconds.
+    """
+
+    actions: Sequence[Action]
+    durations: Sequence[float]
+
+
+def begins(
+    ranks: Sequence[RankTimes],
+    sends: Sequence[tuple[float, float]],
+    *,
+    waits_for_sends: bool = False,
+) -> list[list[float]]:
+    """When each action of each rank begins, in seconds after the first.
+
+    An action begins when the one before it on its rank has ended and what it needs has come: of a
+    forward, the output of the stage before; of a backward, the gradient from the stage after.
+
+    Args:
+        sends: of each stage, the seconds in which it sends its output to the next one, and what it
+            returns to the one before; 0 to itself.
+        waits_for_sends: whether a rank sends before it goes on, between its first backward and its
+            last forward, as torch's 1F1B does.
+
+    Raises:
+        ValueError: if ranks wait for each other forever.
+    """
+    num_stages = len(sends)
+    ended: dict[Action, float] = {}
+    found: list[list[float]] = [[] for _ in ranks]
+    free = [0.0] * len(ranks)
+    left = sum(len(rank.actions) for rank in ranks)
+    while left:
+        before = left
+        for number, rank in enumerate(ranks):
+            first, last = _steady(rank.actions)
+            done = found[number]
+            while len(done) < len(rank.actions):
+                i = len(done)
+                action = rank.actions[i]
+                come = _come(action, ended, sends)
+                if come is None:
+                    break
+                done.append(max(free[number], come))
+                ended[action] = free[number] = done[-1] + rank.durations[i]
+                if waits_for_sends and first <= i < last:
+                    free[number] += _send_s(action, sends, num_stages)
+                left -= 1
+        if left == before:
+            raise ValueError("The ranks of the pipeline wait for each other: no action can begin")
+    return found
+
+
+def _steady(actions: Sequence[Action]) -> tuple[int, int]:
+    """The last action before the first backward, and the last forward."""
+    backward = next(i for i, action in enumerate(actions) if not action.is_forward)
+    forward = max(i for i, action in enumerate(actions) if action.is_forward)
+    return backward - 1, forward
+
+
+def _come(
+    action: Action, ended: dict[Action, float], sends: Sequence[tuple[float, float]]
+) -> float | None:
+    """When what an action needs has come; None if that is not known yet."""
+    other = action.stage - 1 if action.is_forward else action.stage + 1
+    if not 0 <= other < len(sends):
+        own = action._replace(is_forward=True)
+        return 0.0 if action.is_forward else ended.get(own)
+    end = ended.get(action._replace(stage=other))
+    return None if end is None else end + sends[other][0 if action.is_forward else 1]
+
+
+def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: int) -> float:
+    if action.is_forward:
+        return sends[action.stage][0] if action.stage < num_stages - 1 else 0.0
+    return sends[action.stage][1] if action.stage else 0.0
+
+
+def simulate_pipeline(
+    simulator: Simulator,
+    parts: Sequence[Part],
+    schedule: str,
+    *,
+    speed: float = 1.0,
+    keep_samples: bool = False,
+) -> list[SimulatedStep]:
+    """The steps of the ranks of a pipeline, which end together; ``parts`` are all stages.
+
+    Each rank is simulated as if nothing had to come from others (its kernels, gathers and
+    reductions, its memory), and then waits as `begins` says. What it gathers while it waits is not
+    counted as hidden.
+    """
+    setup = parts[0].setup
+    ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
+    alone, times = [], []
+    for rank in range(ranks):
+        actions = actions_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
+        own = [part for part in parts if part.number % ranks == rank]
+        step, ends = simulator.run_stages(
+            own,
+            actions,
+            sends_late=schedule == "GPipe",
+            speed=speed,
+            keep_samples=keep_samples,
+        )
+        alone.append(step)
+        times.append(RankTimes(actions, _durations(step, ends)))
+    sends = [
+        (
+            simulator.send_s(part.trace.sent_bytes, setup) if ranks > 1 else 0.0,
+            simulator.send_s(part.trace.returned_bytes, setup) if ranks > 1 else 0.0,
+        )
+        for part in parts
+    ]
+    found = begins(times, sends, waits_for_sends=schedule == "1F1B")
+    last = [began[-1] + rank.durations[-1] for began, rank in zip(found, times, strict=True)]
+    tails = [_end(s) - sum(rank.durations) for s, rank in zip(alone, times, strict=True)]
+    whole = max(end + tail for end, tail in zip(last, tails, strict=True))
+    return [
+        _in_pipeline(step, rank, began, sends, whole)
+        for step, rank, began in zip(alone, times, found, strict=True)
+    ]
+
+
+def _end(step: SimulatedStep) -> float:
+    """When all streams are done; the optimizer comes then."""
+    return max((span.end for span in step.spans), default=0.0)
+
+
+def _durations(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
+    """The seconds of each action: how much later compute ends than before it."""
+    made, begin, ended = [], 0, 0.0
+    for end in ends:
+        launched = zip(step.launches[begin:end], step.spans[begin:end], strict=True)
+        last = max((s.end for launch, s in launched if launch.stream == "compute"), default=ended)
+        made.append(max(0.0, last - ended))
+        ended, begin = max(ended, last), end
+    return made
+
+
+def _in_pipeline(
+    step: SimulatedStep,
+    rank: RankTimes,
+    began: Sequence[float],
+    sends: Sequence[tuple[float, float]],
+    whole: float,
+) -> SimulatedStep:
+    """The step of a rank that waits for others until ``whole``."""
+    bubble = whole - _end(step)
+    seconds = step.seconds + bubble
+    sent_s = sum(_send_s(action, sends, len(sends)) for action in rank.actions)
+    streams = {**step.stream_s, "pipeline": sent_s} if sent_s else step.stream_s
+    return replace(
+        step,
+        seconds=seconds,
+        exposed_s=step.exposed_s + bubble,
+        bubble_s=bubble,
+        stream_s=streams,
+        spans=_moved(step, rank, began),
+    )
+
+
+def _moved(step: SimulatedStep, rank: RankTimes, began: Sequence[float]) -> list[Span]:
+    """When everything runs: each action is moved to its time, and what goes on beside it."""
+    moved, now, borders = [], 0.0, []
+    for begin, seconds in zip(began, rank.durations, strict=True):
+        borders.append((now, begin - now))
+        now += seconds
+    starts = [border for border, _ in borders]
+    for span in step.spans:
+        later = borders[max(0, bisect_right(starts, span.begin + 1e-12) - 1)][1]
+        moved.append(Span(span.begin + later, span.end + later))
+    return moved

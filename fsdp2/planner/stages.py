@@ -1,0 +1,197 @@
+"""The stages of a pipeline, made of a copy of the model, and their traced steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..estimation.estimating import default_checkpoint_modules
+from ..estimation.events import StepTrace
+from ..estimation.stages import Shape, Stage
+from ..wrap import UnitDescription, units_of
+from .candidates import Degrees
+from .tensor_parallel import Parallelize, on_meta
+from .traces import ALONE, WHOLE, Size, TracedSteps
+
+SplitStages = Callable[[Any, int], Sequence[nn.Module]]
+
+
+class TracedStage(NamedTuple):
+    """The step of a stage with one micro-batch, and its units."""
+
+    trace: StepTrace
+    units: tuple[UnitDescription, ...]
+
+
+class StagedSteps:
+    """Traces the stages of a model when they are first asked for; arguments as of `TracedSteps`.
+
+    Each stage gets what the one before it returns. Stages that are alike are traced once.
+
+    Args:
+        split_stages: makes the stages: a function of a copy of the model and their number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        trace: Callable[..., StepTrace],
+        *,
+        split_stages: SplitStages,
+        wrap: Any,
+        checkpoint_modules: Sequence[str] | None,
+        parallelize: Parallelize | None,
+        unknown_costs: str,
+    ) -> None:
+        self._model = model
+        self._split = split_stages
+        self._wrap = wrap
+        self._checkpoint_modules = checkpoint_modules
+        blocks = default_checkpoint_modules(model, units_of(model, "auto"))
+        self._blocks = tuple({type(model.get_submodule(name)) for name in blocks})
+        self._common: tuple[Any, Any] = (sample_input, trace)
+        self._options: dict[str, Any] = {
+            "parallelize": parallelize,
+            "unknown_costs": unknown_costs,
+        }
+        self._made: dict[int, list[TracedSteps]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}  # of the blocks of a stage
+
+    @property
+    def num_traced(self) -> int:
+        steps = {id(each): each for stages in self._made.values() for each in stages}
+        return sum(each.num_traced for each in steps.values())
+
+    def get(
+        self,
+        num_stages: int,
+        mode: str,
+        size: Size = WHOLE,
+        degrees: Degrees = ALONE,
+        compiled: bool = False,
+    ) -> list[TracedStage]:
+        """The steps of all stages; see `TracedSteps.get`.
+
+        Raises:
+            ValueError: if ``split_stages`` returns something else than that many stages.
+        """
+        stages = self._made.get(num_stages)
+        if stages is None:
+            stages = self._made[num_stages] = self._make(num_stages)
+        received: tuple[Shape, ...] = ()
+        made = []
+        for i, steps in enumerate(stages):
+            stage = Stage(i == 0, i == num_stages - 1)
+            names = self._names[id(steps)] if compiled else False
+            trace = steps.get(mode, size, degrees, names, stage, received)
+            [units] = steps.units.values()
+            made.append(TracedStage(trace, units))
+            received = trace.outputs
+        return made
+
+    def _make(self, num_stages: int) -> list[TracedSteps]:
+        copied = on_meta(self._model)
+        found = self._split(copied, num_stages)
+        stages = list(found) if isinstance(found, list | tuple | nn.ModuleList) else []
+        if len(stages) != num_stages or not all(isinstance(s, nn.Module) for s in stages):
+            raise ValueError(
+                f"split_stages must return {num_stages} modules, one for each stage in order, got "
+                f"{type(found).__name__} of {len(stages)}"
+            )
+        numels = [sum(p.numel() for p in each.parameters()) for each in (copied, *stages)]
+        if sum(numels[1:]) != numels[0]:
+            raise ValueError(
+                f"The stages have {sum(numels[1:]):,} elements of parameters, the model "
+                f"{numels[0]:,}: split_stages must put each parameter into one stage (not one that "
+                "is tied into two)"
+            )
+        for each in _elements(self._wrap):
+            if not any(_is_in(stage, each) for stage in stages):
+                raise ValueError(
+                    f"wrap={each!r} is no module of any stage: they have names of their own"
+                )
+        made: dict[Any, TracedSteps] = {}
+        steps = []
+        for i, stage in enumerate(stages):
+            alike = (i == 0, i == num_stages - 1, _signature(stage))
+            if alike not in made:
+                made[alike] = self._steps_of(stage)
+            steps.append(made[alike])
+        return steps
+
+    def _steps_of(self, stage: nn.Module) -> TracedSteps:
+        made = TracedSteps(
+            stage,
+            *self._common,
+            wrap=self._wrap_of(stage),
+            checkpoint_modules=self._recomputed(stage),
+            **self._options,
+        )
+        self._names[id(made)] = tuple(self._blocks_in(stage))
+        return made
+
+    def _wrap_of(self, stage: nn.Module) -> Any:
+        """What ``wrap`` means there: "auto" finds blocks where there are several, a stage may have
+        one; classes and names that another stage has are left out."""
+        inside = [m for m in stage.modules() if m is not stage and isinstance(m, self._blocks)]
+        if self._wrap != "auto":
+            return [each for each in _elements(self._wrap) if _is_in(stage, each)]
+        if not inside:
+            return "auto"
+        names = {name for unit in units_of(stage, "auto") for name in unit.modules}
+        units = {id(stage.get_submodule(name)) for name in names if name}
+        return "auto" if id(inside[0]) in units else list(dict.fromkeys(map(type, inside)))
+
+    def _recomputed(self, stage: nn.Module) -> list[str]:
+        if self._checkpoint_modules is None:
+            return self._blocks_in(stage)
+        named = dict(stage.named_modules())
+        return [name for name in self._checkpoint_modules if name in named]
+
+    def _blocks_in(self, stage: nn.Module) -> list[str]:
+        named = stage.named_modules()
+        return [name for name, module in named if name and isinstance(module, self._blocks)]
+
+
+def _elements(wrap: Any) -> list[Any]:
+    """The parts of a ``wrap`` argument that name modules each for themselves."""
+    if isinstance(wrap, str) and wrap.startswith("class:"):
+        return [f"class:{name.strip()}" for name in wrap[6:].split(",")]
+    return [*wrap] if isinstance(wrap, list | tuple) else [wrap]
+
+
+def _is_in(stage: nn.Module, element: Any) -> bool:
+    try:
+        units_of(stage, [element])
+    except ValueError:  # no such module
+        return False
+    return True
+
+
+def _signature(stage: nn.Module) -> Any:
+    """Equal for stages whose steps are the same: classes, attributes and tensors of all modules."""
+    return tuple(
+        (
+            name,
+            type(module),
+            module.training,
+            tuple(sorted((k, v) for k, v in vars(module).items() if type(v) in _PLAIN)),
+            tuple(_tensor(k, t) for k, t in module._parameters.items()),
+            tuple(_tensor(k, t) for k, t in module._buffers.items()),
+            tuple((k, id(v)) for k, v in vars(module).items() if callable(v)),
+        )
+        for name, module in stage.named_modules()
+    )
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _tensor(name: str, tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return name
+    return name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
