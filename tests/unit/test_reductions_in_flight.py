@@ -20,6 +20,7 @@ class FakeReduction:
         self.log, self.name, self.nbytes, self.raises = log, name, nbytes, raises
         self.bucket = SimpleNamespace(params=[SimpleNamespace(fqn=f"{name}.weight")])
         self.plan = SimpleNamespace(present=(0,))
+        self.added: list[Any] = []
 
     def collides(self) -> bool:
         return False
