@@ -98,29 +98,20 @@ class Cells:
             "fake": fake,
             "max_saved_bytes": max_saved_bytes,
         }
-        self.traces = TracedSteps(
-            model,
-            sample_input,
-            partial(trace_step, **common),
-            wrap=wrap,
-            checkpoint_modules=checkpoint_modules,
-            experts=experts,
-            parallelize=parallelize,
-            unknown_costs=unknown_costs,
-        )
+        shared: dict[str, Any] = {
+            "wrap": wrap,
+            "checkpoint_modules": checkpoint_modules,
+            "parallelize": parallelize,
+            "unknown_costs": unknown_costs,
+        }
+        trace = partial(trace_step, **common)
+        self.traces = TracedSteps(model, sample_input, trace, experts=experts, **shared)
         [self._label] = self.traces.units
         self._granularity = granularities(model, shard_granularity, self.traces.experts)
         self._staged: StagedSteps | None = None
         if split_stages is not None:
             self._staged = StagedSteps(
-                model,
-                sample_input,
-                partial(trace_step, **common),
-                split_stages=split_stages,
-                wrap=wrap,
-                checkpoint_modules=checkpoint_modules,
-                parallelize=parallelize,
-                unknown_costs=unknown_costs,
+                model, sample_input, trace, split_stages=split_stages, **shared
             )
 
     def predict(

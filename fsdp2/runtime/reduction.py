@@ -337,7 +337,7 @@ class Reduction:
             if param.sharded.grad is None:
                 dtensors[i] = param.sharded_spec.wrap(grad)
             else:
-                self._add(param, grad)
+                self._add_to_grad(param, grad)
         self.dtensors = dtensors
         self._fresh = dtensors.keys()
 
@@ -426,9 +426,9 @@ class Reduction:
                 store.locals[i].copy_(value, non_blocking=True)
             else:
                 # An offloaded ``.grad`` is added to by the host, now: this copy has to block.
-                self._add(params[i], value.to(local_of(grad).device))
+                self._add_to_grad(params[i], value.to(local_of(grad).device))
 
-    def _add(self, param: ShardedParam, value: torch.Tensor) -> None:
+    def _add_to_grad(self, param: ShardedParam, value: torch.Tensor) -> None:
         """Add to the ``.grad`` that earlier backwards have left, and note that."""
         grad = param.sharded.grad
         assert grad is not None
