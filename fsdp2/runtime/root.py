@@ -82,6 +82,7 @@ class Runtime:
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
+        self._defers = False  # whether this backward has deferred gradients of weights
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self._num_forwards = self.num_backwards = 0
@@ -322,7 +323,7 @@ class Runtime:
             return
         unit.backward_began = True
         if not accumulates:
-            unit.weight_grads_deferred = True
+            unit.weight_grads_deferred = self._defers = True
         elif self.ends_iteration:
             unit.weight_grads_deferred = False
         if not config.reduce_grads or unit.gradients.widened:
@@ -366,6 +367,7 @@ class Runtime:
         self.middle = None
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
+        self._defers = False
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
@@ -495,6 +497,11 @@ class Runtime:
                 if gradients.are_left() or (config.reduce_unused and not unit.reduced):
                     self.reduce(unit, final=True)
                 unit.reduced = False
+            if config.reduce_unused and (self._defers or self.ends_iteration):
+                # Ranks come to other units, and must agree on what may be freed.
+                unit.weight_grads_deferred = self._defers
+                if self._defers and unit.state is State.UNSHARDED:
+                    unit.register_unsharded()
             unit.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
             gradients.holds_partial_sums = not config.all_reduce_grads

@@ -373,6 +373,36 @@ def test_a_second_backward_keeps_what_it_reads() -> None:
         assert torch.equal(penalty(), expected)
 
 
+@pytest.mark.parametrize("last", ["one of two layers", "gradients of inputs, of one of two layers"])
+@distributed(2)
+def test_ranks_that_used_other_modules_free_the_same(last: str) -> None:
+    class Both(nn.ModuleList):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [layer(x) for layer in self]
+
+    model = Both(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.set_max_gathered_bytes(10**6)
+    x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+    if last == "one of two layers":
+        # Gradients of the layers' weights might be computed later.
+        torch.autograd.grad(sum(model(x)).sum(), x)
+    model.set_reduce_scatter_unused_params(True)
+    used = model(x)[dist.get_rank()].sum()
+    used.backward() if last == "one of two layers" else torch.autograd.grad(used, x)
+    model.set_reduce_scatter_unused_params(False)
+
+    model.set_reshard_after_forward(True)
+    given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, given, (x,))
+    states = [None, None]
+    dist.all_gather_object(states, [layer._fsdp2_unit.state for layer in model])
+    assert states[0] == states[1]
+    sum(model(x)).sum().backward()
+
+
 @distributed(2)
 def test_where_and_what_a_budget_may_be() -> None:
     model, plain = pair(NESTED)
