@@ -437,6 +437,8 @@ class FSDPModule(_Base):
             # Of a backward that was not the last one: they would be attached after this.
             if not runtime.in_backward:
                 runtime.reductions.complete(runtime.streams)
+            if not set_to_none:
+                runtime.before_zero_grad()
         for unit in units:
             if unit.gradients.earlier_are_left():
                 unit.gradients.drop()

@@ -89,10 +89,18 @@ def follow_zero_grad(runtime: TreeRuntime) -> None:
 
     @functools.wraps(inherited)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            _before_zero_grad()
         inherited(self, set_to_none)
         _release_gradients()
 
     Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+@skip_compile
+def _before_zero_grad() -> None:
+    for runtime in list(_trees):
+        runtime.before_zero_grad()
 
 
 @skip_compile

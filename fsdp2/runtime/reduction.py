@@ -22,6 +22,7 @@ they run at different times.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +51,9 @@ from .unit_config import UnitConfig
 _nbytes_of, _replicate_of = attrgetter("nbytes"), attrgetter("replicate")
 
 
-# A parameter, its gradient, and how often that was written once something was added to it.
-Added = tuple[ShardedParam, torch.Tensor, int]
+# A parameter, its gradient, and how often that was written once something was added to it. Users
+# may drop the gradient before the iteration ends: its memory is to go then.
+Added = tuple[ShardedParam, weakref.ref[torch.Tensor], int]
 
 
 class Reduction:
@@ -433,7 +435,7 @@ class Reduction:
         grad = param.sharded.grad
         assert grad is not None
         local_of(grad).add_(value)
-        self.added.append((param, grad, _writes_to(grad)))
+        self.added.append((param, weakref.ref(grad), _writes_to(grad)))
 
     def _attach(self) -> None:
         params = self.bucket.params
@@ -587,6 +589,14 @@ class ReductionsInFlight:
                 launched.completed(reduction)
         self._launched.popleft()
 
+    def abandon(self, streams: Streams) -> None:
+        """Wait for what a failed backward has launched, and attach nothing of it."""
+        for launched in self._launched:
+            for reduction in launched.reductions:
+                reduction.discard(streams)
+                self.added += reduction.added  # on streams, at the launch
+        self._launched.clear()
+
     def discard(self, streams: Streams) -> list[ShardedParam]:
         """Drop what a failed backward has made; earlier gradients stay.
 
@@ -594,17 +604,17 @@ class ReductionsInFlight:
             The parameters whose ``.grad`` was of earlier backwards and has a part of this one in
             it, unless users have dropped or written it since: it is dropped, too.
         """
-        for launched in self._launched:
-            for reduction in launched.reductions:
-                reduction.discard(streams)
-                self.added += reduction.added  # on streams, at the launch
-        self._launched.clear()
+        num_waited = len(self.added)
+        self.abandon(streams)
         for param in self.attached:
             param.grad = None
         mixed = []
-        for each, into, num_writes in self.added:
+        for i, (each, into, num_writes) in enumerate(self.added):
             grad = each.sharded.grad
-            if grad is into and _writes_to(into) == num_writes:
+            if grad is None or grad is not into():
+                continue
+            # Compute may have overtaken what it has not waited for: then a write tells nothing.
+            if i >= num_waited or _writes_to(grad) == num_writes:
                 each.sharded.grad = None
                 mixed.append(each)
         self.attached.clear()

@@ -190,6 +190,12 @@ class Runtime:
                 if bucket.grads is not None and not bucket.grads.is_free:
                     bucket.release_gradients()
 
+    def before_zero_grad(self) -> None:
+        """Let compute wait for what a backward that raised still adds to gradients: users may write
+        them next."""
+        if self.in_backward and self.streams.stream_ordered and not autograd_is_running():
+            self.reductions.abandon(self.streams)
+
     def free_written(self, unit: Unit) -> None:
         """Free what was gathered before its shards were written: it has to be gathered again.
 
