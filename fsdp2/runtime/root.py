@@ -82,7 +82,7 @@ class Runtime:
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
-        self._defers = False  # whether this backward has deferred gradients of weights
+        self._accumulates = False  # whether this backward accumulates gradients of any unit
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
         self._num_forwards = self.num_backwards = 0
@@ -329,9 +329,12 @@ class Runtime:
             return
         unit.backward_began = True
         if not accumulates:
-            unit.weight_grads_deferred = self._defers = True
-        elif self.ends_iteration:
-            unit.weight_grads_deferred = False
+            unit.weight_grads_deferred = True
+        else:
+            if self.ends_iteration:
+                unit.weight_grads_deferred = False
+            if unit.gradients.accumulators:
+                self._accumulates = True
         if not config.reduce_grads or unit.gradients.widened:
             unit.gradients.let_autograd_widen(wanted=not config.reduce_grads)
         if unit is self._carried_unit:
@@ -373,7 +376,7 @@ class Runtime:
         self.middle = None
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
-        self._defers = False
+        self._accumulates = False
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
@@ -503,10 +506,10 @@ class Runtime:
                 if gradients.are_left() or (config.reduce_unused and not unit.reduced):
                     self.reduce(unit, final=True)
                 unit.reduced = False
-            if config.reduce_unused and (self._defers or self.ends_iteration):
+            if config.reduce_unused and (self.ends_iteration or not self._accumulates):
                 # Ranks come to other units, and must agree on what may be freed.
-                unit.weight_grads_deferred = self._defers
-                if self._defers and unit.state is State.UNSHARDED:
+                unit.weight_grads_deferred = not self._accumulates
+                if not self._accumulates and unit.state is State.UNSHARDED:
                     unit.register_unsharded()
             unit.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
@@ -571,7 +574,12 @@ class Runtime:
 
     def take_weight_gradients(self, unit: Unit) -> None:
         """Reduce, or add up in the dtype of the reduction, what no hook has seen."""
-        if unit.weight_grads_deferred and unit.gradients.has_whole():
+        if not (unit.weight_grads_deferred and unit.gradients.has_whole()):
+            return
+        if unit.config.reduce_unused:
+            # Other ranks may have none: they meet at the end of the next backward with a reduction.
+            unit.gradients.accumulate()
+        else:
             self.reduce(unit)
 
     def wait_unshard(self, unit: Unit) -> None:

@@ -31,6 +31,7 @@ class UnitGrads:
     Attributes:
         accumulated: sums of micro-batches in the dtype of the reduction, by ``id`` of the
             parameter.
+        accumulators: autograd's nodes that accumulate gradients of the parameters.
         widened: whether autograd itself makes gradients in the dtype of the reduction.
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
             hold sums in the dtype of the reduction.
@@ -47,8 +48,8 @@ class UnitGrads:
         # By parameter, not by slot: buckets may be planned again between two micro-batches.
         self.accumulated: dict[int, torch.Tensor] = {}
         self.deferred = DeferredReductions()
-        self._accumulators: list[Any] = []  # the nodes that accumulate them, of
-        self._generation = -1  # the contents
+        self.accumulators: list[Any] = []
+        self._generation = -1  # of the parameters that these are of
         self.widened = False
         self.holds_earlier = False
         self.holds_partial_sums = False
@@ -76,7 +77,7 @@ class UnitGrads:
         # nodes: a parameter refers to its node weakly, and the next graph would get another one.
         if self._generation != param_group.generation:
             self._generation = param_group.generation
-            self._accumulators = [
+            self.accumulators = [
                 node
                 for param in param_group.unsharded
                 if param is not None
@@ -84,7 +85,7 @@ class UnitGrads:
                 and (node := _accumulator(param)) is not None
             ]
         # Usually the first answer ends it; none is given where nothing is trained.
-        return any(map(will_run, self._accumulators)) or not self._accumulators
+        return any(map(will_run, self.accumulators)) or not self.accumulators
 
     def are_left(self) -> bool:
         """Whether anything is left to reduce, including sums that wait for an all-reduce."""

@@ -373,25 +373,40 @@ def test_a_second_backward_keeps_what_it_reads() -> None:
         assert torch.equal(penalty(), expected)
 
 
-@pytest.mark.parametrize("last", ["one of two layers", "gradients of inputs, of one of two layers"])
+class Both(nn.ModuleList):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self]
+
+
+def without_weights(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    return args[0] * 2 if getattr(module, "is_absent", False) else None
+
+
+@pytest.mark.parametrize("last", ["one layer", "one layer's weights", "inputs of one layer"])
 @distributed(2)
 def test_ranks_that_used_other_modules_free_the_same(last: str) -> None:
-    class Both(nn.ModuleList):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [layer(x) for layer in self]
-
-    model = Both(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+    model: Any = Both(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+    for layer in model:
+        layer.register_forward_hook(without_weights)
     for module in (*model, model):
         fully_shard(module, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.set_max_gathered_bytes(10**6)
     x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-    if last == "one of two layers":
+    if last != "inputs of one layer":
         # Gradients of the layers' weights might be computed later.
         torch.autograd.grad(sum(model(x)).sum(), x)
     model.set_reduce_scatter_unused_params(True)
-    used = model(x)[dist.get_rank()].sum()
-    used.backward() if last == "one of two layers" else torch.autograd.grad(used, x)
+    mine, other = dist.get_rank(), 1 - dist.get_rank()
+    model[other].is_absent = last == "one layer's weights"
+    outputs = model(x)
+    if last == "one layer's weights":
+        sum(outputs).sum().backward()
+    elif last == "one layer":
+        outputs[mine].sum().backward()
+    else:
+        torch.autograd.grad(outputs[mine].sum(), x)
+    model[other].is_absent = False
     model.set_reduce_scatter_unused_params(False)
 
     model.set_reshard_after_forward(True)
@@ -401,6 +416,35 @@ def test_ranks_that_used_other_modules_free_the_same(last: str) -> None:
     dist.all_gather_object(states, [layer._fsdp2_unit.state for layer in model])
     assert states[0] == states[1]
     sum(model(x)).sum().backward()
+
+
+@pytest.mark.parametrize("before", ["", "gradients of inputs"])
+@distributed(2)
+def test_no_rank_reduces_alone_what_only_it_has_accumulated(before: str) -> None:
+    """It might be taken for gradients of weights that the user has computed."""
+    model: Any = Both(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+    plain = copy.deepcopy(model)
+    for layer in model:
+        layer.register_forward_hook(without_weights)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=False)
+    x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+    other = 1 - dist.get_rank()
+    model.set_reduce_scatter_unused_params(True)
+    with model.no_sync():
+        if before:
+            torch.autograd.grad(sum(model(x)).sum(), x)
+        model[other].is_absent = True
+        sum(model(x)).sum().backward()
+    model.set_accumulate_sharded(True)
+    model.set_requires_gradient_sync(False)
+    sum(model(x)).sum().backward()
+    model.set_accumulate_sharded(False)
+    model.set_requires_gradient_sync(True)
+    sum(model(x)).sum().backward()
+    # Three of each rank, whose mean is that of the ranks' single ones.
+    sum(plain(x)).sum().mul(3 / 2).backward()
+    assert_same_gradients(model, plain)
 
 
 @distributed(2)
