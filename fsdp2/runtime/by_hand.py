@@ -35,7 +35,7 @@ def gather_for_backward(unit: Unit) -> None:
     if runtime.ends_iteration or runtime.in_backward:
         return
     deferred = any(other.weight_grads_deferred for other in runtime.units)
-    if not deferred and not any(other.awaits_backward for other in runtime.units):
+    if not deferred and not runtime.forwards.outstanding:
         return
     if deferred:
         unit.unshard(runtime.streams)

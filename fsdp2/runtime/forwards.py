@@ -38,12 +38,19 @@ class Pass(Protocol):
 class Forwards:
     """The forwards of one tree of units, in the order in which they ended.
 
-    Prefetches of backward follow from that order and from where backward has been, which all ranks
+    Gathers in backward follow from that order and from where backward has been, which all ranks
     know. Whether a graph still exists is known to one rank only: a rank that keeps a loss to look
     at it would gather what the others do not.
+
+    Attributes:
+        outstanding: the numbers of outermost forwards of this iteration that have left a graph
+            where backward has not been.
     """
 
     def __init__(self) -> None:
+        self.outstanding: set[int] = set()
+        self._number = self._left_graph = 0  # of the last, and of the last that has left a graph
+        self._outermost: Unit | None = None
         self._last: Forward | None = None
         self._began: set[Unit] = set()
         self._ungraphed: list[Forward] = []
@@ -57,6 +64,8 @@ class Forwards:
         if unit in self._began:
             self.end_pass()
         self._began.add(unit)
+        self._outermost = unit
+        self._number += 1
 
     def end_pass(self) -> None:
         """A backward is over: what comes next is another pass."""
@@ -64,6 +73,11 @@ class Forwards:
         # Each forward holds the one before it. Without this cut, a loss that is never freed would
         # hold the forwards of all earlier steps.
         self._last = None
+
+    def end_iteration(self) -> None:
+        """A backward that ends an iteration is over: graphs that are left are not waited for."""
+        self.outstanding.clear()
+        self.forget_ungraphed()
 
     def drop_held(self) -> None:
         """Stop holding forwards of earlier passes: then only those live that graphs hold."""
@@ -83,7 +97,11 @@ class Forwards:
             if len(self._ungraphed) >= MAX_UNGRAPHED:
                 self.forget_ungraphed()
             self._ungraphed.append(forward)
+        elif self._left_graph != self._number:
+            self._left_graph = self._number
+            self.outstanding.add(self._number)
         forward.noted = True
+        forward.outermost, forward.number = self._outermost, self._number
         forward.previous, self._last = self._last, forward
         # The references of graphs that were dropped go here, or evaluations without `no_grad` would
         # leave one per call. Not in every forward: the list is as long as the unit has modules.
@@ -108,6 +126,8 @@ class Forwards:
         if forward is None or forward.entered:
             return None
         forward.entered = True
+        if forward.number in self.outstanding:
+            self.outstanding.remove(forward.number)
         return forward
 
     def forget_ungraphed(self) -> None:

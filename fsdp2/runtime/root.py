@@ -327,7 +327,7 @@ class Runtime:
             if unit.state not in GATHERED and config.unshard_in_backward:
                 unit.unshard(self.streams)
             return
-        unit.backward_began = True
+        unit.backward_began, unit.entered_in = True, self.num_backwards
         if not accumulates:
             unit.weight_grads_deferred = True
         else:
@@ -357,11 +357,14 @@ class Runtime:
         unit.next_in_backward = before
         for parent in unit.enclosing:
             if parent.param_group.params:
-                # A loss of an output inside of it: backward comes to what it computed before.
-                passed = not parent.backward_began and parent.config.unshard_in_backward
-                if passed and parent.state in RESHARDED and parent.awaits_backward:
-                    parent.unshard(self.streams)
+                if parent.state in RESHARDED and parent.entered_in != self.num_backwards:
+                    self._gather_passed(parent, entered or forward)
                 self._reduce_early(parent)
+
+    def _gather_passed(self, parent: Unit, forward: Forward | None) -> None:
+        """A loss of an output inside of ``parent``: backward comes to what it computed before."""
+        if forward is not None and forward.is_inside(parent) and parent.config.unshard_in_backward:
+            parent.unshard(self.streams)
 
     def begin_backward(self) -> None:
         """A run of autograd has reached this tree: the end of that run ends this backward."""
@@ -528,7 +531,7 @@ class Runtime:
         self.reductions.added.clear()
         if self.early_steps is not None:
             self.early_steps.end_iteration()
-        self.forwards.forget_ungraphed()
+        self.forwards.end_iteration()
         self.finalization.end()
 
     def free_units(self) -> None:
@@ -651,7 +654,7 @@ class Runtime:
             unit.running = 0
         if self._offloads:
             self.streams.synchronize()
-        self.forwards.forget_ungraphed()
+        self.forwards.end_iteration()
         self.forwards.end_pass()
         self._carried_unit = self._kept_unit = self._entered = self.middle = None
         self.in_backward = False

@@ -95,15 +95,21 @@ class Forward:
         previous: the forward that ended before this one in the same pass; its graph may be gone.
         noted: it has ended.
         entered: backward has reached it.
+        outermost: the unit in whose forward this one ran, directly or not; None until it has ended.
+        number: how many such forwards had begun.
     """
 
-    __slots__ = ("__weakref__", "entered", "noted", "previous", "unit")
+    __slots__ = (
+        "__weakref__", "entered", "noted", "number", "outermost", "previous", "unit",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, *, entered: bool = False) -> None:
         self.unit = unit
         self.entered = entered
         self.noted = False
         self.previous: Forward | None = None
+        self.outermost: Unit | None = None
+        self.number = 0
 
     def unit_before(self) -> Unit | None:
         """The unit that backward will reach after this one; None if that is not known."""
@@ -111,6 +117,10 @@ class Forward:
         # use a gather.
         before = self.previous
         return None if before is None or before.entered else before.unit
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether this forward ran inside one of ``unit``, which encloses this one's unit."""
+        return self.outermost is unit or self.outermost in unit.enclosing
 
     def follows(self, unit: Unit) -> bool:
         """Whether ``unit`` ran before in this pass, and backward has not reached that forward."""
@@ -188,6 +198,7 @@ class Unit:
         self.running = 0  # forwards that have begun and not ended
         self.input_nodes: dict[int, Any] = {}  # of these: `borders.Marks`
         self.backward_began = False
+        self.entered_in = 0  # which backward of the tree reached it last
         self.recomputed = False  # gathered in backward, to recompute activations
         self.weight_grads_deferred = False  # see `Runtime.pre_backward`
         self.has_graph = False  # the forward that ended last

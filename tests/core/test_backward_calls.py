@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule
+from fsdp2 import FSDPModule, fully_shard
 from fsdp2.testing import GradientLostError
 from harness import distributed, ours_only
 from models import MLP, run_backward
@@ -195,3 +196,42 @@ def test_gradients_assigned_to_unsharded_parameters() -> None:
         loss_of(each, 1).backward()
     average_gradients(plain)
     assert_same_gradients(model, plain)
+
+
+class Supervised(nn.Module):
+    """A loss at each of two layers, which compute from layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(5))
+        self.first, self.second, *inside = layers
+        self.inside = nn.ModuleList(inside)
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.inside[0](self.first(x)), self.inside[1](self.second(x).sin())
+        self.losses = [a.square().sum(), b.square().sum()]
+        return self.inside[2](a + b)
+
+
+@pytest.mark.parametrize("output", ["dropped", "kept", "kept on one rank", "used before"])
+@distributed(2)
+def test_losses_inside_of_a_unit_one_by_one(output: str) -> None:
+    """Backward comes to what that unit computed before the layer of a loss, not to its output."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Supervised())
+    model = copy.deepcopy(plain)
+    for module in (*model[1].inside, model[1], model):
+        fully_shard(module, reshard_after_forward=True)
+    for each in (model, plain):
+        out = each(batch(0)[:, :6])
+        if output == "used before":
+            out.sum().backward(retain_graph=True)
+        if output == "dropped" or (output == "kept on one rank" and dist.get_rank()):
+            del out
+        losses, each[1].losses = each[1].losses, []
+        while losses:
+            losses.pop().backward(retain_graph=bool(losses))
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+    assert_sharded(model)

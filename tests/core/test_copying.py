@@ -477,7 +477,8 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "_gather_finish", "_gather_event", "_waits_for_gather", "_versions",
         "_gathered_writes",
         "forwards", "max_forwards", "next_in_backward", "running", "input_nodes", "backward_began",
-        "weight_grads_deferred", "recomputed", "recomputes_all", "has_graph", "reduced",
+        "entered_in", "weight_grads_deferred", "recomputed", "recomputes_all", "has_graph",
+        "reduced",
     }  # fmt: skip
     planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",

@@ -261,6 +261,29 @@ def test_several_asynchronous_unshards_in_flight() -> None:
     assert_same_gradients(model, plain)
 
 
+@ours_only("gathers nothing between forward and backward")
+@distributed(2)
+def test_ranks_that_keep_an_output_gather_no_more_than_others() -> None:
+    """As zero-bubble pipelines do: before backward, to compute gradients of weights later."""
+    model, _ = pair(MLP, reshard_after_forward=True)
+    (x,) = MLP.batch(0, dist.get_rank(), torch.float64)
+    model.set_is_last_backward(False)
+    kept = model(x)  # of the iteration before, and never used
+    model(x).sum().backward()
+    model.set_is_last_backward(True)
+    model(x).sum().backward()
+    if dist.get_rank():
+        del kept
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    assert {unit_of(unit).state for unit in units_of(model)} <= set(RESHARDED)
+    model.set_reshard_after_backward(True)
+    loss = model(x).sum()
+    model.set_reshard_after_backward(False)
+    assert all(unit_of(unit).registration.registered == "unsharded" for unit in units_of(model))
+    loss.backward()
+
+
 @distributed(2, 3)
 def test_repeated_unshard_and_reshard_change_nothing() -> None:
     model, plain = pair(MLP)

@@ -46,9 +46,10 @@ LEFT_OUT = (
     *("merge", "copy", "cast", "custom", "lookup", "reduced_by_hook", "replaced", "compiled"),
 )
 # Once, among the first: after `compile` torch keeps guards and metrics, of a plain model as well; a
-# forward method stays registered, of each module once.
+# forward method stays registered, of each module once; a second group for reductions is kept.
 ONCE: tuple[Operation, ...] = (
     *(("copy",), ("compile",)),
+    ("setting", "set_separate_reduce_scatter_group", True),
     *(("alone", number, "encode") for number in range(12)),
 )
 MORE: tuple[Operation, ...] = (("load",), ("watch",))

@@ -72,8 +72,8 @@ def test_the_core_stays_small() -> None:
     # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces; 14 and
     # 1 for the head of a file that was a part of another; 25 and 2 for backwards that raise after
     # they have added to gradients.
-    assert core().code_lines <= 9793
-    assert core().functions <= 1046
+    assert core().code_lines <= 9816
+    assert core().functions <= 1049
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -89,15 +89,15 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # what was frozen; one whether an optimizer wants units side by side, and one was a part of
     # another; one forgets parameters that were replaced, one notes gathered storages; five look at
     # granularities.
-    assert len(measured[FIRST].functions) <= 352
+    assert len(measured[FIRST].functions) <= 353
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
     # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 19 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 128 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 440 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 129 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 441 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
