@@ -14,6 +14,7 @@ from torch import Tensor
 import fsdp2
 from fsdp2 import FSDPModule
 from fsdp2.runtime.gather_budget import GatherBudgetError
+from fsdp2.runtime.unit import units_in
 from program_pair import Operation, Pair, has_one_mesh
 from random_models import HOOK_FAULTS, PlannedError, add_faulty_hook, nodes, tensor_of
 from reference import (
@@ -203,25 +204,56 @@ class Backwards(Pair):
 
     def partial(self, number: int) -> None:
         """A loss of what a unit in the middle returns."""
-        chosen = self.node(number, units=True)[0]
-        around = [n for n in (*nodes(self.plain), self.plain) if chosen in [*n.modules()][1:]]
-        if any(node.layer.recomputed for node in around):
-            # Refused: to recompute, backward would enter a unit in the middle, whose output the
-            # loss does not depend on.
-            return
-        seen: list[list[Tensor]] = [[], []]
-        handles = [
-            node.register_forward_hook(lambda _m, _a, out, into=into: into.append(tensor_of(out)))
-            for node, into in zip(self.node(number, units=True), seen, strict=True)
-        ]
-        self.forward(*self.batch())
-        for handle in handles:
-            handle.remove()
-        assert len(seen[0]) == len(seen[1])
+        with self.outputs_of(number) as seen:
+            self.forward(*self.batch())
         if seen[0]:
             self.backward(*(outputs[-1].square().mean() for outputs in seen))
             self.after_backward()
         self.zero()
+
+    def inner(self, first: int, second: int, output: str) -> None:
+        """Losses of what units in the middle return, one by one.
+
+        Args:
+            output: what becomes of the model's: "dropped", "kept" on one rank, or "used" before.
+        """
+        if self.recomputes("reentrant", "selective") or self.changes_in_place():
+            return  # torch goes through such graphs once
+        with self.outputs_of(first) as seen, self.outputs_of(second) as also:
+            losses: Any = self.forward(*self.batch())
+        found = [(a, b) for a, b in zip(*seen, strict=True) if a.requires_grad]
+        found += [(a, b) for a, b in zip(*also, strict=True) if a.requires_grad]
+        if output == "used" and losses[0].requires_grad and found:
+            for loss in losses:
+                loss.backward(retain_graph=True)
+        if output == "dropped" or dist.get_rank():
+            del losses
+        for outputs in found:
+            for each in outputs:
+                each.square().mean().backward(retain_graph=True)
+        self.had_backward = bool(found)
+        self.after_backward()
+        self.zero()
+
+    @contextlib.contextmanager
+    def outputs_of(self, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yields what a unit of both returns inside; nothing if torch refuses a loss of that."""
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        chosen = self.node(number, units=True)[0]
+        around = [n for n in (*nodes(self.plain), self.plain) if chosen in [*n.modules()][1:]]
+        if any(node.layer.recomputed for node in around):
+            # To recompute, backward would enter a unit in the middle, whose output the loss does
+            # not depend on.
+            yield seen
+            return
+        handles = [
+            node.register_forward_hook(lambda _m, _a, out, into=into: into.append(tensor_of(out)))
+            for node, into in zip(self.node(number, units=True), seen, strict=True)
+        ]
+        yield seen
+        for handle in handles:
+            handle.remove()
+        assert len(seen[0]) == len(seen[1])
 
     def inputs(self) -> None:
         """Gradients of the input, alone."""
@@ -282,6 +314,8 @@ class Backwards(Pair):
 
     def compiled(self, number: int, what: str, backend: str) -> None:
         """The model, a module inside or its own layer is compiled for two steps."""
+        if self.recomputes("reentrant"):
+            return  # compiled, its outputs need gradients where plain ones do not
         kinds = {node.layer.kind for node in nodes(self.plain)}
         if "batchnorm" in kinds and self.recomputes(True, "reentrant", "selective"):
             return  # torch refuses what its compiler saves there: a buffer that has changed since
@@ -408,6 +442,9 @@ class Backwards(Pair):
         trained = any(parameter.requires_grad for parameter in self.plain.own.parameters())
         if not trained or self.plain.layer.recomputed == "reentrant":
             return  # on some ranks there might be nothing to compute gradients of
+        policies = [unit.config.comm_options.policy for unit in units_in(model)]
+        if any(policy is not None and policy.error_feedback for policy in policies):
+            return  # what earlier gradients have left follows, where this one is zero, too
         model.set_reduce_scatter_unused_params(True)
         free = [
             pair

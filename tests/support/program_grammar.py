@@ -115,6 +115,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("graph", one("again", "anew")),
         of("penalty", flag),
         of("partial", numbers),
+        of("inner", numbers, numbers, one("dropped", "kept", "used")),
         of("inputs"),
         of("saved", one("identity", "copies", "on cpu", "budget")),
         of("watched", numbers),
