@@ -92,6 +92,7 @@ class Backwards(Pair):
         assert isinstance(model, FSDPModule)
         self.free()
         model.reset_iter_state()  # of a backward that has raised, the mode could not change
+        self.plain.zero_grad()
         model.set_manual_backward_finalization(True)
         had_backward = False
         for mode in modes:
