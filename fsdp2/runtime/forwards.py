@@ -49,7 +49,8 @@ class Forwards:
 
     def __init__(self) -> None:
         self.outstanding: set[int] = set()
-        self._number = self._left_graph = 0  # of the last, and of the last that has left a graph
+        # Of the last one, the last that has left a graph, and the last that backward has reached.
+        self._number = self._left_graph = self._reached = 0
         self._outermost: Unit | None = None
         self._last: Forward | None = None
         self._began: set[Unit] = set()
@@ -75,8 +76,10 @@ class Forwards:
         self._last = None
 
     def end_iteration(self) -> None:
-        """A backward that ends an iteration is over: graphs that are left are not waited for."""
-        self.outstanding.clear()
+        """A backward that ends an iteration is over: graphs of forwards before the one that it came
+        to last are not waited for."""
+        if self.outstanding:
+            self.outstanding = {number for number in self.outstanding if number > self._reached}
         self.forget_ungraphed()
 
     def drop_held(self) -> None:
@@ -126,6 +129,7 @@ class Forwards:
         if forward is None or forward.entered:
             return None
         forward.entered = True
+        self._reached = forward.number
         if forward.number in self.outstanding:
             self.outstanding.remove(forward.number)
         return forward

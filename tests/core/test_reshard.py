@@ -278,10 +278,13 @@ def test_ranks_that_keep_an_output_gather_no_more_than_others() -> None:
     model.set_reshard_after_backward(False)
     assert {unit_of(unit).state for unit in units_of(model)} <= set(RESHARDED)
     model.set_reshard_after_backward(True)
-    loss = model(x).sum()
+    model.set_is_last_backward(True)
+    losses = [model(x).sum(), model(x).sum()]
+    losses[0].backward()
+    model.set_is_last_backward(False)
     model.set_reshard_after_backward(False)
     assert all(unit_of(unit).registration.registered == "unsharded" for unit in units_of(model))
-    loss.backward()
+    losses[1].backward()
 
 
 @distributed(2, 3)
