@@ -507,6 +507,9 @@ class Runtime:
                 gradients.accumulate()  # or autograd would, in the dtype of computation
             else:
                 if gradients.are_left() or (config.reduce_unused and not unit.reduced):
+                    group = unit.param_group
+                    if unit.state in RESHARDED and (group.dirty or not group.materialized):
+                        unit.plan_anew(self.streams)  # no forward of it has, since a change
                     self.reduce(unit, final=True)
                 unit.reduced = False
             if config.reduce_unused and (self.ends_iteration or not self._accumulates):

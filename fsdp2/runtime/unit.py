@@ -287,9 +287,7 @@ class Unit:
             self.runtime.early_steps.check_gather(self)
         budget = self.runtime.budget
         if param_group.dirty or not param_group.materialized:
-            if budget is not None:
-                budget.make_room(self, streams)  # to plan takes the memory for a moment
-            self._plan_anew(streams)
+            self.plan_anew(streams)
         if param_group.unwritten:
             self.runtime.look_for_unwritten()
         in_backward = self.runtime.in_backward
@@ -328,8 +326,10 @@ class Unit:
             self._free_packs()
             self._gather_event = streams.gathered(self._gather_event)
 
-    def _plan_anew(self, streams: Streams) -> None:
-        """Before the first gather, and after parameters were replaced."""
+    def plan_anew(self, streams: Streams) -> None:
+        """Before the first gather, and after parameters or settings have changed."""
+        if self.runtime.budget is not None:
+            self.runtime.budget.make_room(self, streams)  # to plan takes the memory for a moment
         self.drop_cache(streams)
         self.materialize()
         self.runtime.choose_cached()

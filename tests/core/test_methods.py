@@ -224,8 +224,18 @@ def test_ranks_that_use_different_parameters_of_a_unit(grad_input: bool) -> None
         plain.zero_grad()
 
 
+def to_float32(model: Any) -> None:
+    model.float()
+
+
+def to_other_transports(model: Any) -> None:
+    model.set_separate_reduce_scatter_group(True)
+
+
+@pytest.mark.parametrize("change", [None, to_float32, to_other_transports])
 @distributed(2)
-def test_units_that_did_not_run_take_part_with_zeros() -> None:
+def test_units_that_did_not_run_take_part_with_zeros(change: Callable[[Any], None] | None) -> None:
+    """Also where they did not run since something has changed."""
     torch.manual_seed(0)
     plain = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).double()
 
@@ -246,7 +256,10 @@ def test_units_that_did_not_run_take_part_with_zeros() -> None:
     assert model.b.weight.grad is None
     model.zero_grad()
     model.b.set_reduce_scatter_unused_params(True)
-    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    if change is not None:
+        change(model)
+    model(torch.ones(2, 4, dtype=model.a.weight.dtype)).sum().backward()
+    assert model.b.weight.grad.dtype == model.b.weight.dtype
     assert not whole(model.b.weight.grad).any()
     assert whole(model.a.weight.grad).any()
 

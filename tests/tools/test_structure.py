@@ -72,7 +72,7 @@ def test_the_core_stays_small() -> None:
     # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces; 14 and
     # 1 for the head of a file that was a part of another; 25 and 2 for backwards that raise after
     # they have added to gradients.
-    assert core().code_lines <= 9818
+    assert core().code_lines <= 9821
     assert core().functions <= 1049
 
 
