@@ -74,6 +74,10 @@ def count() -> Counter[str]:
         gc.collect()
     with host_links._lock:  # else the next new channel does
         host_links._drop_forgotten()
+        # One for each tag that was ever used: units have more than they use at any time.
+        for links in host_links._found.values():
+            if isinstance(links, host_links.HostLinks):
+                links.drop_idle([range(sys.maxsize)])
     found: Counter[str] = Counter()
     objects = gc.get_objects()
     kinds = Counter(map(type, objects))
@@ -125,10 +129,12 @@ def _caches() -> dict[str, int]:
             continue
         for name, value in list(vars(module).items()):
             where = f"cache {module_name}.{name}"
-            if name.startswith("__") or isinstance(value, type | torch.Tensor):
+            if name.startswith("__") or isinstance(value, type | torch.Tensor | str):
                 continue
             if hasattr(value, "cache_info"):
-                found[where] = value.cache_info().currsize
+                info = value.cache_info()
+                if info.maxsize is None:  # others end somewhere
+                    found[where] = info.currsize
             elif isinstance(value, Sized) and hasattr(value, "__iter__"):
                 found[where] = _length(value)
     return found
