@@ -7,6 +7,7 @@ every other rank without communication.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -161,6 +162,21 @@ def box_of(
                 "part on each rank; redistribute it first"
             )
     return Box(tuple(start), tuple(size))
+
+
+def boxes_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> set[Box]:
+    """The different boxes that the ranks of a mesh hold.
+
+    Raises:
+        ValueError: as `holding`.
+    """
+    cuts = [
+        range(1 if isinstance(p, Replicate) else num)
+        for num, p in zip(mesh_shape, placements, strict=True)
+    ]
+    return {box_of(shape, mesh_shape, placements, place) for place in product(*cuts)}
 
 
 def own_part(whole: Tensor, like: DTensor) -> DTensor:

@@ -16,7 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd, lcm, prod
 from typing import Any
 from weakref import WeakSet
 
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..dtensor.boxes import Box, run_numel, run_offsets
-from ..dtensor.from_local import local_of
+from ..dtensor.placement import boxes_of
 from ..dtensor.subclasses import inner_of
 from .exchange import cut_of
 from .probe import quietly
@@ -86,7 +86,7 @@ def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter],
         A function of a parameter, for `fully_shard` and `shard_model`. It finds the fewest rows
         with which shards on dim 0 consist of whole blocks and have at least ``min_numel`` elements.
         A parameter that blocks do not divide is not quantized on one process: one rank gets all of
-        its rows.
+        its rows. Of tensor-parallel parameters each part counts as a parameter.
 
     Raises:
         ValueError: for numbers that make no sense.
@@ -99,22 +99,45 @@ def block_rows(block_numel: int, min_numel: int = 0) -> Callable[[nn.Parameter],
         raise ValueError(f"There are no blocks of {block_numel} of at least {min_numel} elements")
 
     def rows_per_block(param: nn.Parameter) -> int:
-        shape = local_of(param).shape
-        if not shape or shape.numel() < max(min_numel, 1):
-            return 1
-        size, row = shape[0], prod(shape[1:])
-        if shape.numel() % block_numel:
-            return size
-        step = block_numel // gcd(block_numel, row)
-        # The last shard has the rows that are left over, and perhaps some blocks.
-        fits = (
-            rows
-            for rows in range(step, size, step)
-            if rows * row >= min_numel and (size % rows == 0 or size % rows * row >= min_numel)
+        # Of the parts of all ranks of tensor parallelism, since the number must be the same on all.
+        sizes = {
+            (shape[0], prod(shape[1:]))
+            for shape in map(torch.Size, _local_shapes(param))
+            if shape and shape.numel() >= max(min_numel, 1)
+        }
+        most = max((size for size, _ in sizes), default=1)
+        step = lcm(*(block_numel // gcd(block_numel, row) for _, row in sizes))
+        return next(
+            (
+                rows
+                for rows in range(step, most, step)
+                if all(_fits(rows, *size, block_numel, min_numel) for size in sizes)
+            ),
+            most,
         )
-        return next(fits, size)
 
     return rows_per_block
+
+
+def _local_shapes(param: Tensor) -> set[Shape]:
+    """The shapes of the parts of ``param`` that the ranks of its mesh have; its own without one."""
+    if not isinstance(param, DTensor):
+        return {tuple(param.shape)}
+    boxes = boxes_of(tuple(param.shape), tuple(param.device_mesh.shape), tuple(param.placements))
+    return {box.shape for box in boxes}
+
+
+def _fits(rows: int, size: int, row: int, block_numel: int, min_numel: int) -> bool:
+    """Whether ``size`` rows of ``row`` elements may be cut into shards of ``rows``."""
+    if rows >= size:
+        return True
+    # The last shard has the rows that are left over, and perhaps some blocks.
+    rest = size % rows
+    return (
+        size * row % block_numel == 0
+        and rows * row >= min_numel
+        and (not rest or rest * row >= min_numel)
+    )
 
 
 def warn_of_differences(optimizer: Optimizer, known: Callable[[Tensor], Any]) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..dtensor.block_shard import is_block_shard
 from ..sharding.param import ShardedParam, managed_param, param_gathered_as
 from .freed_params import FreedParameterProxy
 from .torch_modes import skip_compile
@@ -158,7 +159,9 @@ def _check_originals(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_uneven(param: Any) -> bool:
     return isinstance(param, DTensor) and any(
-        isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size(i)
+        param.shape[placement.dim] % param.device_mesh.size(i)
+        if isinstance(placement, Shard)
+        else is_block_shard(placement)
         for i, placement in enumerate(param.placements)
     )
 

@@ -28,6 +28,7 @@ from ..common.failures import explained
 from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part, strides
 from ..dtensor.from_local import dtensor_over
+from ..dtensor.placement import boxes_of
 from ..policy import compute_dtype
 from .annotations import Annotations, read_annotations
 from .layout import Slot
@@ -193,6 +194,8 @@ class ShardedParam:
         """1 if shards are the same without: then placements are those of torch's FSDP2."""
         if self.dim is None or self.mesh.shard_group is None or granularity == 1:
             return 1
+        if self.tensor_parallel is not None:
+            self._check_tensor_parallel_blocks(granularity, self.tensor_parallel, self.dim)
         size, num = self.full_shape[self.dim], self.mesh.num_shards
         if entries_per_part(size, num, granularity) == entries_per_part(size, num):
             return 1
@@ -203,6 +206,26 @@ class ShardedParam:
                 "for it"
             )
         return granularity
+
+    def _check_tensor_parallel_blocks(self, granularity: int, others: TensorSpec, dim: int) -> None:
+        """Raises ValueError if tensor parallelism leaves any rank a part of a block."""
+        # Of all ranks' parts, which may differ in size: an error on some of them only would leave
+        # the others waiting.
+        boxes = boxes_of(tuple(others.shape), tuple(others.mesh.shape), others.placements)
+        parts = {(box.start[dim], box.shape[dim]) for box in boxes if box.shape[dim]}
+        num = self.mesh.num_shards
+        if len(parts) < 2 or all(
+            start % granularity == 0
+            and entries_per_part(size, num, granularity) == entries_per_part(size, num)
+            for start, size in parts
+        ):
+            return
+        raise ValueError(
+            f"Parameter '{self.fqn}' of shape {tuple(others.shape)} cannot have shards of "
+            f"{granularity} rows: tensor parallelism cuts dim {dim} as well, into parts that begin "
+            f"at {sorted(start for start, _ in parts)} and do not divide among {num} ranks where "
+            "blocks end. Let shard_granularity return 1 for it, or shard_placement_fn another dim"
+        )
 
     @property
     def padded_numel(self) -> int:
@@ -470,13 +493,6 @@ def _sharded_spec(
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
             splits *= size
     if splits > 1 and dim is not None and mesh.shard_group is not None:
-        if granularity > 1:
-            raise ValueError(
-                f"Parameter '{param.fqn}' of shape {tuple(shape)} cannot have shards of "
-                f"{granularity} rows: tensor parallelism cuts dim {dim} as well, into {splits} "
-                f"parts, whose blocks do not divide evenly among {mesh.num_shards} ranks. Let "
-                "shard_granularity return 1 for it, or shard_placement_fn another dim"
-            )
         data_parallel[-1] = _StridedShard(dim, split_factor=splits)
     return TensorSpec(
         concatenate(mesh.mesh, tensor_parallel.mesh),

@@ -41,9 +41,13 @@ def layout_of(value: Tensor, param: Tensor) -> Noted:
         )
         if like_param or (isinstance(param, DTensor) and value.device_mesh != param.device_mesh):
             return None
-        if not all(type(p) in (Shard, Replicate) for p in value.placements):
+        cuts = param.placements if isinstance(param, DTensor) else value.placements
+        if not all(
+            type(p) in (Shard, Replicate) or p == cut
+            for p, cut in zip(value.placements, cuts, strict=True)
+        ):
             return None
-        return [p.dim if isinstance(p, Shard) else None for p in value.placements]
+        return [None if isinstance(p, Replicate) else p.dim for p in value.placements]  # type: ignore[attr-defined]
     if value.ndim:
         return None
     if value.device.type != "cpu":
@@ -77,7 +81,7 @@ def empty_state(info: TensorInfo, noted: Noted, param: Tensor, group: dict[str, 
             )
         if not isinstance(data, DTensor):
             return torch.empty(info.shape, dtype=dtype, device=data.device)
-        return _empty_dtensor(info.shape, dtype, _placements(noted, data), data)
+        return _empty_dtensor(info.shape, dtype, _placements(noted, info.shape, data), data)
     if noted is not None or (info.shape == () and param.ndim):
         # As in torch's optimizers: step counts are on the CPU unless kernels read them.
         on_device = noted == DEVICE or group.get("fused") or group.get("capturable")
@@ -99,16 +103,28 @@ def _empty_plain(param: Tensor, dtype: torch.dtype) -> Tensor:
     return laid_out_like(made, param) if isinstance(param, DTensor) else made
 
 
-def _placements(dims: Dims, param: DTensor) -> list[Placement]:
+def _placements(dims: Dims, shape: tuple[int, ...], param: DTensor) -> list[Placement]:
     """The saved placements; on a mesh with another number of dims, the closest to them."""
     if len(dims) == len(param.placements):
-        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return [
+            _cut_as(its, dim, shape, param) for dim, its in zip(dims, param.placements, strict=True)
+        ]
     placements: list[Placement] = [Replicate() for _ in param.placements]
     sharded = [dim for dim in dims if dim is not None]
     cuts = [i for i, p in enumerate(param.placements) if not isinstance(p, Replicate)]
     if sharded and cuts:
-        placements[cuts[-1]] = Shard(sharded[0])
+        placements[cuts[-1]] = _cut_as(param.placements[cuts[-1]], sharded[0], shape, param)
     return placements
+
+
+def _cut_as(cut: Placement, dim: int | None, shape: tuple[int, ...], param: DTensor) -> Placement:
+    """The placement of state that is sharded on ``dim``; ``cut`` is that of its parameter."""
+    if dim is None:
+        return Replicate()
+    # Operators describe what they make of a parameter's rows by its own placement, which may cut
+    # them otherwise than `Shard` does: between blocks, or after tensor parallelism.
+    same = getattr(cut, "dim", None) == dim < param.ndim and shape[dim] == param.shape[dim]
+    return cut if same else Shard(dim)
 
 
 def _empty_dtensor(
