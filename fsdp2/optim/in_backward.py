@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..common.classes import original_class
+from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, register
 from ..dtensor.parts import local_part
 from .local import LocalView, Stand, elementwise_trial, step_in, step_with, steps_with
 from .stepping import (
@@ -123,17 +123,6 @@ def _run(
     return result if closure is None else loss
 
 
-@dataclass(eq=False)
-class Backward:
-    """One backward in which parameters are stepped.
-
-    Attributes:
-        ended: whether all of its gradients are there; not if it raised.
-    """
-
-    ended: bool = False
-
-
 class SteppedGradient(Tensor):
     """Stands for a gradient that a step in backward uses: without data, it raises if it is used."""
 
@@ -161,7 +150,7 @@ class SteppedGradient(Tensor):
         )
 
 
-class BackwardSteps:
+class BackwardSteps(Stepper):
     """The steps of an optimizer that were begun in backward."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -174,8 +163,7 @@ class BackwardSteps:
         self._num_states = -1
         self._fits = False  # whether a step has shown that the optimizer can be stepped in parts
         self._worker: ThreadPoolExecutor | None = None
-        me = id(self)
-        registered[me] = weakref.ref(self, lambda _: registered.pop(me, None))
+        register(self)
         optimizer.register_state_dict_pre_hook(_check_state)
         optimizer.register_load_state_dict_pre_hook(_before_load)
 
@@ -188,15 +176,7 @@ class BackwardSteps:
         wait: Callable[[], None],
         backward: Backward,
     ) -> int:
-        """Begin to step parameters whose gradients do not change any more.
-
-        Args:
-            params: of any optimizers; those of others are left alone.
-            wait: returns when the gradients are in host memory. The thread calls it.
-
-        Returns:
-            How many are being stepped.
-        """
+        """As `Stepper.begin`."""
         optimizer = self._optimizer()
         if optimizer is None or not self._fits:
             return 0
@@ -234,7 +214,7 @@ class BackwardSteps:
         return self._seen[id(stand.param)]
 
     def is_stepping(self, backward: Backward) -> bool:
-        """Whether ``step()`` has yet to finish steps that were begun in ``backward``."""
+        """As `Stepper.is_stepping`."""
         return any(part.backward is backward for part in self._parts)
 
     def check_state(self) -> None:
@@ -264,11 +244,7 @@ class BackwardSteps:
             raise
 
     def abandon(self, backward: Backward) -> list[str]:
-        """After a backward that failed: wait for the thread, and forget what it has stepped.
-
-        Returns:
-            The names of parameters that were stepped.
-        """
+        """As `Stepper.abandon`."""
         parts = [part for part in self._parts if part.backward is backward]
         for part in parts:
             part.wait()
@@ -327,15 +303,6 @@ class BackwardSteps:
                 )
             self._fits = True
         return result
-
-
-# By id: to ask whether there are any is a part of every backward.
-registered: dict[int, weakref.ref[BackwardSteps]] = {}
-
-
-def backward_steps() -> list[BackwardSteps]:
-    """Those of all optimizers, oldest first."""
-    return [steps for ref in list(registered.values()) if (steps := ref()) is not None]
 
 
 class _Begun:
@@ -466,25 +433,6 @@ class _Part:
                     f"'{each.name}' was stepped in backward, and its {difference} between that "
                     f"and step(). {_AHEAD}, and do that after step()"
                 )
-
-
-def partly_stepped(names: Sequence[str]) -> RuntimeError:
-    """What to raise after a backward that raised when it had stepped parameters."""
-    shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    return RuntimeError(
-        f"A backward raised, or was discarded, after it had stepped {len(names)} parameters "
-        f"({shown}): they are one step ahead of the others (fsdp2.optim.step_in_backward). Load a "
-        "checkpoint; training that goes on nevertheless goes on from these parameters"
-    )
-
-
-def not_stepped(what: str) -> RuntimeError:
-    """What to raise if ``step()`` was not called after a backward that has stepped parameters."""
-    return RuntimeError(
-        f"{what} between a backward that has stepped parameters (fsdp2.optim.step_in_backward) and "
-        "optimizer.step(), which has yet to step the others. Call step() after every backward that "
-        "is not marked by set_requires_gradient_sync(False) or set_is_last_backward(False)"
-    )
 
 
 def _check_state(optimizer: Any, *_: Any) -> None:

@@ -25,13 +25,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from ..comm.streams import Streams
-from ..optim.in_backward import (
-    Backward,
-    BackwardSteps,
-    backward_steps,
-    not_stepped,
-    partly_stepped,
-)
+from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, steppers
 from ..sharding.param import ShardedParam
 from .reduction import Reduction
 from .unit import Unit
@@ -55,7 +49,7 @@ class EarlySteps:
         self._backward = Backward()
         self._completed: dict[ShardedParam, int] = {}  # reductions launched in this backward
         self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
-        self._begun: dict[Unit, WeakSet[BackwardSteps]] = {}
+        self._begun: dict[Unit, WeakSet[Stepper]] = {}
 
     # -- in backward ------------------------------------------------------------------------
 
@@ -94,7 +88,7 @@ class EarlySteps:
             return
         sharded, names = [p.sharded for p in final], [p.fqn for p in final]
         wait = partial(reduction.wait_on_host, tree.streams)
-        for steps in backward_steps():
+        for steps in steppers():
             if steps.begin(sharded, names, wait, self._backward):
                 self._begun.setdefault(unit, WeakSet()).add(steps)
 

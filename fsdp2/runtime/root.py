@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost
-from ..optim.in_backward import registered as steppers
+from ..common.steppers import registered as steppers
 from .deferred_reductions import run_deferred
 from .early_steps import EarlySteps
 from .finalization import Finalization

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import harness
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_state_dict, fully_shard
-from fsdp2.optim import clip_grad_norm_, in_backward, local_step, step_in_backward
+from fsdp2.common.steppers import registered
+from fsdp2.optim import clip_grad_norm_, local_step, step_in_backward
 from harness import cached_mesh, cpu_only, distributed, ours_only
 
 pytestmark = ours_only("torch has no such optimizer")
@@ -574,8 +575,17 @@ def test_a_backward_without_a_step_is_an_error() -> None:
 # -- failures ---------------------------------------------------------------------------------
 
 
-def fail() -> None:
-    raise ArithmeticError("planned")
+def fails_in_the_middle(model: Any, step: int) -> None:
+    """A backward that raises when it leaves the first block; later ones do not."""
+    errors = [ArithmeticError("planned")]
+
+    def fail() -> None:
+        if errors:
+            raise errors.pop()
+
+    in_the_middle(model, fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, step).backward()
 
 
 @pytest.mark.parametrize("then", ["forward", "reset", "step"])
@@ -585,13 +595,9 @@ def test_a_backward_that_raises_says_what_it_has_stepped(then: str) -> None:
     train(model, optimizer, range(3))
     train(right_model, right, range(3))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    fails = True
-    in_the_middle(model, lambda: fail() if fails else None)
     harness.stop_accounts()  # which raise in the step that comes after a lost gradient
     try:
-        with pytest.raises(ArithmeticError):
-            loss_of(model, 3).backward()
-        fails = False
+        fails_in_the_middle(model, 3)
         call = {
             "forward": lambda: loss_of(model, 3),
             "reset": model.reset_iter_state,
@@ -617,11 +623,7 @@ def test_a_checkpoint_may_be_loaded_at_once_after_a_failure(model_first: bool) -
     train(model, optimizer, range(3))
     train(right_model, right, range(3))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    fails = True
-    in_the_middle(model, lambda: fail() if fails else None)
-    with pytest.raises(ArithmeticError):
-        loss_of(model, 3).backward()
-    fails = False
+    fails_in_the_middle(model, 3)
     loads = [
         lambda: model.load_state_dict(saved[0]),
         lambda: optimizer.load_state_dict(saved[1]),
@@ -642,11 +644,7 @@ def test_an_optimizer_without_state_has_nothing_to_load() -> None:
     train(model, optimizer, range(3))
     train(right_model, right, range(3))
     saved = copy.deepcopy(model.state_dict())
-    fails = True
-    in_the_middle(model, lambda: fail() if fails else None)
-    with pytest.raises(ArithmeticError):
-        loss_of(model, 3).backward()
-    fails = False
+    fails_in_the_middle(model, 3)
     model.load_state_dict(saved)
     train(model, optimizer, range(3, 6))
     train(right_model, right, range(3, 6))
@@ -712,13 +710,13 @@ def test_the_thread_ends_with_the_optimizer() -> None:
     assert threads() == before  # not before it is needed
     train(model, optimizer, range(2, 4))
     assert threads() == before + 1
-    number = len(in_backward.registered)
+    number = len(registered)
     (thread,) = vars(optimizer)["_fsdp2_backward_steps"]._worker._threads
     del optimizer
     gc.collect()  # schedulers and step() refer to each other
     thread.join(timeout=60)
     assert not thread.is_alive()
-    assert len(in_backward.registered) == number - 1
+    assert len(registered) == number - 1
 
 
 # -- what is refused --------------------------------------------------------------------------

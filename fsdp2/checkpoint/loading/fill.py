@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...common.memory import device_for, usual_device
+from ...common.modules import plain_modules
 from ...dtensor.boxes import Box
 from ...dtensor.from_local import laid_out_as
 from ..errors import CheckpointError, some
 from ..format.tensors import DTYPES, local_of
-from ..saving.capture import ModelTensors, fsdp_modules, plain_modules
+from ..saving.capture import ModelTensors, fsdp_modules
 from .reading import Target, read_into, read_verified, verify_boxes
 from .source import Source, Stored
 

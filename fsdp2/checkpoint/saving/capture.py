@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...common.modules import plain_modules
 from ...dtensor.boxes import Box
 from ...dtensor.placement import Balance, Holding, box_of, holding, own_box, ranks_of
 from ...dtensor.subclasses import is_subclass
@@ -26,8 +27,6 @@ from ..format.tensors import describe, local_of
 from ..format.values import encode
 
 RankLocal = Callable[[str], bool]
-# Methods of a module by which its tensors and children get names.
-_SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
 
 
 @dataclass
@@ -445,24 +444,3 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
             gathers[kind] = all(callable(getattr(kind, name, None)) for name in names)
         if gathers[kind]:
             yield module
-
-
-def plain_modules(model: nn.Module) -> list[nn.Module] | None:
-    """``model.modules()`` without a Python generator per level for each of them.
-
-    None if any of them may show other tensors or children than are registered.
-    """
-    left, found = [model], {model: None}
-    usual: set[type] = set()
-    while left:
-        module = left.pop()
-        kind = type(module)
-        if kind not in usual:
-            if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _SHOW):
-                return None
-            usual.add(kind)
-        for child in module._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                left.append(child)
-    return list(found)

@@ -1,0 +1,90 @@
+"""Optimizers that step parameters while backward goes on: where they and the runtime meet.
+
+The runtime knows when a gradient is complete, and an optimizer what to do with it. Neither imports
+the other: optimizers register here, and the runtime asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Backward:
+    """One backward in which parameters are stepped.
+
+    Attributes:
+        ended: whether all of its gradients are there; not if it raised.
+    """
+
+    ended: bool = False
+
+
+class Stepper(Protocol):
+    """The steps of one optimizer that are begun in backward."""
+
+    def begin(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        wait: Callable[[], None],
+        backward: Backward,
+    ) -> int:
+        """Begin to step parameters whose gradients do not change any more.
+
+        Args:
+            params: of any optimizers; those of others are left alone.
+            wait: returns when the gradients are in host memory. A thread calls it.
+
+        Returns:
+            How many are being stepped.
+        """
+
+    def is_stepping(self, backward: Backward) -> bool:
+        """Whether ``step()`` has yet to finish steps that were begun in ``backward``."""
+
+    def abandon(self, backward: Backward) -> list[str]:
+        """After a backward that failed: wait for the thread, and forget what it has stepped.
+
+        Returns:
+            The names of parameters that were stepped.
+        """
+
+
+# By id: to ask whether there are any is a part of every backward.
+registered: dict[int, weakref.ref[Stepper]] = {}
+
+
+def register(stepper: Stepper) -> None:
+    """Let the runtime find ``stepper`` for as long as it lives."""
+    number = id(stepper)
+    registered[number] = weakref.ref(stepper, lambda _: registered.pop(number, None))
+
+
+def steppers() -> list[Stepper]:
+    """Those of all optimizers, oldest first."""
+    return [stepper for ref in list(registered.values()) if (stepper := ref()) is not None]
+
+
+def partly_stepped(names: Sequence[str]) -> RuntimeError:
+    """What to raise after a backward that raised when it had stepped parameters."""
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return RuntimeError(
+        f"A backward raised, or was discarded, after it had stepped {len(names)} parameters "
+        f"({shown}): they are one step ahead of the others (fsdp2.optim.step_in_backward). Load a "
+        "checkpoint; training that goes on nevertheless goes on from these parameters"
+    )
+
+
+def not_stepped(what: str) -> RuntimeError:
+    """What to raise if ``step()`` was not called after a backward that has stepped parameters."""
+    return RuntimeError(
+        f"{what} between a backward that has stepped parameters (fsdp2.optim.step_in_backward) and "
+        "optimizer.step(), which has yet to step the others. Call step() after every backward that "
+        "is not marked by set_requires_gradient_sync(False) or set_is_last_backward(False)"
+    )
