@@ -45,6 +45,13 @@ class Stepper(Protocol):
             How many are being stepped.
         """
 
+    def drop_gradients(self, backward: Backward) -> list[Tensor]:
+        """Let go of gradients that no step reads any more, if the optimizer is to free them.
+
+        Returns:
+            Their parameters, each once.
+        """
+
     def is_stepping(self, backward: Backward) -> bool:
         """Whether ``step()`` has yet to finish steps that were begun in ``backward``."""
 

@@ -44,13 +44,14 @@ from .stepping import (
 T = TypeVar("T", bound=Optimizer)
 _NOTHING = object()
 _STEPS = "_fsdp2_backward_steps"  # of an optimizer's `__dict__`
+_FREES = "free_gradients"
 _AHEAD = (
     "Parameters were stepped in backward, so training would not go on as without it: load a "
     "checkpoint"
 )
 
 
-def step_in_backward(optimizer: T, *, elementwise: bool = False) -> T:
+def step_in_backward(optimizer: T, *, elementwise: bool = False, free_gradients: bool = False) -> T:
     """Let parameters in host memory be stepped by a thread while backward goes on.
 
     In the last backward before ``optimizer.step()``, a parameter of `fully_shard` is stepped as
@@ -78,6 +79,9 @@ def step_in_backward(optimizer: T, *, elementwise: bool = False) -> T:
         optimizer: over DTensors, plain parameters, or both. Changed in place: its class becomes a
             subclass of its class. ``fused=True`` is fastest on the CPU.
         elementwise: True asserts that it is elementwise and skips the test.
+        free_gradients: free each gradient as soon as its step in backward is over, where nothing
+            else refers to it and its memory is not page-locked. ``step()`` then ends as
+            ``zero_grad()`` does: afterwards no parameter of the optimizer has a ``.grad``.
 
     Returns:
         The same optimizer.
@@ -96,10 +100,12 @@ def step_in_backward(optimizer: T, *, elementwise: bool = False) -> T:
     """
     # The CPU step of ZeRO-Offload (arXiv 2101.06840), which begins when backward has ended there.
     if steps_with(optimizer, _run):
+        vars(optimizer)[KEPT][_FREES] = free_gradients
         return optimizer
     trials = [] if elementwise else [elementwise_trial()]
     why = "The step of a differentiable optimizer belongs to a graph: a thread cannot do it"
-    return step_with(optimizer, "step_in_backward", "InBackward", _run, trials, why)
+    kept = {_FREES: free_gradients}
+    return step_with(optimizer, "step_in_backward", "InBackward", _run, trials, why, **kept)
 
 
 def _run(
@@ -213,6 +219,18 @@ class BackwardSteps(Stepper):
             self._seen[id(stand.param)] = stand.read(outer)
         return self._seen[id(stand.param)]
 
+    def drop_gradients(self, backward: Backward) -> list[Tensor]:
+        """As `Stepper.drop_gradients`."""
+        if not self._frees:
+            return []
+        parts = [p for p in self._parts if p.backward is backward and p.is_over()]
+        return [begun.param for part in parts for begun in part.drop_gradients()]
+
+    @property
+    def _frees(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and vars(optimizer)[KEPT][_FREES]
+
     def is_stepping(self, backward: Backward) -> bool:
         """As `Stepper.is_stepping`."""
         return any(part.backward is backward for part in self._parts)
@@ -235,6 +253,8 @@ class BackwardSteps(Stepper):
         assert optimizer is not None
         for part in self._parts:  # before anything changes: after Ctrl-C here, a step goes on
             part.wait()
+            if self._frees:
+                part.drop_gradients()
         try:
             self._take_over(optimizer, self._parts)
             for part in self._parts:
@@ -302,6 +322,9 @@ class BackwardSteps(Stepper):
                     "that from other writes, which come too late. Leave out step_in_backward"
                 )
             self._fits = True
+        if self._frees:
+            for param in [p for group in optimizer.param_groups for p in group["params"]]:
+                param.grad = None
         return result
 
 
@@ -311,7 +334,7 @@ class _Begun:
     def __init__(self, param: Tensor, name: str, stand: Stand, group: int) -> None:
         self.param, self.name, self.stand, self.group = param, name, stand, group
         self.grad = param.grad
-        self.local_grad = local_part(param.grad)  # type: ignore[arg-type]
+        self.local_grad: Tensor | None = local_part(param.grad)  # type: ignore[arg-type]
         self.param_version = param._version  # which a step of the plain tensor leaves as it is
         self.version_after = -1  # of the plain tensor, after its step
         self.is_replaced = False  # whether ``.grad`` was assigned to meanwhile
@@ -386,6 +409,18 @@ class _Part:
         """Wait for the thread; returns what it has raised."""
         assert self.future is not None
         return self.future.exception()
+
+    def is_over(self) -> bool:
+        """Whether the step has ended without an error."""
+        future = self.future
+        return future is not None and future.done() and future.exception() is None
+
+    def drop_gradients(self) -> list[_Begun]:
+        """Refer to the gradients no more; those whose was referred to until now."""
+        begun = [each for each in self.begun if each.local_grad is not None]
+        for each in begun:
+            each.grad = each.local_grad = each.stand.plain.grad = None
+        return begun
 
     def leave(self, state: Any, seen: dict[int, dict[Any, Any]]) -> None:
         """Take over the state that the step has made."""

@@ -26,6 +26,7 @@ from weakref import WeakSet
 
 from ..comm.streams import Streams
 from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, steppers
+from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 from .reduction import Reduction
 from .unit import Unit
@@ -50,6 +51,8 @@ class EarlySteps:
         self._completed: dict[ShardedParam, int] = {}  # reductions launched in this backward
         self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
         self._begun: dict[Unit, WeakSet[Stepper]] = {}
+        self._stepped: list[Bucket] = []  # that may be freed while backward goes on
+        self._dropped: set[int] = set()  # ids of parameters whose gradients nothing reads any more
 
     # -- in backward ------------------------------------------------------------------------
 
@@ -61,7 +64,7 @@ class EarlySteps:
         if self._begun and self._are_pending(list(self._begun)):
             raise not_stepped("A backward ran")
         self._backward = Backward()
-        self._completed = {}
+        self._completed, self._stepped, self._dropped = {}, [], set()
 
     def follow(self, tree: Tree, unit: Unit) -> Callable[[Reduction], None]:
         """What to call with each reduction of ``unit`` launched now, when it is complete."""
@@ -77,6 +80,8 @@ class EarlySteps:
         # Of an earlier backward: how many this one adds is not known.
         if completed is not self._completed or reduction.waits:
             return
+        if self._stepped:
+            self._free_gradients()
         if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
             return
         if not tree.ends_iteration or tree.creates_graph:
@@ -91,9 +96,23 @@ class EarlySteps:
         for steps in steppers():
             if steps.begin(sharded, names, wait, self._backward):
                 self._begun.setdefault(unit, WeakSet()).add(steps)
+                if bucket not in self._stepped:
+                    self._stepped.append(bucket)
+
+    def _free_gradients(self) -> None:
+        """Free what steps that are over have read, where optimizers do not keep it."""
+        # By this thread, not by that of the steps: no reduction begins to write there meanwhile.
+        for steps in steppers():
+            self._dropped.update(map(id, steps.drop_gradients(self._backward)))
+        for bucket in self._stepped:
+            shown = (param.sharded for param in bucket.params if param.sharded.grad is not None)
+            if all(id(sharded) in self._dropped for sharded in shown):
+                bucket.release_gradients(attached=True)
+        self._stepped = [b for b in self._stepped if b.grads is not None and not b.grads.is_free]
 
     def end_iteration(self) -> None:
         """All gradients are there."""
+        self._free_gradients()
         for param, count in self._completed.items():
             self._expected[param] = max(count, self._expected.get(param, 0))
         self._backward.ended = True
@@ -143,6 +162,7 @@ class EarlySteps:
         """After a backward that raised: wait for threads; returns what to raise, if any stepped."""
         begun = {steps for found in self._begun.values() for steps in found}
         self._begun.clear()
+        self._stepped = []
         names = [name for steps in begun for name in steps.abandon(self._backward)]
         self._expected, self._completed = {}, {}
         return partly_stepped(names) if names else None

@@ -561,12 +561,16 @@ class Bucket:
         grads.allocate()
         return grads
 
-    def release_gradients(self) -> None:
-        """Free the memory of gradients that ``zero_grad(set_to_none=True)`` dropped."""
+    def release_gradients(self, *, attached: bool = False) -> None:
+        """Free the memory of gradients that ``zero_grad(set_to_none=True)`` dropped.
+
+        Args:
+            attached: also where something else is attached, which stands for them.
+        """
         # Not while a reduction writes there: its stream still uses the memory, whatever the counts
         # of references say.
         grads = self.grads
-        if grads is None or self.in_flight or self.has_gradients():
+        if grads is None or self.in_flight or (not attached and self.has_gradients()):
             return
         if grads.referenced_outside():
             self.grads = None

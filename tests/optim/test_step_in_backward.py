@@ -20,6 +20,7 @@ import harness
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_state_dict, fully_shard
 from fsdp2.common.steppers import registered
 from fsdp2.optim import clip_grad_norm_, local_step, step_in_backward
+from fsdp2.runtime.unit import unit_of
 from harness import cached_mesh, cpu_only, distributed, ours_only
 
 pytestmark = ours_only("torch has no such optimizer")
@@ -373,6 +374,81 @@ def test_state_dicts_are_those_of_an_ordinary_step() -> None:
     train(copied[0], copied[1], range(6, 9))
     train(right_model, right, range(6, 9))
     assert_same(copied[0], copied[1], right_model, right)
+
+
+# -- gradients that are freed ------------------------------------------------------------------
+
+
+def freeing() -> tuple[Any, Any, Any, Any]:
+    """As `both`; the first optimizer frees gradients."""
+    model, right_model = sharded(), sharded()
+    optimizer = step_in_backward(adam(model), free_gradients=True)
+    return model, optimizer, right_model, adam(right_model)
+
+
+def gradient_bytes(model: Any) -> int:
+    """Bytes of memory for reduced gradients that there are now."""
+    buckets = [b for m in model.modules() if hasattr(m, "unshard") for b in unit_of(m).buckets]
+    stores = [b.grads for b in buckets if b.grads is not None]
+    return sum(store.storage.nbytes() for store in stores if not store.is_free)
+
+
+def wait_for_steps(optimizer: Any) -> None:
+    for part in parts_of(optimizer):
+        part.future.result(timeout=60)
+
+
+@distributed(2)
+def test_gradients_are_freed_when_their_step_is_over() -> None:
+    model, optimizer, right_model, right = freeing()
+    train(model, optimizer, range(2))
+    train(right_model, right, range(2))
+    in_the_middle(model, lambda: wait_for_steps(optimizer))
+    loss_of(model, 2).backward()
+    loss_of(right_model, 2).backward()
+    whole = gradient_bytes(right_model)
+    # What comes after the first block, and two blocks whose reductions were in flight there.
+    assert 0 < gradient_bytes(model) <= whole * 5 / 8
+    optimizer.step()
+    right.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(model, optimizer, right_model, right)
+
+
+@distributed(2, 3)
+def test_training_that_frees_gradients_is_the_same() -> None:
+    model, optimizer, right_model, right = freeing()
+    train(right_model, right, range(6))
+    for step in range(6):  # without `zero_grad`
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * 0.9**step
+        loss_of(model, step, rare=step % 2 == 1).backward()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+    for a, b in zip(model.parameters(), right_model.parameters(), strict=True):
+        assert torch.equal(local(a), local(b))
+
+
+@distributed(2)
+def test_a_gradient_that_somebody_keeps_is_not_freed() -> None:
+    model, optimizer, right_model, right = freeing()
+    kept: list[Any] = []
+    for step in range(5):
+        if step == 3:
+            weight = model.blocks[3].weight
+            handle = weight.register_post_accumulate_grad_hook(
+                lambda p: kept.append(p.grad.to_local()[1:])
+            )
+        for each, stepping in ((model, optimizer), (right_model, right)):
+            loss_of(each, step).backward()
+            stepping.step()
+            if step == 3 and each is right_model:
+                wanted = local(right_model.blocks[3].weight.grad)[1:].clone()
+            stepping.zero_grad()
+        if step == 3:
+            handle.remove()
+    assert torch.equal(kept[0].cpu(), wanted)
+    assert_same(model, optimizer, right_model, right)
 
 
 # -- what comes too late ----------------------------------------------------------------------
