@@ -104,7 +104,7 @@ def step_with(
         raise ValueError(f"{why_not_differentiable}. Leave out differentiable=True or {caller}")
     for trial in trials:
         trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
-    replace_step(optimizer, prefix, runner)
+    replace_step(optimizer, prefix, runner, caller)
     vars(optimizer)[KEPT] = {"trials": trials, **kept}
     return optimizer
 

@@ -66,7 +66,19 @@ def check_optimizer(optimizer: Any, caller: str) -> None:
             )
 
 
-def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
+_ADVICE = {
+    frozenset({"step_in_backward", "flat_step"}): "step_in_backward steps what is reduced together "
+    "in one call, with fused=True or foreach=True: leave out flat_step",
+    frozenset({"step_in_backward", "offload_optimizer"}): "the state of parameters in host memory "
+    "is there anyway, so leave out offload_optimizer; for state in files leave out "
+    "step_in_backward, and give parameters on a device to an optimizer of their own",
+    frozenset(
+        {"offload_optimizer", "flat_step"}
+    ): "offload_optimizer steps its parts with one call each: leave out flat_step",
+}
+
+
+def replace_step(optimizer: Optimizer, prefix: str, runner: Runner, caller: str) -> None:
     """Let ``runner(optimizer, raw, closure, *args, **kwargs)`` do the step of an optimizer.
 
     The optimizer's class becomes a subclass of its class, with ``prefix`` before its name. Step
@@ -79,12 +91,20 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner) -> None:
     kind: Any = type(optimizer)
     replaced = vars(optimizer).get("step")
     scheduled = getattr(replaced, "_wrapped_by_lr_sched", False)
-    if hasattr(kind, "_runner") or (replaced is not None and not scheduled):
+    if hasattr(kind, "_runner"):
+        by = kind._stepped_by
+        advice = _ADVICE.get(frozenset({by, caller}), f"build it anew for {caller}")
         raise ValueError(
-            f"The step of this {kind.__name__} has already been replaced"
-            + ("" if replaced is None else f" by {replaced!r}: do that afterwards")
+            f"The step of this {kind.__name__} has already been replaced by {by}, and {caller} "
+            f"cannot replace it again. Use one of the two: {advice}"
+        )
+    if replaced is not None and not scheduled:
+        raise ValueError(
+            f"The step of this {kind.__name__} has already been replaced by {replaced!r}: do that "
+            f"after {caller}"
         )
     made = _subclass(optimizer, prefix, runner)
+    made._stepped_by = caller  # type: ignore[attr-defined]
     vars(optimizer).pop("step", None)
     optimizer.__class__ = made
     optimizer._patch_step_function()

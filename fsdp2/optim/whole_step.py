@@ -103,7 +103,7 @@ def whole_step(optimizer: T, *, batch_bytes: int = BATCH_BYTES, separable: bool 
     options = StepOptions(batch_bytes, None if separable else _Separable())
     if options.trial is not None:
         options.trial.check(optimizer, raw_step(type(optimizer)), False, in_step=False)
-    replace_step(optimizer, "Whole", _run)
+    replace_step(optimizer, "Whole", _run, "whole_step")
     vars(optimizer)[KEPT] = options
     return optimizer
 

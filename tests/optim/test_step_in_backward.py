@@ -17,9 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import harness
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_state_dict, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    full_state_dict,
+    fully_shard,
+    offload_optimizer,
+)
 from fsdp2.common.steppers import registered
-from fsdp2.optim import clip_grad_norm_, local_step, step_in_backward
+from fsdp2.optim import clip_grad_norm_, flat_step, local_step, step_in_backward
 from fsdp2.runtime.unit import unit_of
 from harness import cached_mesh, cpu_only, distributed, ours_only
 
@@ -852,7 +858,16 @@ def test_what_cannot_be_stepped_in_backward_is_refused() -> None:
         step_in_backward(torch.optim.LBFGS(params))
     with pytest.raises(ValueError, match="differentiable"):
         step_in_backward(torch.optim.SGD(params, differentiable=True))
-    with pytest.raises(ValueError, match="already been replaced"):
-        step_in_backward(local_step(torch.optim.SGD(params)))
+    for other, advice in (
+        (local_step, "build it anew for"),
+        (flat_step, "in one call, with fused=True or foreach=True: leave out flat_step"),
+        (offload_optimizer, "in host memory is there anyway, so leave out offload_optimizer"),
+    ):
+        for first, second in ((other, step_in_backward), (step_in_backward, other)):
+            made: Any = first(torch.optim.SGD(params))
+            with pytest.raises(
+                ValueError, match=f"by {first.__name__}, and {second.__name__} .* {advice}"
+            ):
+                second(made)
     optimizer = step_in_backward(torch.optim.SGD(params))
     assert step_in_backward(optimizer) is optimizer
