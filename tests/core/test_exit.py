@@ -71,3 +71,21 @@ def test_the_thread_that_serves_late_exchanges_ends_at_exit(
         served.end()
         assert not thread.is_alive()
         served.epoll.close()
+
+
+AT_EXIT = """
+import atexit
+seen = []
+# The first to be registered is the last to be called.
+atexit.register(lambda: print("alive" if seen[0].is_alive() else "ended"))
+from fsdp2.comm import host_links
+host_links._served.note_unread(1)
+seen.append(host_links._served.thread)
+"""
+
+
+def test_the_thread_has_ended_before_the_interpreter_does() -> None:
+    """Or it wakes up in an interpreter that is gone, and the process aborts."""
+    command = [sys.executable, "-c", AT_EXIT]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
