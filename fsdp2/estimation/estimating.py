@@ -22,10 +22,12 @@ from .expert_units import experts_of, with_experts
 from .kernels import Kernels, kernels_of
 from .optimizers import optimizer_cost, param_costs
 from .paged_state import PlacedOptimizer, StateOffload, paged_state
-from .replay import Replay, Setup, params_on_host, replay, shard_shape, with_rank
+from .replay import Replay, params_on_host, replay
 from .report import Estimate, RankEstimate, TrafficRow
 from .setups import granularities, make_setup
-from .tracing import LossFn, trace_step
+from .shards import Setup, shard_shape, with_rank
+from .trace_options import LossFn, TraceOptions
+from .tracing import trace_step
 from .uncosted import check_choice, without_cost
 
 
@@ -168,10 +170,7 @@ def estimate(
     )
     if checkpoint_modules is None:
         checkpoint_modules = default_checkpoint_modules(model, units)
-    trace = trace_step(
-        model,
-        sample_input,
-        [name for unit in units for name in unit.modules],
+    options = TraceOptions(
         loss_fn=loss_fn,
         mp_policy=mp_policy,
         activation_checkpointing=activation_checkpointing,
@@ -184,6 +183,7 @@ def estimate(
         expert_ranks=expert_ranks,
         compiled=compiled_modules(compiled, lambda: default_checkpoint_modules(model, units)),
     )
+    trace = trace_step(model, sample_input, [n for unit in units for n in unit.modules], options)
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     lines = without_cost(trace, unknown_costs)
     made = estimate_trace(trace, setup, shape, strategy, optimizer)

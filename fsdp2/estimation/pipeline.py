@@ -17,7 +17,8 @@ from .account import Held
 from .allocator import Block
 from .events import StartOfBackward, StepTrace
 from .paged_state import PlacedOptimizer
-from .replay import Player, Replay, Setup, new_state, play
+from .replay import Player, Replay, new_state, play
+from .shards import Setup
 from .stand_ins import CountedUnit
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")

@@ -14,7 +14,7 @@ from ..common.suggestions import did_you_mean
 from ..policy import OffloadPolicy
 from ..wrap import UnitDescription, parameters_of
 from .paged_state import StateOffload
-from .replay import ACCUMULATIONS, Setup
+from .shards import ACCUMULATIONS, Setup
 
 # Of the fields of `Setup` that are numbers.
 _LEAST = {

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from ..common.checks import check_bytes
 from ..common.garbage import no_full_collections
 from ..common.pytree import map_tensors, tensors_in
 from ..dtensor.from_local import dtensor_over, local_of
@@ -33,7 +32,7 @@ from ..runtime.unit_config import UnitConfig
 from ..sharding.bucket import KEEPS_DTYPES
 from ..wrap import parameters_of
 from .checkpointing import checkpointed
-from .compiled import Compiler, check_compiled
+from .compiled import Compiler
 from .context import ContextParallel
 from .events import (
     Call,
@@ -47,33 +46,19 @@ from .events import (
     StartOfBackward,
     StepTrace,
 )
-from .kernels import Kernels, kernels_of, traced_kernels
+from .kernels import traced_kernels
 from .meter import StorageMeter
 from .offloaded import CountedOffload, counted_offload
-from .stages import Sent, Stage, run_stage
-
-LossFn = Callable[[Any], torch.Tensor]
+from .stages import Sent, run_stage
+from .trace_options import LossFn, TraceOptions
 
 
 def trace_step(
     model: nn.Module,
     sample_input: Any,
     modules: Sequence[str],
-    *,
-    loss_fn: LossFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    activation_checkpointing: str = "none",
-    checkpoint_modules: Sequence[str] = (),
-    device_type: str = "cuda",
-    kernels: Kernels | None = None,
-    fake: bool = True,
-    experts: Sequence[str] = (),
-    expert_ranks: int = 1,
-    tensor_ranks: int = 1,
-    context: ContextParallel | None = None,
-    stage: Stage = Stage(),  # noqa: B008 (frozen)
-    max_saved_bytes: int | None = None,
-    compiled: Sequence[str] = (),
+    options: TraceOptions = TraceOptions(),  # noqa: B008 (frozen)
+    **changes: Any,
 ) -> StepTrace:
     """Trace forward, loss and backward of ``model``, and leave it unchanged.
 
@@ -83,24 +68,8 @@ def trace_step(
         sample_input: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
             one rank gets it; tensors may be on the meta device.
         modules: names of all modules that may be units; "" is the model.
-        loss_fn: computes a scalar from the model's output. None: the output's ``loss``, or the
-            output if it is a scalar, or the sum of its tensors.
-        mp_policy: parameters and inputs are cast as in a sharded run.
-        activation_checkpointing: see `checkpointing.checkpointed`.
-        checkpoint_modules: names of the modules whose activations are recomputed.
-        device_type: the device of the run. Some kernels of the CPU make other gradients.
-        kernels: which of them fake tensors stand for; None: those of ``device_type``.
-        fake: False computes on real memory of the CPU, for models whose shapes depend on data.
-        experts: names of the modules that ``shard_experts`` gets. Their parameters have the experts
-            of one rank, and tokens travel where the model makes a ``TokenExchange``.
-        expert_ranks: over which experts are distributed.
-        tensor_ranks: of the mesh over which the parameters of ``model`` are DTensors.
-        context: over which sequences are split, of which ``sample_input`` has this rank's part;
-            None: it has whole ones.
-        stage: of a pipeline, which ``model`` is; by default all of it.
-        max_saved_bytes: the ``max_device_bytes`` of an `offload_activations` around forward and
-            loss; None: there is none. It does nothing on the CPU.
-        compiled: names of the modules that `torch.compile` makes one graph of: see `compiled`.
+        options: all else that the trace depends on.
+        changes: fields of ``options`` to replace.
 
     Raises:
         ValueError: if ``max_saved_bytes`` is negative, or given without ``fake``; if the model's
@@ -109,121 +78,112 @@ def trace_step(
             than torch splits.
         TypeError: for parameters that are tensor subclasses.
     """
-    if tensor_ranks == 1 and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise TypeError(
-            "Parameters of the model are DTensors already; only plain parameters can be estimated: "
-            "pass the plain model, and to predict the function that makes it tensor-parallel"
-        )
-    if expert_ranks > 1 and not fake:
-        raise ValueError("fake=False runs on one process, which has all experts: expert_ranks is 1")
-    max_saved_bytes = _checked_saved(max_saved_bytes, device_type, fake)
-    chosen = kernels_of(kernels, device_type)
-    if context is not None:
-        _check_context(context, chosen, fake)
-    by_name = dict(model.named_modules())
-    if compiled:
-        check_compiled(compiled, by_name, modules, checkpoint_modules)
-        if not fake or tensor_ranks > 1 or context is not None:
-            raise ValueError(
-                "compiled= goes together neither with fake=False nor with tensor_ranks or "
-                "context_ranks"
-            )
-    trace = StepTrace(
-        modules=list(dict.fromkeys([*modules, ""])),
-        module_order=list(by_name),
-        embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
-        params=describe_params(model, mp_policy, experts, expert_ranks),
-    )
+    options = replace(options, **changes)
+    options.check(model, modules)
+    trace = _empty_trace(model, modules, options)
+    context = options.context
     meter = StorageMeter(
-        device_type,
+        options.device_type,
         lambda *collective: recorder.collective(*collective),
         lambda number: recorder.wait(number),
         None if context is None else context.check,
     )
-    recorder = _Recorder(trace, meter, tensor_ranks, context)
-    units = [_TracedUnit(by_name[name], i, mp_policy) for i, name in enumerate(trace.modules)]
-    recorder.root = units[-1]
+    recorder = _Recorder(trace, meter, options.tensor_ranks, context)
+    routing = PlannedRouting(options.expert_ranks, recorder.exchange(options.expert_ranks))
     with ExitStack() as stack:
         stack.enter_context(no_full_collections())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_without_side_effects(model))
-        if fake:
+        if options.fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_without_propagation(meter))
-            stack.enter_context(traced_kernels(chosen, meter, trace.notes, context))
-            routing = PlannedRouting(expert_ranks, recorder.exchange(expert_ranks))
+            kernels = traced_kernels(options.chosen_kernels, meter, trace.notes, context)
+            stack.enter_context(kernels)
             stack.enter_context(planned_routing(routing))
-        elif chosen.device != "cpu":
+        elif options.chosen_kernels.device != "cpu":
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
-        params = _replace_tensors(model, mp_policy, trace, fake)
-        args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
-        inputs = list(tensors_in((args, kwargs))) if stage.is_first else []
-        trace.input_bytes = sum(t.nbytes for t in inputs)
-        for tensor in (*params, *model.buffers(), *inputs):
-            meter.ignore(local_of(tensor))
-        for param, i in params.items():
-            if device_type == "cpu" and _keeps_grad_dtype(trace.params[i], mp_policy):
-                param.grad_dtype = None
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
-        compiler = Compiler(meter, lambda: len(trace.events))
-        for name in compiled:
-            mode = activation_checkpointing if name in checkpoint_modules else "none"
-            stack.enter_context(compiler.compiled(name, by_name[name], mode))
-        for name in checkpoint_modules:
-            if name not in compiled:
-                stack.enter_context(
-                    checkpointed(by_name[name], activation_checkpointing, recorder.forward)
-                )
-        for unit in units:
-            unit.runtime = recorder
-            _RecordingHooks(cast(Any, unit)).install()
+        arguments = _replace_and_watch(model, sample_input, recorder, options)
+        _instrument(stack, model, recorder, options)
         stack.enter_context(meter)
-        offload = counted_offload(model, max_saved_bytes, meter, recorder.host_copy)
+        offload = counted_offload(model, options.saved_limit, meter, recorder.host_copy)
         try:
-            run = partial(run_stage, model, (args, kwargs), stage)
-            _run(run, loss_fn or _default_loss, recorder, offload)
+            run = partial(run_stage, model, arguments, options.stage)
+            _run(run, options.loss_fn or _default_loss, recorder, offload)
         except (_DataDependent, _DynamicShape) as error:
             raise ValueError(
                 f"The shapes in this model depend on the values of its data ({error}), so they are "
                 "not known without running it. Pass fake=False to run one step of it on the CPU"
             ) from error
-    trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
-    if context is not None:
-        trace.notes += context.conclude()
-    if fake and routing.num_exchanges:
-        trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")
-    elif expert_ranks > 1:
-        raise ValueError(
-            "The model makes no fsdp2.experts.TokenExchange, so it is not known which tokens "
-            f"travel to the {expert_ranks} ranks of its experts: make one in its forward, or pass "
-            "expert_ranks=1"
-        )
+    _conclude(trace, meter, routing, options)
     return trace
 
 
-def _checked_saved(limit: int | None, device_type: str, fake: bool) -> int | None:
-    """``max_saved_bytes``, or None on the CPU, where nothing is offloaded."""
-    if limit is None:
-        return None
-    check_bytes("max_saved_bytes", limit, kinds="an int (bytes) or None")
-    if not fake:
-        raise ValueError(
-            "Offloaded activations are counted on fake tensors, which have no values: "
-            "max_saved_bytes does not go together with fake=False"
-        )
-    return None if device_type == "cpu" else limit
+def _empty_trace(model: nn.Module, modules: Sequence[str], options: TraceOptions) -> StepTrace:
+    by_name = dict(model.named_modules())
+    return StepTrace(
+        modules=list(dict.fromkeys([*modules, ""])),
+        module_order=list(by_name),
+        embeddings=frozenset(n for n, m in by_name.items() if type(m) is nn.Embedding),
+        params=describe_params(model, options.mp_policy, options.experts, options.expert_ranks),
+    )
 
 
-def _check_context(context: ContextParallel, kernels: Kernels, fake: bool) -> None:
-    if not fake:
+def _replace_and_watch(
+    model: nn.Module, sample_input: Any, recorder: _Recorder, options: TraceOptions
+) -> tuple[tuple, dict]:
+    """Put stand-ins in place of all tensors of the model, and watch the gradients of parameters.
+
+    Returns:
+        Stand-ins for the model's arguments.
+    """
+    trace, meter, fake = recorder.trace, recorder.meter, options.fake
+    params = _replace_tensors(model, options.mp_policy, trace, fake)
+    args, kwargs = _as_arguments(map_tensors(lambda t: _stand_in(t, fake), sample_input))
+    inputs = list(tensors_in((args, kwargs))) if options.stage.is_first else []
+    trace.input_bytes = sum(t.nbytes for t in inputs)
+    for tensor in (*params, *model.buffers(), *inputs):
+        meter.ignore(local_of(tensor))
+    for param, i in params.items():
+        if options.device_type == "cpu" and _keeps_grad_dtype(trace.params[i], options.mp_policy):
+            param.grad_dtype = None
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
+    return args, kwargs
+
+
+def _instrument(
+    stack: ExitStack, model: nn.Module, recorder: _Recorder, options: TraceOptions
+) -> None:
+    """Compile and recompute modules as asked, and give those that may be units their hooks."""
+    by_name = dict(model.named_modules())
+    compiler = Compiler(recorder.meter, lambda: len(recorder.trace.events))
+    for name in options.compiled:
+        recomputed = name in options.checkpoint_modules
+        mode = options.activation_checkpointing if recomputed else "none"
+        stack.enter_context(compiler.compiled(name, by_name[name], mode))
+    for name in options.checkpoint_modules:
+        if name not in options.compiled:
+            mode = options.activation_checkpointing
+            stack.enter_context(checkpointed(by_name[name], mode, recorder.forward))
+    for i, name in enumerate(recorder.trace.modules):
+        unit = recorder.root = _TracedUnit(by_name[name], i, options.mp_policy)  # the last one
+        unit.runtime = recorder
+        _RecordingHooks(cast(Any, unit)).install()
+
+
+def _conclude(
+    trace: StepTrace, meter: StorageMeter, routing: PlannedRouting, options: TraceOptions
+) -> None:
+    trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
+    if options.context is not None:
+        trace.notes += options.context.conclude()
+    if options.fake and routing.num_exchanges:
+        trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")
+    elif options.expert_ranks > 1:
         raise ValueError(
-            "fake=False runs on one process, which has whole sequences: context_ranks is 1"
-        )
-    if kernels.device == "cpu":
-        raise ValueError(
-            f"context_ranks={context.ranks}: torch's context_parallel has no attention kernel of "
-            "the CPU: predict for GPUs, or with context_ranks=1"
+            "The model makes no fsdp2.experts.TokenExchange, so it is not known which tokens "
+            f"travel to the {options.expert_ranks} ranks of its experts: make one in its forward, "
+            "or pass expert_ranks=1"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..estimation.events import StepTrace
-from ..estimation.replay import Setup, rows_of, shard_of
+from ..estimation.shards import Setup, rows_of, shard_of
 from ..policy import CPUOffloadPolicy
 from ..render.text import plural, show_bytes
 from .simulate import SimulatedStep

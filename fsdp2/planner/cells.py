@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
-
-import torch
-from torch import nn
 
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
-from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.pipeline import Part, check_schedule
-from ..estimation.replay import Setup
-from ..estimation.setups import check_number, checked_mesh, granularities, make_setup
-from ..estimation.tracing import LossFn, trace_step
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, check_comm_policy
+from ..estimation.setups import check_number, checked_mesh, make_setup
+from ..estimation.shards import Setup
+from ..policy import CPUOffloadPolicy, check_comm_policy
 from ..render.text import plural
 from ..wrap import UnitDescription
 from .advice import padding_of
@@ -27,22 +21,13 @@ from .arguments import check_ranks, checked_budget
 from .candidates import Candidate, Degrees
 from .hardware import Hardware
 from .loads import even_load, sizes_of, speeds_of
+from .model_steps import ModelSteps
 from .outcomes import bound_of, outcome_of, simulate_ranks
 from .pipeline_times import simulate_pipeline
 from .prediction import Prediction, stage_figures
 from .ranges import range_of
 from .simulate import SimulatedStep, Simulator
-from .stages import SplitStages, StagedSteps
-from .tensor_parallel import Parallelize
-from .traces import (
-    ALONE,
-    Compiled,
-    Size,
-    TracedSteps,
-    check_context_ranks,
-    check_expert_ranks,
-    check_tensor_ranks,
-)
+from .traces import ALONE, Compiled, Size
 
 
 class Pipeline(NamedTuple):
@@ -58,61 +43,29 @@ class Pipeline(NamedTuple):
 
 
 class Cells:
-    """Predicts configurations of one model on one kind of hardware."""
+    """Predicts configurations of one model on one kind of hardware.
+
+    Args:
+        steps: of the model, with one choice of units.
+        setup: fields of `Setup` that are the same for all configurations.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        sample_input: Any,
+        steps: ModelSteps,
         hardware: Hardware,
         *,
-        wrap: Any,
-        mp_policy: MixedPrecisionPolicy,
-        checkpoint_modules: Sequence[str] | None,
-        max_saved_bytes: int | None,
-        experts: Any,
-        parallelize: Parallelize | None,
-        split_stages: SplitStages | None,
         optimizer: Any,
-        loss_fn: LossFn | None,
         memory_budget: float | None,
-        kernels: Kernels | None,
-        fake: bool,
-        unknown_costs: str,
-        shard_granularity: Any,
-        **options: Any,
+        **setup: Any,
     ) -> None:
-        check_comm_policy(options["comm_policy"])
+        check_comm_policy(setup["comm_policy"])
         self.hardware = hardware
         self.budget = checked_budget(memory_budget, hardware)
-        self._sample_input = sample_input
+        self.steps = steps
         self._simulator = Simulator(hardware, optimizer)
-        self._dtype = mp_policy.param_dtype or _main_dtype(model)
-        self._options = {"mp_policy": mp_policy, **options}
-        self._max_saved_bytes = max_saved_bytes
-        chosen = kernels_of(kernels, hardware.device_type)
-        common: dict[str, Any] = {
-            "loss_fn": loss_fn,
-            "mp_policy": mp_policy,
-            "kernels": chosen,
-            "fake": fake,
-            "max_saved_bytes": max_saved_bytes,
-        }
-        shared: dict[str, Any] = {
-            "wrap": wrap,
-            "checkpoint_modules": checkpoint_modules,
-            "parallelize": parallelize,
-            "unknown_costs": unknown_costs,
-        }
-        trace = partial(trace_step, **common)
-        self.traces = TracedSteps(model, sample_input, trace, experts=experts, **shared)
-        [self._label] = self.traces.units
-        self._granularity = granularities(model, shard_granularity, self.traces.experts)
-        self._staged: StagedSteps | None = None
-        if split_stages is not None:
-            self._staged = StagedSteps(
-                model, sample_input, trace, split_stages=split_stages, **shared
-            )
+        self._options = {"mp_policy": steps.options.mp_policy, **setup}
+        [self._label] = steps.whole.units
 
     def predict(
         self,
@@ -130,8 +83,9 @@ class Cells:
         self._check(activation_checkpointing, pipeline, degrees, compiled, choices)
         strategy = choices["strategy"]
         mesh = mesh_of(num_ranks, strategy, self.hardware, degrees)
-        work = (activation_checkpointing, size, degrees, compiled)
-        parts = self._parts(work, pipeline, mesh, choices)
+        parts = self._parts(
+            (activation_checkpointing, size, degrees, compiled), pipeline, mesh, choices
+        )
         setup = parts[0].setup
         all_ranks = setup.num_ranks * degrees.tensor * degrees.pipeline
         loads = even_load(speeds_of(self.hardware, all_ranks))
@@ -150,24 +104,38 @@ class Cells:
             made = steps(self._simulator.on(hardware), speed)
             return outcome_of(candidate, made, self.budget).seconds
 
-        made = steps(self._simulator, keep_samples=True)
+        made = self._prediction(
+            candidate, steps(self._simulator, keep_samples=True), parts, size, degrees
+        )
+        told = self._told(choices, activation_checkpointing, degrees, pipeline, compiled)
+        range = range_of(self.hardware, seconds) if ranged else None
+        return replace(made, choices=told, range=range)
+
+    def _prediction(
+        self,
+        candidate: Candidate,
+        made: list[SimulatedStep],
+        parts: Sequence[Part],
+        size: Size,
+        degrees: Degrees,
+    ) -> Prediction:
+        """The figures of simulated steps."""
+        setup, whole = parts[0].setup, self.steps.whole
         outcome = outcome_of(candidate, made, self.budget)
-        samples, context, tokens = sizes_of(self._sample_input)
+        samples, context, tokens = sizes_of(self.steps.sample_input)
         samples, context = size.samples or samples, size.context or context
         rate = None
         if samples is not None:
             rate = samples * setup.micro_batches * setup.num_batches / outcome.seconds
         fullest = max(range(len(made)), key=lambda i: made[i].needed_bytes)
-        notes = [note for part in parts for note in self.traces.notes(part.trace, self.hardware)]
+        notes = [note for part in parts for note in whole.notes(part.trace, self.hardware)]
         return Prediction(
             hardware=self.hardware,
-            mesh_shape=mesh,
+            mesh_shape=candidate.mesh,
             tensor_ranks=degrees.tensor,
             context_ranks=degrees.context,
             pipeline_ranks=degrees.pipeline,
-            choices=self._told(
-                self._chosen(choices, degrees, pipeline, compiled), activation_checkpointing
-            ),
+            choices={},
             seconds=outcome.seconds,
             samples_per_s=rate,
             tokens_per_s=rate * context if rate and context and tokens else None,
@@ -181,11 +149,10 @@ class Cells:
             fits=outcome.fits,
             samples=samples,
             context=context,
-            dtype=self._dtype,
+            dtype=whole.dtype,
             step=made[0],
             stages=stage_figures(made) if degrees.pipeline > 1 else [],
             padding=padding_of(parts[fullest].trace, setup, made[fullest]),
-            range=range_of(self.hardware, seconds) if ranged else None,
             notes=list(dict.fromkeys(notes)),
         )
 
@@ -198,60 +165,23 @@ class Cells:
         choices: dict[str, Any],
     ) -> None:
         check_mode(mode)
-        check_expert_ranks(degrees.experts, self.traces)
-        check_tensor_ranks(degrees.tensor, self.traces)
-        check_context_ranks(degrees.context, self.traces)
-        check_number("pipeline_ranks", degrees.pipeline)
+        self.steps.check_degrees(degrees)
         check_number("stages_per_rank", pipeline.stages_per_rank)
         check_number("micro_batches", choices["micro_batches"])
         if degrees.pipeline == 1:
             return
-        told = f"pipeline_ranks={degrees.pipeline}"
-        if self._staged is None:
-            raise ValueError(
-                f"{told} needs split_stages=: a function of the model and a number of stages that "
-                "returns these, in order"
-            )
-        if self.traces.experts:
-            raise ValueError("Experts on a mesh of their own and pipelines do not go together")
-        if self._max_saved_bytes is not None:
-            raise ValueError(f"max_saved_bytes does not go together with {told}")
-        self._check_beside_stages(told)
-        if not isinstance(compiled, bool):
-            raise ValueError(
-                f"{told}: stages have names of their own, so that compiled={compiled!r} names no "
-                "modules: pass True for the blocks, or False"
-            )
-        if choices["accumulation"] == "every":
-            raise ValueError(
-                f"{told}: torch's schedules do not reduce gradients in every micro-batch: pass "
-                "accumulation='unsharded', or 'sharded' to sum on shards"
-            )
+        self.steps.check_pipeline(
+            degrees.pipeline,
+            accumulation=choices["accumulation"],
+            compiled=compiled,
+            setup=self._options,
+        )
         check_schedule(
             pipeline.schedule,
             degrees.pipeline,
             choices["micro_batches"],
             pipeline.stages_per_rank,
         )
-
-    def _check_beside_stages(self, pipeline: str) -> None:
-        reasons = {
-            "offload_optimizer": "it brings back state of one optimizer for one model, not yet of "
-            "stages",
-            "max_device_bytes": "it is of one `shard_model`, and each stage has its own",
-            "shard_granularity": "it goes by names of parameters, and stages have their own",
-        }
-        given = {
-            "offload_optimizer": self._options["offload_optimizer"] is not None,
-            "max_device_bytes": self._options["max_device_bytes"] is not None,
-            "shard_granularity": bool(self._granularity),
-        }
-        for name, reason in reasons.items():
-            if given[name]:
-                raise ValueError(
-                    f"{name} does not go together with {pipeline}: {reason}. Leave {name} or "
-                    "pipeline_ranks out"
-                )
 
     def _parts(
         self,
@@ -262,93 +192,77 @@ class Cells:
     ) -> list[Part]:
         """The stages of the pipeline, or all of the model; ``work`` is what `TracedSteps.get`
         takes."""
-        mode, size, degrees, compiled = work
+        degrees = work[2]
 
         def setup(units: Sequence[UnitDescription]) -> Setup:
             return make_setup(
                 units,
                 mesh[0] if len(mesh) == 1 else mesh,
-                experts=self.traces.expert_units,
+                experts=self.steps.whole.expert_units,
                 expert_ranks=degrees.experts,
                 tensor_ranks=degrees.tensor,
                 context_ranks=degrees.context,
                 pipeline_ranks=degrees.pipeline,
-                granularity=self._granularity,
+                granularity=self.steps.granularity,
                 **choices,
                 **self._options,
             )
 
-        if degrees.pipeline == 1:
-            [units] = self.traces.units.values()
-            made = setup(units)  # errors of arguments come before a trace
-            return [Part(0, self.traces.get(mode, size, degrees, compiled), made)]
-        assert self._staged is not None
-        num_stages = degrees.pipeline * pipeline.stages_per_rank
-        alone = Degrees(degrees.experts, degrees.tensor, degrees.context)
-        stages = self._staged.get(num_stages, mode, size, alone, compiled=compiled is True)
+        setup(self.steps.whole.units[self._label])  # errors of arguments come before a trace
+        num_stages = 1 if degrees.pipeline == 1 else degrees.pipeline * pipeline.stages_per_rank
+        stages = self.steps.get(num_stages, *work)
         return [Part(i, stage.trace, setup(stage.units)) for i, stage in enumerate(stages)]
 
-    def _chosen(
+    def _told(
         self,
         choices: dict[str, Any],
+        mode: str,
         degrees: Degrees,
         pipeline: Pipeline,
         compiled: Compiled,
     ) -> dict[str, Any]:
-        told = {"strategy": choices["strategy"], "wrap": self._label}
-        told |= {name: value for name, value in choices.items() if name != "strategy"}
-        told["compiled"] = None
-        if names := self.traces.compiled_modules(compiled):
-            told["compiled"] = "blocks" if compiled is True else plural(len(names), "module")
-        if self.traces.experts:
-            told["expert_ranks"] = degrees.experts
-        if self.traces.parallelize is not None:
-            told["tensor_ranks"] = degrees.tensor
-        if degrees.context > 1:
-            told["context_ranks"] = degrees.context
-        if degrees.pipeline > 1:
-            told["pipeline_ranks"] = degrees.pipeline
-            told["schedule"] = pipeline.schedule
-            told["stages_per_rank"] = pipeline.stages_per_rank
-        return told
-
-    @property
-    def num_traced(self) -> int:
-        return self.traces.num_traced + (self._staged.num_traced if self._staged else 0)
-
-    def _told(self, choices: dict[str, Any], mode: str) -> dict[str, Any]:
         """What makes this configuration, as JSON-compatible data."""
-        told = {**choices, "activation_checkpointing": mode}
+        told = {"strategy": choices["strategy"], "wrap": self._label, **choices}
         reshard = told["reshard_after_forward"]
         told["reshard_after_forward"] = "default" if reshard is None else reshard
         if callable(reshard):
             told["reshard_after_forward"] = "by unit"
         if told["micro_batches"] == 1:
             told["accumulation"] = None
+        told["compiled"] = None
+        whole = self.steps.whole
+        if names := whole.compiled_modules(compiled):
+            told["compiled"] = "blocks" if compiled is True else plural(len(names), "module")
+        if whole.experts:
+            told["expert_ranks"] = degrees.experts
+        if whole.parallelize is not None:
+            told["tensor_ranks"] = degrees.tensor
+        if degrees.context > 1:
+            told["context_ranks"] = degrees.context
+        if degrees.pipeline > 1:
+            told["pipeline_ranks"] = degrees.pipeline
+            told |= {"schedule": pipeline.schedule, "stages_per_rank": pipeline.stages_per_rank}
+        return {**told, "activation_checkpointing": mode, **self._told_of_all()}
+
+    def _told_of_all(self) -> dict[str, Any]:
+        """What all configurations have in common, as far as it is not the default."""
+        told: dict[str, Any] = {}
         policy = self._options["mp_policy"]
         for name in ("param_dtype", "reduce_dtype"):
             if (dtype := getattr(policy, name)) is not None:
                 told[name] = str(dtype)[6:]
         if isinstance(self._options["offload_policy"], CPUOffloadPolicy):
             told["offload"] = True
-        if self._granularity:
-            told["shard_granularity"] = f"of {plural(len(self._granularity), 'parameter')}"
+        if granularity := self.steps.granularity:
+            told["shard_granularity"] = f"of {plural(len(granularity), 'parameter')}"
         if self._options["max_device_bytes"] is not None:
             told["max_device_bytes"] = self._options["max_device_bytes"]
         for name in ("replicate_below", "comm_policy", "max_gathered_bytes", "offload_optimizer"):
             if value := self._options[name]:
                 told[name] = value if isinstance(value, int) else str(value)
-        if self._max_saved_bytes is not None:  # 0 is the tightest limit
-            told["max_saved_bytes"] = self._max_saved_bytes
+        if (limit := self.steps.options.max_saved_bytes) is not None:  # 0 is the tightest limit
+            told["max_saved_bytes"] = limit
         return told
-
-
-def _main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements of parameters."""
-    found: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
-        found[param.dtype] += param.numel()
-    return found.most_common(1)[0][0] if found else torch.float32
 
 
 def mesh_of(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..estimation.events import StepTrace
-from ..estimation.replay import Setup
+from ..estimation.shards import Setup
 from ..render.text import show_bytes, show_seconds
 from .candidates import Candidate
 from .simulate import SimulatedStep, Simulator

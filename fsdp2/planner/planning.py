@@ -12,9 +12,9 @@ from ..estimation.checkpointing import MODES
 from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.paged_state import StateOffload
-from ..estimation.replay import Setup
-from ..estimation.setups import check_number, granularities, make_setup
-from ..estimation.tracing import LossFn, trace_step
+from ..estimation.setups import check_number, make_setup
+from ..estimation.shards import Setup
+from ..estimation.trace_options import LossFn, TraceOptions
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import plural, show_bytes, show_seconds
 from ..runtime.gather_budget import GatherBudgetError
@@ -47,6 +47,7 @@ from .loads import (
     speeds_of,
     uneven_loads,
 )
+from .model_steps import ModelSteps
 from .outcomes import Outcome, outcome_of, simplicity, simulate_ranks
 from .ranges import as_fast, range_of
 from .report import Plan, Split, reasons
@@ -171,29 +172,29 @@ def plan(
     differ = len(set(speeds)) > 1
     samples = batch_size(sample_input) if differ else 0
     modes = checked_modes(activation_checkpointing, checkpoint)
-    kernels = kernels_of(kernels, chosen_hardware.device_type)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
     ways = checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
     budget = checked_budget(memory_budget, chosen_hardware)
-    common: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "mp_policy": mp_policy,
-        "kernels": kernels,
-        "fake": fake,
-        "max_saved_bytes": max_saved_bytes,
-    }
-    traces = TracedSteps(
+    steps = ModelSteps(
         model,
         sample_input,
-        partial(trace_step, **common),
+        TraceOptions(
+            loss_fn=loss_fn,
+            mp_policy=mp_policy,
+            kernels=kernels_of(kernels, chosen_hardware.device_type),
+            fake=fake,
+            max_saved_bytes=max_saved_bytes,
+        ),
         wrap=wrap,
         experts=experts,
         parallelize=parallelize,
         unknown_costs=unknown_costs,
         compiled=compiled,
+        shard_granularity=shard_granularity,
     )
+    traces = steps.whole
     degrees = degrees_of(tensor_ranks, context_ranks, traces, num_ranks)
     fixed = checked_fixed(strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks, degrees)
     if max_samples is not None:
@@ -213,7 +214,7 @@ def plan(
             "max_gathered_bytes": max_gathered_bytes,
             "max_device_bytes": max_device_bytes,
             "offload_optimizer": offload_optimizer,
-            "granularity": granularities(model, shard_granularity, traces.experts),
+            "granularity": steps.granularity,
         },
         progress or (lambda what, done, total: None),
         ways,

@@ -10,15 +10,16 @@ from torch import nn
 
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
-from ..estimation.kernels import Kernels
+from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.paged_state import StateOffload
 from ..estimation.setups import check_number
-from ..estimation.tracing import LossFn
+from ..estimation.trace_options import LossFn, TraceOptions
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import one_line
 from .candidates import Degrees
 from .cells import Cells, Pipeline, check_mode, mesh_of
 from .hardware import Hardware, find_hardware
+from .model_steps import ModelSteps
 from .prediction import Prediction, Sweep
 from .stages import SplitStages
 from .tensor_parallel import Parallelize
@@ -133,32 +134,30 @@ def predict(
         >>> same = predict(model, tokens, "h100", chosen.mesh_shape, loss_fn=loss,
         ...     activation_checkpointing=chosen.activation_checkpointing, **chosen.kwargs)
     """
-    cells = Cells(
-        model,
-        sample_input,
-        find_hardware(hardware),
-        wrap=wrap,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        replicate_below=replicate_below,
-        direct_min_bytes=direct_min_bytes,
-        comm_policy=comm_policy,
-        max_gathered_bytes=max_gathered_bytes,
-        checkpoint_modules=checkpoint_modules,
-        max_saved_bytes=max_saved_bytes,
-        experts=experts,
-        parallelize=parallelize,
-        split_stages=split_stages,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        memory_budget=memory_budget,
-        kernels=kernels,
-        fake=fake,
-        unknown_costs=unknown_costs,
-        shard_granularity=shard_granularity,
-        max_device_bytes=max_device_bytes,
-        offload_optimizer=offload_optimizer,
-    )
+    options = {
+        "wrap": wrap,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "replicate_below": replicate_below,
+        "direct_min_bytes": direct_min_bytes,
+        "comm_policy": comm_policy,
+        "max_gathered_bytes": max_gathered_bytes,
+        "checkpoint_modules": checkpoint_modules,
+        "max_saved_bytes": max_saved_bytes,
+        "experts": experts,
+        "parallelize": parallelize,
+        "split_stages": split_stages,
+        "optimizer": optimizer,
+        "loss_fn": loss_fn,
+        "memory_budget": memory_budget,
+        "kernels": kernels,
+        "fake": fake,
+        "unknown_costs": unknown_costs,
+        "shard_granularity": shard_granularity,
+        "max_device_bytes": max_device_bytes,
+        "offload_optimizer": offload_optimizer,
+    }
+    cells = _cells_of(model, sample_input, find_hardware(hardware), options)
     return cells.predict(
         num_ranks,
         WHOLE,
@@ -266,7 +265,7 @@ def sweep(
     for name in ("samples", "context"):
         for size in values[name]:
             _check_size(name, size)
-    cells = Cells(model, sample_input, chosen_hardware, **_known(options))
+    cells = _cells_of(model, sample_input, chosen_hardware, _known(options))
     return _swept(cells, values, progress or (lambda what, done, total: None))
 
 
@@ -295,7 +294,19 @@ def _swept(
     if not predictions:
         raise errors[0]
     columns = tuple(dict.fromkeys(("num_ranks", *varied)))
-    return Sweep(predictions, failed, cells.num_traced, columns)
+    return Sweep(predictions, failed, cells.steps.num_traced, columns)
+
+
+def _cells_of(
+    model: nn.Module, sample_input: Any, hardware: Hardware, options: dict[str, Any]
+) -> Cells:
+    """``options``: those of `_OPTIONS`."""
+    rest = dict(options)
+    traced = {name: rest.pop(name) for name in _OF_TRACES}
+    traced["kernels"] = kernels_of(traced["kernels"], hardware.device_type)
+    of_steps = {name: rest.pop(name) for name in _OF_STEPS}
+    steps = ModelSteps(model, sample_input, TraceOptions(**traced), **of_steps)
+    return Cells(steps, hardware, **rest)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +317,13 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 
 _DEGREES = ("expert", "tensor", "context", "pipeline")
+
+# Arguments of `predict` that are fields of `TraceOptions`, and further ones of `ModelSteps`.
+_OF_TRACES = ("loss_fn", "mp_policy", "kernels", "fake", "max_saved_bytes")
+_OF_STEPS = (
+    *("wrap", "checkpoint_modules", "experts", "parallelize", "split_stages", "unknown_costs"),
+    "shard_granularity",
+)
 
 # The arguments of `predict` that a sweep does not vary, with their defaults.
 _OPTIONS: dict[str, Any] = {

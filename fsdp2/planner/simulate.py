@@ -12,7 +12,8 @@ from ..estimation.estimating import placed_optimizer
 from ..estimation.events import Compute, StepTrace
 from ..estimation.paged_state import PlacedOptimizer, sum_of_placed
 from ..estimation.pipeline import Action, Part, replay_rank
-from ..estimation.replay import Replay, Setup, params_on_host, replay
+from ..estimation.replay import Replay, params_on_host, replay
+from ..estimation.shards import Setup
 from ..policy import CPUOffloadPolicy
 from .costs import Cost, compute_s, copy_cost, stragglers_s, transfer_cost
 from .hardware import HOST, Hardware

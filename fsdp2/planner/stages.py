@@ -11,6 +11,7 @@ from torch import nn
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
 from ..estimation.stages import Shape, Stage
+from ..estimation.trace_options import TraceOptions
 from ..wrap import UnitDescription, units_of
 from .candidates import Degrees
 from .tensor_parallel import Parallelize, on_meta
@@ -39,7 +40,7 @@ class StagedSteps:
         self,
         model: nn.Module,
         sample_input: Any,
-        trace: Callable[..., StepTrace],
+        options: TraceOptions,
         *,
         split_stages: SplitStages,
         wrap: Any,
@@ -53,11 +54,10 @@ class StagedSteps:
         self._checkpoint_modules = checkpoint_modules
         blocks = default_checkpoint_modules(model, units_of(model, "auto"))
         self._blocks = tuple({type(model.get_submodule(name)) for name in blocks})
-        self._common: tuple[Any, Any] = (sample_input, trace)
-        self._options: dict[str, Any] = {
-            "parallelize": parallelize,
-            "unknown_costs": unknown_costs,
-        }
+        self._sample_input = sample_input
+        self._options = options
+        self._parallelize = parallelize
+        self._unknown_costs = unknown_costs
         self._made: dict[int, list[TracedSteps]] = {}
         self._names: dict[int, tuple[str, ...]] = {}  # of the blocks of a stage
 
@@ -126,10 +126,12 @@ class StagedSteps:
     def _steps_of(self, stage: nn.Module) -> TracedSteps:
         made = TracedSteps(
             stage,
-            *self._common,
+            self._sample_input,
+            self._options,
             wrap=self._wrap_of(stage),
             checkpoint_modules=self._recomputed(stage),
-            **self._options,
+            parallelize=self._parallelize,
+            unknown_costs=self._unknown_costs,
         )
         self._names[id(made)] = tuple(self._blocks_in(stage))
         return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from ..estimation.events import StepTrace
 from ..estimation.expert_units import experts_of, with_experts
 from ..estimation.setups import check_number
 from ..estimation.stages import Shape, Stage
+from ..estimation.trace_options import TraceOptions
+from ..estimation.tracing import trace_step
 from ..estimation.uncosted import check_choice, without_cost
 from ..wrap import UnitDescription, units_of
 from .candidates import Degrees, wraps_of
@@ -43,8 +47,7 @@ class TracedSteps:
     asks (`plan` or `predict`).
 
     Args:
-        trace: ``trace_step`` with all that is the same for all traces; takes the model, the sample
-            input, the names of the modules that may be units, and keyword arguments.
+        options: what is the same for all traces.
         wrap: the one choice of units; None: all of `wraps_of`.
         checkpoint_modules: names of modules to recompute; None: the blocks.
         experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
@@ -64,7 +67,7 @@ class TracedSteps:
         self,
         model: nn.Module,
         sample_input: Any,
-        trace: Callable[..., StepTrace],
+        options: TraceOptions,
         *,
         wrap: Any = None,
         checkpoint_modules: Any = None,
@@ -93,13 +96,18 @@ class TracedSteps:
         self._compiled = self.compiled_modules(compiled)
         self._model = model
         self._sample_input = sample_input
-        self._trace = trace
+        self._options = replace(options, checkpoint_modules=self.blocks, experts=self.experts)
         self._unknown_costs = unknown_costs
         self._made: dict[Any, StepTrace] = {}
 
     @property
     def num_traced(self) -> int:
         return len(self._made)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of computation: that of the policy, or of most parameters."""
+        return self._options.mp_policy.param_dtype or _main_dtype(self._model)
 
     @property
     def expert_units(self) -> frozenset[tuple[str, ...]]:
@@ -141,13 +149,12 @@ class TracedSteps:
                 )
             copied = parallel_copy(self._model, self.parallelize, degrees.tensor, degrees.context)
             with copied as (model, mesh):
-                found = self._trace(
+                found = trace_step(
                     model,
                     sample,
                     list(dict.fromkeys(self._names)),
+                    self._options,
                     activation_checkpointing=mode,
-                    checkpoint_modules=self.blocks,
-                    experts=self.experts,
                     expert_ranks=degrees.experts,
                     tensor_ranks=degrees.tensor,
                     context=None if mesh is None else ContextParallel(mesh, length),
@@ -237,3 +244,11 @@ def _label(wrap: Any) -> str:
     if isinstance(wrap, str):
         return {"auto": "blocks", "root": "one"}.get(wrap, wrap)
     return "given"
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most elements of parameters."""
+    found: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        found[param.dtype] += param.numel()
+    return found.most_common(1)[0][0] if found else torch.float32

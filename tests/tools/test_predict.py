@@ -19,7 +19,8 @@ if harness.RUNS_ON_TORCH:
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Plan, Prediction, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.planner import cells, find_hardware, planning
+from fsdp2.planner import find_hardware
+from fsdp2.planner import traces as traces_module
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -173,14 +174,13 @@ def test_bad_arguments(options: dict[str, Any], error: type, match: str) -> None
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], str]]:
     """The shapes and checkpointing of all steps that are traced from now on."""
     made: list[tuple[tuple[int, ...], str]] = []
-    for module in (planning, cells):
-        real = module.trace_step
+    real = traces_module.trace_step
 
-        def traced(model: Any, sample: Any, names: Any, real: Any = real, **options: Any) -> Any:
-            made.append((tuple(sample.shape), options["activation_checkpointing"]))
-            return real(model, sample, names, **options)
+    def traced(model: Any, sample: Any, *args: Any, **changes: Any) -> Any:
+        made.append((tuple(sample.shape), changes["activation_checkpointing"]))
+        return real(model, sample, *args, **changes)
 
-        monkeypatch.setattr(module, "trace_step", traced)
+    monkeypatch.setattr(traces_module, "trace_step", traced)
     return made
 
 

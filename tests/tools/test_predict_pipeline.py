@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from fsdp2.estimation.expert_units import InnerTopology
 from fsdp2.estimation.paged_state import NOTHING
 from fsdp2.estimation.pipeline import Action, Part, actions_of, replay_rank
 from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
+from fsdp2.estimation.trace_options import TraceOptions
 from fsdp2.planner import Hardware, find_hardware
 from fsdp2.planner.pipeline_times import RankTimes, begins
 from fsdp2.planner.stages import StagedSteps
@@ -229,7 +228,7 @@ def staged(
 ) -> Any:
     steps = StagedSteps(
         model or on_meta(), options.pop("sample", batch()),
-        partial(trace_step, **{"mp_policy": BF16, **options}), split_stages=how, wrap=wrap,
+        TraceOptions(**{"mp_policy": BF16, **options}), split_stages=how, wrap=wrap,
         checkpoint_modules=None, parallelize=None, unknown_costs="error",
     )  # fmt: skip
     return steps.get(num_stages, "none"), steps
