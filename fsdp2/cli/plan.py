@@ -105,12 +105,24 @@ def add_plan(groups: Any) -> None:
         metavar="LIST",
         help=f"{_CONTEXT}, to choose from (default: 1)",
     )
+    _add_split_stages(parser)
+    for name, parse, told in (
+        ("--pipeline-ranks", parse_number, "ranks with other stages, to choose from"),
+        ("--schedule", str, "of pipelines, to choose from"),
+        ("--stages-per-rank", parse_number, "of looped schedules, to choose from"),
+    ):
+        parser.add_argument(
+            name,
+            type=partial(list_of, parse),
+            metavar="LIST",
+            help=f"{told} (default: with --split-stages, several are tried)",
+        )
     parser.add_argument(
         "--max-samples",
         type=parse_number,
         metavar="N",
-        help="samples of a step of all ranks; with more tensor or context ranks it has fewer "
-        "(default: no limit)",
+        help="samples of a step of all ranks; with more tensor, context or pipeline ranks it has "
+        "fewer (default: no limit)",
     )
     parser.add_argument(
         "--checkpointing",
@@ -181,11 +193,7 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--wrap", default="auto", metavar="POLICY", help="as of fsdp2 estimate")
     _add_parallelize(parser)
-    parser.add_argument(
-        "--split-stages",
-        metavar="FUNCTION",
-        help="function of the model and a number of stages that returns these, named like MODEL",
-    )
+    _add_split_stages(parser)
     parser.add_argument(
         "--accumulation",
         choices=ACCUMULATION,
@@ -201,6 +209,18 @@ def _add_parallelize(parser: argparse.ArgumentParser) -> None:
         metavar="FUNCTION",
         help="function of the model and a mesh that makes it tensor-parallel, named like MODEL",
     )
+
+
+def _add_split_stages(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split-stages",
+        metavar="FUNCTION",
+        help="function of the model and a number of stages that returns these, named like MODEL",
+    )
+
+
+def _split_stages_of(args: argparse.Namespace) -> Any:
+    return None if args.split_stages is None else find_object(args.split_stages)
 
 
 def _parallelize_of(args: argparse.Namespace) -> Any:
@@ -468,7 +488,7 @@ def configurations(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
         "comm_policy": comm_policy_of(args),
         "accumulation": args.accumulation,
         "parallelize": _parallelize_of(args),
-        "split_stages": None if args.split_stages is None else find_object(args.split_stages),
+        "split_stages": _split_stages_of(args),
     }
     swept = {
         "strategy": args.strategy,
@@ -503,7 +523,9 @@ def run_plan(args: argparse.Namespace) -> int:
         fixed: dict[str, Any] = {"strategy": args.strategy, "prefetch": args.prefetch}
         fixed |= {"expert_ranks": args.expert_ranks, "tensor_ranks": args.tensor_ranks}
         fixed |= {"parallelize": _parallelize_of(args), "max_samples": args.max_samples}
-        fixed["context_ranks"] = args.context_ranks
+        fixed |= {"context_ranks": args.context_ranks, "split_stages": _split_stages_of(args)}
+        fixed |= {"pipeline_ranks": args.pipeline_ranks, "schedule": args.schedule}
+        fixed["stages_per_rank"] = args.stages_per_rank
         if args.wrap is not None:
             fixed["wrap"] = parse_wrap(args.wrap)
         if args.reshard is not _NOT_GIVEN:

@@ -7,7 +7,7 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..common.suggestions import did_you_mean
@@ -21,7 +21,10 @@ from .replay import Player, Replay, new_state, play
 from .shards import Setup
 from .stand_ins import CountedUnit
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+# The schedules, and how many stages they may have on a rank.
+_ONE, _SEVERAL = range(1, 2), range(1, 1 << 16)
+STAGES_PER_RANK = {"1F1B": _ONE, "GPipe": _ONE, "Interleaved1F1B": _SEVERAL}
+SCHEDULES = tuple(STAGES_PER_RANK)
 
 
 class Action(NamedTuple):
@@ -73,15 +76,29 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, stages_per_rank: int
     return made
 
 
+def rank_of_stage(schedule: str, stage: int, ranks: int) -> int:
+    """The rank of a pipeline that has a stage."""
+    return stage % ranks
+
+
+def check_schedule_name(schedule: Any) -> None:
+    """Check that there is such a schedule.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
+    if schedule not in SCHEDULES:
+        hint = did_you_mean(str(schedule), SCHEDULES)
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}{hint}")
+
+
 def check_schedule(schedule: Any, ranks: int, micro_batches: int, stages_per_rank: int) -> None:
     """Check a schedule and numbers that go with it.
 
     Raises:
         ValueError: for an unknown schedule, or one that torch refuses with these numbers.
     """
-    if schedule not in SCHEDULES:
-        hint = did_you_mean(str(schedule), SCHEDULES)
-        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}{hint}")
+    check_schedule_name(schedule)
     if schedule != "Interleaved1F1B" and stages_per_rank > 1:
         raise ValueError(
             f"stages_per_rank={stages_per_rank} needs schedule='Interleaved1F1B': '{schedule}' has "
@@ -223,11 +240,3 @@ class StagePlayer(Player):
     def _reached(self, unit: CountedUnit) -> Forward | None:
         forwards = self._of_this.get(unit)
         return forwards.pop() if forwards else None
-
-
-def by_rank(parts: Sequence[Part], ranks: int) -> Mapping[int, list[Part]]:
-    """Stages by the rank that has them: stage s is on rank s modulo ``ranks``."""
-    made: dict[int, list[Part]] = {}
-    for part in parts:
-        made.setdefault(part.number % ranks, []).append(part)
-    return made

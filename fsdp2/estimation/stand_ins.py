@@ -7,8 +7,9 @@ tensor, a `Held` dies here, at the same line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -273,12 +274,14 @@ class _Part:
 
     Args:
         params: number of parameters whose gradients begin with it.
+        zero: counts the kernel that fills it with zeros.
     """
 
-    def __init__(self, nbytes: int, unit: str, params: int) -> None:
+    def __init__(self, nbytes: int, unit: str, params: int, zero: Callable[[], None]) -> None:
         self.nbytes = nbytes
         self.unit = unit
         self.params = params
+        self.zero_ = zero
 
 
 class CountedReduction(Reduction):
@@ -297,9 +300,14 @@ class CountedReduction(Reduction):
         self._allocate_output()
 
     def _ranges(self) -> list[Any]:
-        size = self.dtype.itemsize
+        size, kernel = self.dtype.itemsize, self.bucket.replay.kernel
         return [
-            _Part(numel * size, self.bucket.unit_name, 0 if i else len(self.plan.present))
+            _Part(
+                numel * size,
+                self.bucket.unit_name,
+                0 if i else len(self.plan.present),
+                partial(kernel, numel * size, self.dtype),
+            )
             for i, (_, numel) in enumerate(self.plan.ranges)
         ]
 

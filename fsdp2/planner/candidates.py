@@ -33,6 +33,22 @@ class Degrees(NamedTuple):
         return self.tensor * self.context * self.pipeline
 
 
+class Pipeline(NamedTuple):
+    """How a pipeline runs.
+
+    Attributes:
+        schedule: one of `SCHEDULES`.
+        stages_per_rank: more than one with looped schedules.
+    """
+
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+
+    def __str__(self) -> str:
+        each = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
+        return f"{self.schedule}{each}"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One configuration.
@@ -51,6 +67,9 @@ class Candidate:
             model tensor-parallel.
         context_ranks: of the last dim of ``mesh``, those that have parts of the same sequences;
             None: nobody asks for them.
+        pipeline_ranks: that have other stages, each with a mesh of its own; None: nobody asks for
+            them.
+        schedule, stages_per_rank: of the pipeline; None: there is none.
     """
 
     strategy: str
@@ -63,10 +82,28 @@ class Candidate:
     expert_ranks: int | None = None
     tensor_ranks: int | None = None
     context_ranks: int | None = None
+    pipeline_ranks: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(self.expert_ranks or 1, self.tensor_ranks or 1, self.context_ranks or 1)
+        return Degrees(
+            self.expert_ranks or 1,
+            self.tensor_ranks or 1,
+            self.context_ranks or 1,
+            self.pipeline_ranks or 1,
+        )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How its pipeline runs, if it has one."""
+        return Pipeline(self.schedule or "1F1B", self.stages_per_rank or 1)
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline; 1: there is none."""
+        return self.degrees.pipeline * self.pipeline.stages_per_rank
 
     @property
     def complexity(self) -> int:
@@ -80,6 +117,8 @@ class Candidate:
             self.accumulation not in (None, "unsharded"),
             self.tensor_ranks not in (None, 1),
             self.context_ranks not in (None, 1),
+            self.pipeline_ranks not in (None, 1),
+            self.schedule not in (None, "1F1B"),
         )
         return sum(changed)
 
@@ -97,6 +136,8 @@ class Candidate:
             parts.append(f"tensor parallel over {self.tensor_ranks}")
         if self.context_ranks is not None:
             parts.append(f"context over {self.context_ranks}")
+        if self.degrees.pipeline > 1:
+            parts.append(f"pipeline over {self.pipeline_ranks} ({self.pipeline})")
         return ", ".join(parts)
 
 
@@ -167,15 +208,22 @@ def first_round(
     wrap: str = "blocks",
     expert_ranks: Sequence[int | None] = (None,),
     degrees: Sequence[tuple[int | None, int | None]] = ((None, None),),
+    pipeline_ranks: int | None = None,
 ) -> list[Candidate]:
     """All meshes with all checkpointing modes, ways to sum gradients, ranks of experts, and pairs
-    of ranks of tensor and of context parallelism."""
+    of ranks of tensor and of context parallelism.
+
+    Args:
+        pipeline_ranks: None or 1, as of `Candidate`; of a pipeline, ``num_ranks`` are those of a
+            stage.
+    """
     start = Candidate(
         "",
         (),
         wrap=wrap,
         reshard=None if fixed.reshard is SEARCHED else fixed.reshard,
         prefetch=fixed.prefetch or 1,
+        pipeline_ranks=pipeline_ranks,
     )
     return [
         replace(
@@ -225,20 +273,23 @@ def second_round(
     fixed: Fixed = Fixed(),
 ) -> list[Candidate]:
     """All choices of units, resharding and prefetch for one mesh and checkpointing mode."""
-    reshards: list[bool | int | None] = [None]
-    prefetches = [1]
-    if start.strategy != "none":
-        if start.strategy in ("full", "hybrid"):  # others are this setting
-            reshards.append(False)
-        prefetches.append(2)
-        shards = start.mesh[-1]
-        if len(reshards) > 1 and shards > ranks_per_node and shards % ranks_per_node == 0:
-            reshards.append(ranks_per_node)
-    if fixed.reshard is not SEARCHED:
-        reshards = [fixed.reshard]
+    prefetches = [1] if start.strategy == "none" else [1, 2]
     if fixed.prefetch is not None:
         prefetches = [fixed.prefetch]
-    return combinations(start, wraps, reshards, prefetches)
+    return combinations(start, wraps, reshards_of(start, ranks_per_node, fixed), prefetches)
+
+
+def reshards_of(start: Candidate, ranks_per_node: int, fixed: Fixed) -> list[bool | int | None]:
+    """All choices of resharding for its mesh."""
+    if fixed.reshard is not SEARCHED:
+        return [fixed.reshard]
+    reshards: list[bool | int | None] = [None]
+    if start.strategy in ("full", "hybrid"):  # others are this setting
+        reshards.append(False)
+        shards = start.mesh[-1]
+        if shards > ranks_per_node and shards % ranks_per_node == 0:
+            reshards.append(ranks_per_node)
+    return reshards
 
 
 def combinations(

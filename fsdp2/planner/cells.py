@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
@@ -18,28 +18,16 @@ from ..render.text import plural
 from ..wrap import UnitDescription
 from .advice import padding_of
 from .arguments import check_ranks, checked_budget
-from .candidates import Candidate, Degrees
+from .candidates import Candidate, Degrees, Pipeline
 from .hardware import Hardware
 from .loads import even_load, sizes_of, speeds_of
 from .model_steps import ModelSteps
-from .outcomes import bound_of, outcome_of, simulate_ranks
-from .pipeline_times import simulate_pipeline
-from .prediction import Prediction, stage_figures
+from .outcomes import bound_of, outcome_of, simulate_ranks, stage_figures
+from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline
+from .prediction import Prediction
 from .ranges import range_of
 from .simulate import SimulatedStep, Simulator
 from .traces import ALONE, Compiled, Size
-
-
-class Pipeline(NamedTuple):
-    """How a pipeline runs.
-
-    Attributes:
-        schedule: one of `SCHEDULES`.
-        stages_per_rank: more than one with looped schedules.
-    """
-
-    schedule: str = "1F1B"
-    stages_per_rank: int = 1
 
 
 class Cells:
@@ -91,12 +79,14 @@ class Cells:
         loads = even_load(speeds_of(self.hardware, all_ranks))
         candidate = Candidate(strategy, mesh, activation_checkpointing, self._label)
 
+        replays: list[RankOfPipeline] = []
+        if degrees.pipeline > 1:
+            replays = replay_pipeline(self._simulator, parts, pipeline.schedule, keep_samples=True)
+
         def steps(simulator: Simulator, by: float = 1.0, **options: Any) -> list[SimulatedStep]:
-            if degrees.pipeline > 1:
+            if replays:
                 speed = by * min(load.speed for load in loads)
-                return simulate_pipeline(
-                    simulator, parts, pipeline.schedule, speed=speed, **options
-                )
+                return simulate_pipeline(simulator, parts, pipeline.schedule, replays, speed=speed)
             work = [(parts[0].trace, load.speed * by) for load in loads]
             return simulate_ranks(simulator, setup, work, **options)
 

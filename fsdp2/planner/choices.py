@@ -3,54 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
+from ..estimation.pipeline import SCHEDULES, STAGES_PER_RANK, check_schedule_name
 from ..estimation.setups import check_accumulation, check_number, checked_mesh
-from .candidates import SEARCHED, Degrees, Fixed, expert_ranks_of
+from .candidates import SEARCHED, Degrees, Fixed, Pipeline, expert_ranks_of
 from .hardware import Hardware
-from .traces import TracedSteps, check_context_ranks, check_expert_ranks, check_tensor_ranks
+from .model_steps import ModelSteps
+from .traces import TracedSteps, check_expert_ranks
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search chooses from, beside the kinds of activation checkpointing.
+
+    Attributes:
+        num_ranks: all of them.
+        micro_batches: of a step.
+        accumulations: ways to sum gradients; None: there is one micro-batch.
+        fixed: what is not searched.
+        expert_ranks: None: experts have no mesh of their own.
+        degrees: of tensor, context and pipeline parallelism.
+        pipelines: how pipelines run.
+        asked: which of "tensor", "context" and "pipeline" the user has asked for.
+    """
+
+    num_ranks: int
+    micro_batches: int
+    accumulations: Sequence[str | None]
+    fixed: Fixed
+    expert_ranks: Sequence[int | None]
+    degrees: Sequence[Degrees]
+    pipelines: Sequence[Pipeline]
+    asked: frozenset[str]
+
+    def pairs(self, pipeline: int) -> list[tuple[int | None, int | None]]:
+        """Numbers of tensor and context ranks beside a pipeline over so many ranks; None: nobody
+        asks for them."""
+        return [
+            (
+                each.tensor if "tensor" in self.asked else None,
+                each.context if "context" in self.asked else None,
+            )
+            for each in self.degrees
+            if each.pipeline == pipeline
+        ]
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """All numbers of them, the smallest first."""
+        return sorted({each.pipeline for each in self.degrees})
 
 
 def degrees_of(
     tensor_ranks: int | Sequence[int],
     context_ranks: int | Sequence[int],
-    traces: TracedSteps,
+    pipeline_ranks: int | Sequence[int],
+    steps: ModelSteps,
     num_ranks: int,
 ) -> list[Degrees]:
-    """All combinations of numbers of tensor and context ranks to choose from.
+    """All combinations of numbers of tensor, context and pipeline ranks to choose from.
 
     Raises:
-        ValueError: for none, or one that does not divide ``num_ranks``; see `check_tensor_ranks`
-            and `check_context_ranks`.
+        ValueError: for none, or one that does not divide ``num_ranks``; see
+            `ModelSteps.check_degrees`.
     """
-    given = {"tensor_ranks": tensor_ranks, "context_ranks": context_ranks}
+    given = {"tensor": tensor_ranks, "context": context_ranks, "pipeline": pipeline_ranks}
     lists = {k: [v] if isinstance(v, int) else list(v) for k, v in given.items()}
-    for name, check in (
-        ("tensor_ranks", check_tensor_ranks),
-        ("context_ranks", check_context_ranks),
-    ):
-        if not lists[name]:
-            raise ValueError(f"{name} is empty: give a number, or several to choose from")
-        for each in lists[name]:
-            check(each, traces)
+    for name, numbers in lists.items():
+        if not numbers:
+            raise ValueError(f"{name}_ranks is empty: give a number, or several to choose from")
+        for each in numbers:
+            steps.check_degrees(Degrees(**{name: each}))
             if num_ranks % each:
-                raise ValueError(f"{name}={each} must divide num_ranks={num_ranks}")
-    made = [
-        Degrees(tensor=tensor, context=context)
-        for tensor in lists["tensor_ranks"]
-        for context in lists["context_ranks"]
-    ]
+                raise ValueError(f"{name}_ranks={each} must divide num_ranks={num_ranks}")
+    made = [Degrees(1, *each) for each in product(*lists.values())]
     found = [each for each in made if num_ranks % each.ranks_per_batch == 0]
     if not found:
-        raise ValueError(
-            f"tensor_ranks={lists['tensor_ranks']} times context_ranks={lists['context_ranks']} "
-            f"must divide num_ranks={num_ranks}"
-        )
+        told = " times ".join(f"{k}_ranks={v}" for k, v in lists.items() if v != [1])
+        raise ValueError(f"{told} must divide num_ranks={num_ranks}")
     return found
+
+
+def pipeline_ranks_of(
+    ranks: int | Sequence[int] | None, steps: ModelSteps, num_ranks: int, micro_batches: int
+) -> list[int]:
+    """Numbers of ranks of pipelines to choose from.
+
+    None stands for 1, 2, 4, ..., as far as each rank has a block and a micro-batch of its own, if
+    it is known how to make stages.
+    """
+    if ranks is not None:
+        return [ranks] if isinstance(ranks, int) else list(ranks)
+    most, found = 1 if steps.staged is None else min(len(steps.whole.blocks), micro_batches), [1]
+    while 2 * found[-1] <= most and num_ranks % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return found
+
+
+def pipelines_of(
+    schedules: str | Sequence[str] | None, stages_per_rank: int | Sequence[int] | None
+) -> list[Pipeline]:
+    """How pipelines may run: schedules with as many stages on a rank as they have.
+
+    Raises:
+        ValueError: for an unknown schedule, numbers less than 1, or a number of stages that no
+            schedule has.
+    """
+    names = [schedules] if isinstance(schedules, str) else list(schedules or SCHEDULES)
+    numbers = [stages_per_rank] if isinstance(stages_per_rank, int) else stages_per_rank
+    for name in names:
+        check_schedule_name(name)
+    for number in numbers or ():
+        check_number("stages_per_rank", number)
+    made = []
+    for name in names:
+        allowed = STAGES_PER_RANK[name]
+        own = min(2, allowed.stop - 1)
+        made += [Pipeline(name, n) for n in numbers or [own] if n in allowed]
+    if not made:
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank!r} goes with none of the schedules {names}"
+        )
+    return made
 
 
 def within_samples(degrees: Sequence[Degrees], samples: int, most: int) -> list[Degrees]:
@@ -73,12 +154,14 @@ def within_samples(degrees: Sequence[Degrees], samples: int, most: int) -> list[
     return found
 
 
-def asked(degrees: Sequence[Degrees], parallelizes: bool) -> list[tuple[int | None, int | None]]:
-    """Pairs of tensor and context ranks to choose from; None: nobody asks for them."""
-    split = any(each.context > 1 for each in degrees)
-    return [
-        (each.tensor if parallelizes else None, each.context if split else None) for each in degrees
-    ]
+def asked(degrees: Sequence[Degrees], parallelizes: bool) -> frozenset[str]:
+    """Which degrees the user has asked for."""
+    found = {
+        "tensor": parallelizes,
+        "context": any(each.context > 1 for each in degrees),
+        "pipeline": any(each.pipeline > 1 for each in degrees),
+    }
+    return frozenset(name for name, is_asked in found.items() if is_asked)
 
 
 def checked_ways(accumulation: Sequence[str], micro_batches: int) -> tuple[str | None, ...]:
@@ -134,9 +217,10 @@ def checked_fixed(
     if mesh is not None:
         mesh = checked_mesh(mesh)
         shape = " x ".join(map(str, mesh))
-        tensor = sorted({each.tensor for each in degrees})
-        if all(prod(mesh) * each != num_ranks for each in tensor):
-            beside = "" if tensor == [1] else f" beside tensor_ranks={tensor}"
+        if all(prod(mesh) * each.tensor * each.pipeline != num_ranks for each in degrees):
+            found = {n: sorted({getattr(d, n) for d in degrees}) for n in ("tensor", "pipeline")}
+            told = " and ".join(f"{n}_ranks={v}" for n, v in found.items() if v != [1])
+            beside = f" beside {told}" if told else ""
             raise ValueError(
                 f"mesh_shape {shape} is not a mesh of num_ranks={num_ranks} ranks{beside}"
             )

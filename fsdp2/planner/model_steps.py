@@ -51,6 +51,8 @@ class ModelSteps:
         **shared: Any,
     ) -> None:
         self.options = options
+        self.compiled = compiled
+        self.split_stages = split_stages
         self.sample_input = sample_input
         self.whole = TracedSteps(
             model, sample_input, options, experts=experts, compiled=compiled, **shared
@@ -66,21 +68,34 @@ class ModelSteps:
     def num_traced(self) -> int:
         return self.whole.num_traced + (self.staged.num_traced if self.staged else 0)
 
+    @property
+    def stage_wraps(self) -> list[str]:
+        """Labels of the choices of units that stages have."""
+        return [label for label in self.whole.units if label in ("blocks", "one")] or [
+            *self.whole.units
+        ]
+
     def get(
         self,
         num_stages: int,
         mode: str,
         size: Size = WHOLE,
         degrees: Degrees = ALONE,
-        compiled: Compiled = False,
+        compiled: Compiled | None = None,
+        wrap: str | None = None,
     ) -> list[TracedStage]:
-        """The stages of a pipeline, or the model as the only one; see `TracedSteps.get`."""
+        """The stages of a pipeline, or the model as the only one; see `TracedSteps.get`.
+
+        Args:
+            wrap: a label of units, if there are several choices.
+        """
+        compiled = self.compiled if compiled is None else compiled
         if num_stages == 1:
-            [units] = self.whole.units.values()
-            return [TracedStage(self.whole.get(mode, size, degrees, compiled), units)]
+            trace = self.whole.get(mode, size, degrees, compiled)
+            return [TracedStage(trace, self.whole.units_of(wrap))]
         assert self.staged is not None
         alone = degrees._replace(pipeline=1)
-        return self.staged.get(num_stages, mode, size, alone, compiled=compiled is True)
+        return self.staged.get(num_stages, mode, size, alone, compiled is True, wrap)
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Check the degrees of the model's own parallelisms.

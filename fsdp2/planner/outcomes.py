@@ -105,6 +105,34 @@ def figures_of(step: SimulatedStep) -> dict[str, Any]:
     }
 
 
+def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
+    """`Prediction.stages` and `Plan.stages`."""
+    return [
+        {
+            "compute_s": step.compute_s,
+            "bubble_s": step.bubble_s,
+            "peak_bytes": step.peak.total,
+            "needed_bytes": step.needed_bytes,
+        }
+        for step in steps
+    ]
+
+
+def bubble_told(bubble_s: float, seconds: float, stages: Sequence[dict[str, float]]) -> str:
+    """How long ranks of a pipeline wait for others, and what each of them allocates."""
+    peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in stages)
+    return (
+        f"{show_seconds(bubble_s)} ({100 * bubble_s / seconds:.0f} % of the step) of waiting for "
+        f"other stages; allocated by rank: {peaks}"
+    )
+
+
+def all_dims(mesh: Sequence[int], tensor: int, pipeline: int) -> str:
+    """A mesh with the dims of pipelines and tensor parallelism, where there are any."""
+    outer, inner = [n for n in (pipeline,) if n > 1], [n for n in (tensor,) if n > 1]
+    return " x ".join(map(str, [*outer, *mesh, *inner]))
+
+
 # -- what bounds a step --------------------------------------------------------------------------
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ..estimation.pipeline import Action, Part, actions_of
+from ..estimation.pipeline import Action, Part, actions_of, rank_of_stage
 from .schedule import Span
-from .simulate import SimulatedStep, Simulator
+from .simulate import SimulatedStep, Simulator, StagesReplay
 
 
 @dataclass(frozen=True)
@@ -95,45 +96,57 @@ def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: in
     return sends[action.stage][1] if action.stage else 0.0
 
 
+class RankOfPipeline(NamedTuple):
+    """The actions of a rank, and its replay."""
+
+    actions: Sequence[Action]
+    made: StagesReplay
+
+
+def replay_pipeline(
+    simulator: Simulator, parts: Sequence[Part], schedule: str, *, keep_samples: bool = False
+) -> list[RankOfPipeline]:
+    """The replays of all ranks of a pipeline, which do not depend on speeds; ``parts`` are all
+    stages."""
+    setup = parts[0].setup
+    ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
+    found = []
+    for rank in range(ranks):
+        actions = actions_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
+        own = [p for p in parts if rank_of_stage(schedule, p.number, ranks) == rank]
+        made = simulator.replay_stages(
+            own, actions, sends_late=schedule == "GPipe", keep_samples=keep_samples
+        )
+        found.append(RankOfPipeline(actions, made))
+    return found
+
+
 def simulate_pipeline(
     simulator: Simulator,
     parts: Sequence[Part],
     schedule: str,
+    replays: Sequence[RankOfPipeline],
     *,
     speed: float = 1.0,
-    keep_samples: bool = False,
 ) -> list[SimulatedStep]:
-    """The steps of the ranks of a pipeline, which end together; ``parts`` are all stages.
+    """The steps of the ranks of a pipeline, which end together.
 
     Each rank is simulated as if nothing had to come from others (its kernels, gathers and
     reductions, its memory), and then waits as `begins` says. What it gathers while it waits is not
     counted as hidden.
+
+    Args:
+        replays: from `replay_pipeline`, on hardware that differs in speeds alone.
     """
-    setup = parts[0].setup
-    ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
-    alone, times = [], []
-    for rank in range(ranks):
-        actions = actions_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
-        own = [part for part in parts if part.number % ranks == rank]
-        step, ends = simulator.run_stages(
-            own,
-            actions,
-            sends_late=schedule == "GPipe",
-            speed=speed,
-            keep_samples=keep_samples,
-        )
-        alone.append(step)
-        times.append(RankTimes(actions, _durations(step, ends)))
-    sends = [
-        (
-            simulator.send_s(part.trace.sent_bytes, setup) if ranks > 1 else 0.0,
-            simulator.send_s(part.trace.returned_bytes, setup) if ranks > 1 else 0.0,
-        )
-        for part in parts
+    alone = [simulator.time_stages(each.made, speed=speed) for each in replays]
+    times = [
+        RankTimes(each.actions, durations_of(step, each.made.ends))
+        for each, step in zip(replays, alone, strict=True)
     ]
+    sends = sends_of(simulator, parts)
     found = begins(times, sends, waits_for_sends=schedule == "1F1B")
     last = [began[-1] + rank.durations[-1] for began, rank in zip(found, times, strict=True)]
-    tails = [_end(s) - sum(rank.durations) for s, rank in zip(alone, times, strict=True)]
+    tails = [end_of(s) - sum(rank.durations) for s, rank in zip(alone, times, strict=True)]
     whole = max(end + tail for end, tail in zip(last, tails, strict=True))
     return [
         _in_pipeline(step, rank, began, sends, whole)
@@ -141,12 +154,26 @@ def simulate_pipeline(
     ]
 
 
-def _end(step: SimulatedStep) -> float:
+def sends_of(simulator: Simulator, parts: Sequence[Part]) -> list[tuple[float, float]]:
+    """Of each stage, the seconds in which it sends its output, and what it returns."""
+    setup = parts[0].setup
+    if setup.pipeline_ranks == 1:
+        return [(0.0, 0.0)] * len(parts)
+    return [
+        (
+            simulator.send_s(part.trace.sent_bytes, setup),
+            simulator.send_s(part.trace.returned_bytes, setup),
+        )
+        for part in parts
+    ]
+
+
+def end_of(step: SimulatedStep) -> float:
     """When all streams are done; the optimizer comes then."""
     return max((span.end for span in step.spans), default=0.0)
 
 
-def _durations(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
+def durations_of(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
     """The seconds of each action: how much later compute ends than before it."""
     made, begin, ended = [], 0, 0.0
     for end in ends:
@@ -165,7 +192,7 @@ def _in_pipeline(
     whole: float,
 ) -> SimulatedStep:
     """The step of a rank that waits for others until ``whole``."""
-    bubble = whole - _end(step)
+    bubble = whole - end_of(step)
     seconds = step.seconds + bubble
     sent_s = sum(_send_s(action, sends, len(sends)) for action in rank.actions)
     streams = {**step.stream_s, "pipeline": sent_s} if sent_s else step.stream_s

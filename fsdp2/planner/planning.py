@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..estimation.checkpointing import MODES
-from ..estimation.events import StepTrace
 from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.paged_state import StateOffload
-from ..estimation.setups import check_number, make_setup
-from ..estimation.shards import Setup
+from ..estimation.setups import check_number
 from ..estimation.trace_options import LossFn, TraceOptions
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..render.text import plural, show_bytes, show_seconds
-from ..runtime.gather_budget import GatherBudgetError
-from .advice import advice, padding_of
+from ..render.text import show_seconds
 from .arguments import check_ranks, checked_budget
-from .candidates import (
-    SEARCHED,
-    Candidate,
-    Degrees,
-    Fixed,
-    first_round,
-    second_round,
-)
+from .candidates import SEARCHED
 from .choices import (
+    Choices,
     asked,
     checked_expert_ranks,
     checked_fixed,
     checked_modes,
     checked_ways,
     degrees_of,
+    pipeline_ranks_of,
+    pipelines_of,
     within_samples,
 )
 from .hardware import Hardware, find_hardware
 from .loads import (
-    Load,
     batch_size,
     describe_sizes,
     even_load,
@@ -48,15 +38,12 @@ from .loads import (
     uneven_loads,
 )
 from .model_steps import ModelSteps
-from .outcomes import Outcome, outcome_of, simplicity, simulate_ranks
-from .ranges import as_fast, range_of
-from .report import Plan, Split, reasons
-from .simulate import SimulatedStep, Simulator
+from .report import Plan, Split
+from .searching import SAME_SPEED, Search
+from .simulate import Simulator
+from .stages import SplitStages
 from .tensor_parallel import Parallelize
-from .traces import Compiled, Size, TracedSteps
-
-# Steps that differ by less than this count as equally fast.
-SAME_SPEED = 0.005
+from .traces import Compiled
 
 
 def plan(
@@ -85,6 +72,10 @@ def plan(
     parallelize: Parallelize | None = None,
     tensor_ranks: int | Sequence[int] = 1,
     context_ranks: int | Sequence[int] = 1,
+    split_stages: SplitStages | None = None,
+    pipeline_ranks: int | Sequence[int] | None = None,
+    schedule: str | Sequence[str] | None = None,
+    stages_per_rank: int | Sequence[int] | None = None,
     max_samples: int | None = None,
     max_gathered_bytes: int | None = None,
     max_saved_bytes: int | None = None,
@@ -141,8 +132,14 @@ def plan(
             has fewer samples: the most samples in a second are what is chosen.
         context_ranks: over which each sequence is split, as in `predict`, or several numbers to
             choose from, like ``tensor_ranks``; of meshes, those whose last dim they divide.
-        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor and
-            context ranks with which a step has more are left out. None: no limit.
+        split_stages: makes the stages of a pipeline, as in `predict`; `Plan.apply` calls it, too.
+        pipeline_ranks: of a pipeline, as in `predict`, or several numbers to choose from, like
+            ``tensor_ranks``. None: with ``split_stages``, 1, 2, 4, ..., as far as each rank has a
+            block and a micro-batch.
+        schedule: of pipelines, or several to choose from; None: all that `predict` knows.
+        stages_per_rank: of looped schedules, or several numbers to choose from; None: 2.
+        max_samples: of a step, that is of all batches of all micro-batches. Numbers of tensor,
+            context and pipeline ranks with which a step has more are left out. None: no limit.
         max_gathered_bytes: as in `shard_model`; fixed, not searched. Configurations with a unit
             that does not fit are left out.
         max_saved_bytes: as in `predict`; fixed, not searched. `Plan.apply` does not offload: the
@@ -169,14 +166,12 @@ def plan(
     chosen_hardware = find_hardware(hardware)
     check_ranks(num_ranks, chosen_hardware)
     speeds = speeds_of(chosen_hardware, num_ranks)
-    differ = len(set(speeds)) > 1
-    samples = batch_size(sample_input) if differ else 0
+    samples = batch_size(sample_input) if len(set(speeds)) > 1 else 0
     modes = checked_modes(activation_checkpointing, checkpoint)
     check_number("micro_batches", micro_batches)  # here, and not after all steps are traced
     ways = checked_ways(accumulation, micro_batches)
     if max_gathered_bytes is not None:
         check_number("max_gathered_bytes", max_gathered_bytes)
-    budget = checked_budget(memory_budget, chosen_hardware)
     steps = ModelSteps(
         model,
         sample_input,
@@ -190,51 +185,71 @@ def plan(
         wrap=wrap,
         experts=experts,
         parallelize=parallelize,
+        split_stages=split_stages,
         unknown_costs=unknown_costs,
         compiled=compiled,
         shard_granularity=shard_granularity,
     )
-    traces = steps.whole
-    degrees = degrees_of(tensor_ranks, context_ranks, traces, num_ranks)
+    piped = pipeline_ranks_of(pipeline_ranks, steps, num_ranks, micro_batches)
+    degrees = degrees_of(tensor_ranks, context_ranks, piped, steps, num_ranks)
     fixed = checked_fixed(strategy, mesh_shape, reshard_after_forward, prefetch, num_ranks, degrees)
     if max_samples is not None:
         check_number("max_samples", max_samples)
         of_rank = batch_size(sample_input) * micro_batches
         degrees = within_samples(degrees, of_rank * num_ranks, max_samples)
-    search = _Search(
-        traces,
-        Simulator(chosen_hardware, optimizer),
-        num_ranks,
-        budget,
-        {
-            "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
-            "comm_policy": comm_policy,
-            "micro_batches": micro_batches,
-            "max_gathered_bytes": max_gathered_bytes,
-            "max_device_bytes": max_device_bytes,
-            "offload_optimizer": offload_optimizer,
-            "granularity": steps.granularity,
-        },
-        progress or (lambda what, done, total: None),
-        ways,
-        fixed,
-        checked_expert_ranks(expert_ranks, traces, num_ranks, chosen_hardware),
-        asked(degrees, parallelize is not None),
-    )
+    setup = {
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "comm_policy": comm_policy,
+        "micro_batches": micro_batches,
+        "max_gathered_bytes": max_gathered_bytes,
+        "max_device_bytes": max_device_bytes,
+        "offload_optimizer": offload_optimizer,
+        "granularity": steps.granularity,
+    }
+    for number in (each.pipeline for each in degrees if each.pipeline > 1):
+        only = ways[0] if len(ways) == 1 else None
+        steps.check_pipeline(number, accumulation=only, compiled=compiled, setup=setup)
     given = {"shard_granularity": shard_granularity, "max_device_bytes": max_device_bytes}
-    search.told = {name: value for name, value in given.items() if value is not None}
+    search = Search(
+        steps,
+        Simulator(chosen_hardware, optimizer),
+        Choices(
+            num_ranks,
+            micro_batches,
+            ways,
+            fixed,
+            checked_expert_ranks(expert_ranks, steps.whole, num_ranks, chosen_hardware),
+            degrees,
+            pipelines_of(schedule, stages_per_rank),
+            asked(degrees, parallelize is not None),
+        ),
+        checked_budget(memory_budget, chosen_hardware),
+        setup,
+        {name: value for name, value in given.items() if value is not None},
+        progress or (lambda what, done, total: None),
+    )
+    return _for_speeds(search, modes, speeds, samples)
+
+
+def _for_speeds(
+    search: Search, modes: tuple[str, ...], speeds: Sequence[float], samples: int
+) -> Plan:
+    """The plan; where speeds of ranks differ, with batches by speed if that is faster."""
     even = search.run(modes, even_load(speeds))
-    if differ and even.tensor_ranks * even.context_ranks > 1:
+    if len(set(speeds)) == 1:
+        return even
+    if even.tensor_ranks * even.context_ranks * even.pipeline_ranks > 1:
         even.reasons.append(
-            "Samples: as many on all ranks; with tensor or context parallelism nothing else."
+            "Samples: as many on all ranks; with tensor or context parallelism, or a pipeline, "
+            "nothing else."
         )
         return even
-    return _divided(search, modes, even, speeds, samples) if differ else even
+    return _divided(search, modes, even, speeds, samples)
 
 
 def _divided(
-    search: _Search, modes: tuple[str, ...], even: Plan, speeds: Sequence[float], samples: int
+    search: Search, modes: tuple[str, ...], even: Plan, speeds: Sequence[float], samples: int
 ) -> Plan:
     """The plan with batches by speed, or ``even`` if that gains nothing."""
     sizes = sizes_by_speed(samples, speeds)
@@ -264,271 +279,3 @@ def _divided(
         f"({show_seconds(even.chosen.seconds)} a step)."
     )
     return made
-
-
-class _Search:
-    """Two rounds: meshes and checkpointing first, then the rest for the best of them."""
-
-    def __init__(
-        self,
-        traces: TracedSteps,
-        simulator: Simulator,
-        num_ranks: int,
-        budget: int,
-        options: dict[str, Any],
-        progress: Callable[[str, int, int], None],
-        accumulations: Sequence[str | None],
-        fixed: Fixed,
-        expert_ranks: Sequence[int | None],
-        degrees: list[tuple[int | None, int | None]],
-    ) -> None:
-        self.traces = traces
-        self.simulator = simulator
-        self.num_ranks = num_ranks
-        self.budget = budget
-        self.options = options
-        self.progress = progress
-        self.accumulations = accumulations
-        self.fixed = fixed
-        self.expert_ranks = expert_ranks
-        self.degrees = degrees
-        self.told: dict[str, Any] = {}  # further arguments of `shard_model`
-
-    def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
-        """The best configuration for ranks with these loads."""
-        self.loads = loads
-        self.outcomes: dict[Candidate, Outcome] = {}
-        self._too_large: dict[Candidate, GatherBudgetError] = {}
-        self.notes: list[str] = []
-        node = self.simulator.hardware.ranks_per_node
-        if not self.traces.blocks:
-            modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
-        modes = self._trace(modes)
-        wraps = tuple(self.traces.wraps)
-        starts = partial(
-            first_round,
-            num_ranks=self.num_ranks,
-            ranks_per_node=node,
-            accumulations=self.accumulations,
-            fixed=self.fixed,
-            wrap=wraps[0],
-            degrees=self.degrees,
-        )
-        if not starts(modes):
-            raise ValueError(self._no_mesh())
-        ranks = self.expert_ranks[0]
-        if len(self.expert_ranks) > 1:  # on one mesh and with the least activations
-            tried = starts(modes[-1:], expert_ranks=self.expert_ranks)
-            mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
-            self._simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
-            ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
-        self._first_round(starts(modes, expert_ranks=(ranks,)))
-        best = [o.candidate for o in self._ranked()[:3]]
-        for start in best:
-            own = max(1, node // (start.tensor_ranks or 1))
-            self._simulate(second_round(start, wraps, own, self.fixed))
-        return self._conclude()
-
-    def _no_mesh(self) -> str:
-        told = f"No mesh of {plural(self.num_ranks, 'rank')} goes with"
-        if self.fixed.reshard is not SEARCHED:
-            told += f" reshard_after_forward={self.fixed.reshard!r}"
-            return f"{told}: it must divide the number of shards"
-        context = sorted({context or 1 for _, context in self.degrees})
-        return f"{told} context_ranks={context}: they must divide its last dim"
-
-    def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
-        """Trace steps of all loads; returns the modes in which the model works."""
-        working = []
-        for i, mode in enumerate(modes):
-            self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
-            try:
-                self._trace_mode(mode)
-                working.append(mode)
-            except RuntimeError as error:  # the model behaves differently when recomputed
-                if mode == "none" or len(modes) == 1:
-                    raise
-                self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
-        size = Size(self.loads[0].samples)
-        first = self.traces.get(working[0], size, self._degrees(*self.degrees[0]))
-        self.notes += self.traces.notes(first, self.simulator.hardware)
-        return tuple(working)
-
-    def _trace_mode(self, mode: str) -> None:
-        """Trace steps with each number of tensor and context ranks; those that fail are left
-        out."""
-        failed: dict[tuple[int | None, int | None], Exception] = {}
-        for pair in self.degrees:
-            try:
-                for samples in {load.samples for load in self.loads}:
-                    self.traces.get(mode, Size(samples), self._degrees(*pair))
-            except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
-                failed[pair] = error
-        if len(failed) == len(self.degrees):
-            raise failed[self.degrees[0]]
-        for (tensor, context), why in failed.items():
-            self.degrees.remove((tensor, context))
-            kinds = {"Tensor parallelism": tensor, "Context parallelism": context}
-            told = [f"{k} over {plural(n, 'rank')}" for k, n in kinds.items() if n is not None]
-            self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
-
-    def _degrees(self, tensor: int | None, context: int | None) -> Degrees:
-        """The same with the first number of expert ranks."""
-        return Degrees(self.expert_ranks[0] or 1, tensor or 1, context or 1)
-
-    def _steps(self, candidate: Candidate, **options: Any) -> list[SimulatedStep]:
-        work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
-        return simulate_ranks(self.simulator, self.setup(candidate), work, **options)
-
-    def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
-        return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)
-
-    def _simulate(self, candidates: Sequence[Candidate]) -> None:
-        tried = self.outcomes.keys() | self._too_large.keys()
-        fresh = [c for c in dict.fromkeys(candidates) if c not in tried]
-        for i, candidate in enumerate(fresh):
-            self.progress(f"simulating: {candidate}", i, len(fresh))
-            try:
-                steps = self._steps(candidate)
-            except GatherBudgetError as error:
-                self._too_large[candidate] = error
-                continue
-            self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
-
-    def _first_round(self, starts: Sequence[Candidate]) -> None:
-        """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
-        groups: dict[Any, list[Candidate]] = {}
-        for each in starts:
-            key = (each.checkpointing, each.tensor_ranks, each.context_ranks)
-            groups.setdefault(key, []).append(each)
-        least = {key: self._activation_bytes(group[0]) for key, group in groups.items()}
-        limit = max(self.budget, min(least.values()))
-        hopeful = [key for key, nbytes in least.items() if nbytes <= limit]
-        self._simulate([c for key in hopeful for c in groups[key]])
-        others = sorted(self.outcomes.values(), key=lambda o: o.needed_bytes)
-        meshes = [o.candidate.mesh for o in others]  # the first needs the least: so does it here
-        for key, group in groups.items():
-            if key not in hopeful:
-                known = [c for c in group if c.mesh in meshes]
-                group.sort(key=lambda c: -c.mesh[-1])
-                self._simulate(sorted(known, key=lambda c: meshes.index(c.mesh))[:1] or group[:1])
-
-    def _activation_bytes(self, candidate: Candidate) -> int:
-        """What activations alone need, whatever the mesh."""
-        return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
-
-    def setup(self, candidate: Candidate) -> Setup:
-        """The candidate's sharding setup."""
-        return make_setup(
-            self.traces.units[candidate.wrap],
-            candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
-            strategy=candidate.strategy,
-            reshard_after_forward=candidate.reshard,
-            prefetch=candidate.prefetch,
-            accumulation=candidate.accumulation or "unsharded",
-            experts=self.traces.expert_units,
-            expert_ranks=candidate.expert_ranks or 1,
-            tensor_ranks=candidate.tensor_ranks or 1,
-            context_ranks=candidate.context_ranks or 1,
-            **self.options,
-        )
-
-    def _advice(self, best: Outcome) -> str:
-        """What takes the memory of the configuration that needs the least, and what helps."""
-        candidate = best.candidate
-        step = max(self._steps(candidate), key=lambda step: step.needed_bytes)
-        trace, setup = self._trace_of(candidate, self.loads[0]), self.setup(candidate)
-        return advice(trace, setup, step, candidate.checkpointing)
-
-    def _ranked(self) -> list[Outcome]:
-        """Outcomes, best first; those that do not fit come last, by memory needed."""
-        fitting = [o for o in self.outcomes.values() if o.fits]
-        others = [o for o in self.outcomes.values() if not o.fits]
-        others.sort(key=lambda o: o.needed_bytes)
-        if not fitting:
-            return others
-        fitting.sort(key=lambda o: o.paced_s)
-        fastest = fitting[0].paced_s
-        same = [o for o in fitting if o.paced_s <= fastest * (1 + SAME_SPEED)]
-        same.sort(key=simplicity)
-        rest = sorted((o for o in fitting if o not in same), key=lambda o: o.paced_s)
-        return same + rest + others
-
-    def _seconds(self, candidate: Candidate, hardware: Hardware, speed: float) -> float:
-        """Of a step, if kernels have this relative speed."""
-        simulator = Simulator(hardware, self.simulator.optimizer)
-        work = [(self._trace_of(candidate, load), load.speed * speed) for load in self.loads]
-        steps = simulate_ranks(simulator, self.setup(candidate), work)
-        return outcome_of(candidate, steps, self.budget).seconds
-
-    def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:
-        """Of those that are as fast as the fastest, for all that is known of the hardware."""
-        fitting = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
-        if not fitting:
-            return ranked
-        equal = as_fast(
-            fitting,
-            self.simulator.hardware,
-            lambda o, *case: (
-                self._seconds(o.candidate, *case) * o.candidate.degrees.ranks_per_batch
-            ),
-        )
-        first = min([ranked[0], *equal], key=simplicity)
-        if first.paced_s > fitting[0].paced_s * (1 + SAME_SPEED):
-            self.notes.append(
-                f"Faster by so little that it depends on what is not known of the hardware: "
-                f"{fitting[0]}"
-            )
-        return [first, *(o for o in ranked if o is not first)]
-
-    def _conclude(self) -> Plan:
-        ranked = self._with_the_simplest_first(self._ranked())
-        if not ranked:
-            raise ValueError(str(min(self._too_large.values(), key=lambda e: e.least_bytes)))
-        best = ranked[0]
-        if not best.fits:
-            raise ValueError(
-                f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
-                f"{show_bytes(best.needed_bytes)}, with {best.candidate}. {self._advice(best)}"
-            )
-        candidate = best.candidate
-        step = self._steps(candidate, keep_samples=True)[0]
-        policy = self.options["comm_policy"]
-        made = Plan(
-            kwargs={
-                "strategy": candidate.strategy,
-                "wrap": self.traces.wraps[candidate.wrap],
-                "reshard_after_forward": candidate.reshard,
-                "prefetch": candidate.prefetch,
-                "mp_policy": self.options["mp_policy"],
-                "offload_policy": self.options["offload_policy"],
-                **({} if policy is None else {"comm_policy": policy}),
-                **{k: v for k, v in self.options.items() if k == "max_gathered_bytes" and v},
-                **self.told,
-            },
-            mesh_shape=candidate.mesh,
-            activation_checkpointing=candidate.checkpointing,
-            accumulation=candidate.accumulation,
-            checkpoint_modules=self.traces.blocks if candidate.checkpointing != "none" else [],
-            hardware=self.simulator.hardware,
-            memory_budget=self.budget,
-            chosen=best,
-            step=step,
-            range=range_of(self.simulator.hardware, partial(self._seconds, candidate)),
-            outcomes=ranked,
-            experts=self.traces.experts,
-            expert_ranks=candidate.expert_ranks,
-            tensor_ranks=candidate.tensor_ranks or 1,
-            context_ranks=candidate.context_ranks or 1,
-            parallelize=self.traces.parallelize,
-            padding=padding_of(
-                self._trace_of(candidate, self.loads[0]), self.setup(candidate), step
-            ),
-        )
-        made.reasons = reasons(made) + self.notes
-        if self._too_large:
-            made.reasons.append(
-                f"{plural(len(self._too_large), 'configuration')} have units that do not fit into "
-                "max_gathered_bytes"
-            )
-        return made

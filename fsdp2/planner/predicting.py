@@ -16,8 +16,8 @@ from ..estimation.setups import check_number
 from ..estimation.trace_options import LossFn, TraceOptions
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..render.text import one_line
-from .candidates import Degrees
-from .cells import Cells, Pipeline, check_mode, mesh_of
+from .candidates import Degrees, Pipeline
+from .cells import Cells, check_mode, mesh_of
 from .hardware import Hardware, find_hardware
 from .model_steps import ModelSteps
 from .prediction import Prediction, Sweep

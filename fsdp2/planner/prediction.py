@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .hardware import Hardware
-from .outcomes import PREDICTED, bound_sentence, figures_of
+from .outcomes import PREDICTED, all_dims, bound_sentence, bubble_told, figures_of
 from .picture import draw
 from .ranges import Range, range_figures
 from .simulate import SimulatedStep
@@ -93,10 +92,15 @@ class Prediction:
         """Of a rank, including recomputation."""
         return self.step.flops / self.seconds if self.seconds else 0.0
 
+    @property
+    def _bubble(self) -> str:
+        return bubble_told(self.bubble_s, self.seconds, self.stages)
+
     def picture(self, path: str | Path) -> None:
         """Write the simulated step as a picture: streams over time, memory below."""
+        dims = all_dims(self.mesh_shape, self.tensor_ranks, self.pipeline_ranks)
         title = (
-            f"Predicted training step on {_all_dims(self)} GPUs ({self.hardware.name}): "
+            f"Predicted training step on {dims} GPUs ({self.hardware.name}): "
             f"{show_seconds(self.seconds)}; peak memory {show_bytes(self.peak_bytes)}"
         )
         draw(self.step, Path(path), title=title, memory_budget=self.memory_budget)
@@ -142,7 +146,11 @@ class Prediction:
             ("Step", f"{show_seconds(self.seconds)}, {_rates(self)}"),
             *([] if self.range is None else [("Range", str(self.range))]),
             ("Exposed", f"{show_seconds(self.exposed_s)} of communication and waiting"),
-            *([] if self.pipeline_ranks == 1 else [("Bubble", _bubble(self))]),
+            *(
+                []
+                if self.pipeline_ranks == 1
+                else [("Bubble", bubble_told(self.bubble_s, self.seconds, self.stages))]
+            ),
             ("Memory", _memory(self)),
             *([("Host memory", _host_memory(self))] if self.step.host_bytes else []),
         ]
@@ -241,28 +249,6 @@ def _rates(made: Prediction) -> str:
     return ", ".join(told)
 
 
-def _bubble(made: Prediction) -> str:
-    share = 100 * made.bubble_s / made.seconds
-    peaks = ", ".join(show_bytes(int(stage["peak_bytes"])) for stage in made.stages)
-    return (
-        f"{show_seconds(made.bubble_s)} ({share:.0f} % of the step) of waiting for other stages; "
-        f"allocated by rank: {peaks}"
-    )
-
-
-def stage_figures(steps: Sequence[SimulatedStep]) -> list[dict[str, float]]:
-    """`Prediction.stages`."""
-    return [
-        {
-            "compute_s": step.compute_s,
-            "bubble_s": step.bubble_s,
-            "peak_bytes": step.peak.total,
-            "needed_bytes": step.needed_bytes,
-        }
-        for step in steps
-    ]
-
-
 def _memory(made: Prediction) -> str:
     libraries = show_bytes(made.needed_bytes - made.reserved_bytes)
     return (
@@ -275,13 +261,6 @@ def _memory(made: Prediction) -> str:
 def _host_memory(made: Prediction) -> str:
     told = ", ".join(f"{show_bytes(n)} of {name}" for name, n in made.step.host_bytes.items())
     return told if made.pipeline_ranks == 1 else f"{told}, on the first rank"
-
-
-def _all_dims(made: Prediction) -> str:
-    """With those of pipelines and tensor parallelism, where there are any."""
-    outer, inner = made.pipeline_ranks, made.tensor_ranks
-    dims = [n for n in (outer,) if n > 1] + [*made.mesh_shape] + [n for n in (inner,) if n > 1]
-    return " x ".join(map(str, dims))
 
 
 def _shape(made: Prediction) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any
 
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
+from ..estimation.pipeline import rank_of_stage
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
+from .candidates import Candidate
 from .hardware import Hardware
 from .loads import describe_sizes
-from .outcomes import PREDICTED, Outcome, bound_sentence, figures_of
+from .outcomes import PREDICTED, Outcome, all_dims, bound_sentence, bubble_told, figures_of
 from .picture import draw
 from .ranges import Range, range_figures
 from .simulate import SimulatedStep
+from .stages import SplitStages, block_types, blocks_in, wrap_of_stage
 from .tensor_parallel import Parallelize
 
 
@@ -61,6 +65,13 @@ class Plan:
         parallelize: makes the model tensor-parallel over them; None: nothing does.
         padding: what uneven dims cost the fullest rank; None: nothing.
         range: of the time of a step, by what is not known of the hardware; None: all is known.
+        pipeline_ranks: that have other stages, each with a mesh of ``mesh_shape``.
+        schedule: of the pipeline, as in ``torch.distributed.pipelining``; None: there is none.
+        stages_per_rank: of the pipeline.
+        split_stages: makes its stages.
+        bubble_s: how long a rank of the pipeline waits for others, the mean of all.
+        stages: of each rank of the pipeline: "compute_s", "bubble_s", "peak_bytes" and
+            "needed_bytes"; empty without one.
     """
 
     kwargs: dict[str, Any]
@@ -82,6 +93,17 @@ class Plan:
     parallelize: Parallelize | None = None
     padding: Padding | None = None
     range: Range | None = None
+    pipeline_ranks: int = 1
+    schedule: str | None = None
+    stages_per_rank: int = 1
+    split_stages: SplitStages | None = None
+    bubble_s: float = 0.0
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them."""
+        return prod(self.mesh_shape) * self.tensor_ranks * self.pipeline_ranks
 
     @property
     def runner_up(self) -> Outcome | None:
@@ -90,7 +112,8 @@ class Plan:
         return min(others, key=lambda outcome: outcome.paced_s, default=None)
 
     def make_mesh(self, device_type: str = "cuda") -> Any:
-        """The mesh of the plan, over all processes, with "tensor" as its last dim if it has one.
+        """The mesh of the plan, over all processes; "pipeline" is its first dim and "tensor" its
+        last one, if it has these.
 
         With ``context_ranks``, "data" and "context" take the place of "shard".
         """
@@ -102,6 +125,8 @@ class Plan:
             shape = (*shape[:-1], shape[-1] // self.context_ranks, self.context_ranks)
         if self.tensor_ranks > 1:
             names, shape = (*names, "tensor"), (*shape, self.tensor_ranks)
+        if self.pipeline_ranks > 1:
+            names, shape = ("pipeline", *names), (self.pipeline_ranks, *shape)
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
     @property
@@ -116,6 +141,11 @@ class Plan:
 
         Sequences of a plan with ``context_ranks`` are split by the training script, in each step.
 
+        Returns:
+            The sharded model; of a plan with ``pipeline_ranks``, the sharded stages of this rank,
+            in order: those of ``torch.distributed.pipelining.PipelineStage``, whose schedule the
+            training script makes.
+
         Raises:
             ValueError: for a plan with experts, of which only the model knows where their tokens
                 travel.
@@ -128,18 +158,34 @@ class Plan:
                 "fully_shard the blocks and the model (see fsdp2.experts)"
             )
         mesh = self.make_mesh() if mesh is None else mesh
+        if self.context_ranks > 1:
+            mesh["data", "context"]._flatten("shard")
+        if self.pipeline_ranks == 1:
+            return self._shard(model, mesh, self.checkpoint_modules, self.kwargs["wrap"])
+        assert self.split_stages is not None
+        assert self.schedule is not None
+        types = block_types(model)
+        stages = self.split_stages(model, self.pipeline_ranks * self.stages_per_rank)
+        rank = mesh.get_local_rank("pipeline")
+        made = []
+        for number, stage in enumerate(stages):
+            if rank_of_stage(self.schedule, number, self.pipeline_ranks) == rank:
+                wrap = wrap_of_stage(stage, self.kwargs["wrap"], types)
+                made.append(self._shard(stage, mesh, blocks_in(stage, types), wrap))
+        return made
+
+    def _shard(self, model: Any, mesh: Any, checkpointed: Sequence[str], wrap: Any) -> Any:
+        """A model, or a stage, with all dims of the plan's mesh."""
         if self.tensor_ranks > 1:
             assert self.parallelize is not None
             model = self.parallelize(model, mesh["tensor"]) or model
-        if self.context_ranks > 1:
-            mesh["data", "context"]._flatten("shard")
-        if self.tensor_ranks > 1 or self.context_ranks > 1:
+        if self.tensor_ranks > 1 or self.context_ranks > 1 or self.pipeline_ranks > 1:
             mesh = mesh[self._data_dims]
         if self.activation_checkpointing != "none":
-            for name in self.checkpoint_modules:
+            for name in checkpointed:
                 module = model.get_submodule(name)
                 module.forward = apply_checkpointing(module.forward, self.activation_checkpointing)
-        made = shard_model(model, mesh, **self.kwargs)
+        made = shard_model(model, mesh, **{**self.kwargs, "wrap": wrap})
         if self.accumulation == "sharded":
             made.set_accumulate_sharded(True)
         return made
@@ -173,6 +219,7 @@ def reasons(made: Plan) -> list[str]:
         ("experts", "Experts", lambda c: c.expert_ranks),
         ("tensor", "Tensor parallel", lambda c: c.tensor_ranks),
         ("context", "Context parallel", lambda c: c.context_ranks),
+        ("pipeline", "Pipeline", lambda c: (c.degrees.pipeline, c.pipeline)),
     )
     for _, title, key in questions:
         others: dict[Any, Outcome] = {}
@@ -201,7 +248,14 @@ def _value(title: str, outcome: Outcome) -> str:
         "Experts": f"over {plural(c.expert_ranks or 1, 'rank')}",
         "Tensor parallel": f"over {plural(c.tensor_ranks or 1, 'rank')}",
         "Context parallel": f"over {plural(c.context_ranks or 1, 'rank')}",
+        "Pipeline": _pipeline(c),
     }[title]
+
+
+def _pipeline(candidate: Candidate) -> str:
+    if candidate.degrees.pipeline == 1:
+        return "none"
+    return f"over {plural(candidate.degrees.pipeline, 'rank')} ({candidate.pipeline})"
 
 
 def _against(outcome: Outcome, made: Plan) -> str:
@@ -220,7 +274,7 @@ def _against(outcome: Outcome, made: Plan) -> str:
 
 _TITLES = (
     *("Mesh", "Checkpointing", "Units", "Resharding", "Prefetch", "Accumulation", "Experts"),
-    *("Tensor parallel", "Context parallel"),
+    *("Tensor parallel", "Context parallel", "Pipeline"),
 )
 
 
@@ -256,6 +310,11 @@ def _as_text(made: Plan) -> str:
         facts.insert(
             2, ("Experts", f"{len(made.experts)} modules, {_value('Experts', made.chosen)}")
         )
+    if made.chosen.candidate.pipeline_ranks is not None:
+        facts.insert(2, ("Pipeline", _value("Pipeline", made.chosen)))
+        if made.stages:
+            bubble = bubble_told(made.bubble_s, made.chosen.seconds, made.stages)
+            facts.insert(-1, ("Bubble", bubble))
     if made.chosen.candidate.context_ranks is not None:
         facts.insert(2, ("Context parallel", _value("Context parallel", made.chosen)))
     if made.parallelize is not None:
@@ -303,7 +362,7 @@ def _memory(made: Plan) -> str:
 
 
 def _ranks(made: Plan) -> str:
-    return f"{prod(made.mesh_shape) * made.tensor_ranks} ranks"
+    return f"{made.num_ranks} ranks"
 
 
 def _rate(made: Plan) -> str:
@@ -325,7 +384,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
     return {
         PREDICTED: 1,
         "hardware": made.hardware.name,
-        "num_ranks": prod(made.mesh_shape) * made.tensor_ranks,
+        "num_ranks": made.num_ranks,
         "mesh_shape": list(made.mesh_shape),
         "shard_model": kwargs,
         "param_dtype": None if policy.param_dtype is None else str(policy.param_dtype),
@@ -346,6 +405,11 @@ def _as_dict(made: Plan) -> dict[str, Any]:
         "expert_ranks": made.expert_ranks,
         "tensor_ranks": made.tensor_ranks,
         "context_ranks": made.context_ranks,
+        "pipeline_ranks": made.pipeline_ranks,
+        "schedule": made.schedule,
+        "stages_per_rank": made.stages_per_rank,
+        "bubble_s": made.bubble_s,
+        "stages": made.stages,
         "padding_bytes": 0 if made.padding is None else made.padding.nbytes,
         "padding_factor": 1.0 if made.padding is None else made.padding.factor,
         "memory_budget": made.memory_budget,
@@ -368,8 +432,7 @@ def _as_dict(made: Plan) -> dict[str, Any]:
 
 def _title(made: Plan) -> str:
     step = made.step
-    sizes = (*made.mesh_shape, made.tensor_ranks) if made.tensor_ranks > 1 else made.mesh_shape
-    shape = " x ".join(map(str, sizes))
+    shape = all_dims(made.mesh_shape, made.tensor_ranks, made.pipeline_ranks)
     exposed = f"{show_seconds(step.exposed_s)} of it waiting for communication"
     return (
         f"Predicted training step on {shape} GPUs ({made.hardware.name}): "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..common.garbage import one_collection
 from ..estimation.account import Peak
@@ -84,6 +85,21 @@ class SimulatedStep:
         return len(self.launches)
 
 
+class StagesReplay(NamedTuple):
+    """The replay of a rank of a pipeline, which hardware gives times.
+
+    Attributes:
+        ends: after how many launches each action ends.
+        optimizer: of all its stages.
+        flops: of a step.
+    """
+
+    replay: Replay
+    ends: list[int]
+    optimizer: PlacedOptimizer
+    flops: int
+
+
 class Simulator:
     """Simulates traced steps on one kind of hardware; caches the cost of kernels.
 
@@ -127,22 +143,18 @@ class Simulator:
         made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
         return self._timed(made, cost, speed, trace.flops * setup.micro_batches)
 
-    def run_stages(
+    def replay_stages(
         self,
         parts: Sequence[Part],
         actions: Sequence[Action],
         *,
         sends_late: bool = False,
-        speed: float = 1.0,
         keep_samples: bool = False,
-    ) -> tuple[SimulatedStep, list[int]]:
-        """Simulate what one rank of a pipeline does, as if it never waited for other ranks.
+    ) -> StagesReplay:
+        """What one rank of a pipeline does, as if it never waited for other ranks, without times.
 
         Args:
             sends_late: as in `replay_rank`.
-
-        Returns:
-            The step, and after how many launches each action ends.
         """
         with one_collection():
             parts = [part._replace(setup=self._on_device(part.setup)) for part in parts]
@@ -151,7 +163,12 @@ class Simulator:
             options = {"sends_late": sends_late, **self._replay_options(keep_samples)}
             made, ends = replay_rank(parts, actions, optimizer=cost, **options)
             flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
-            return self._timed(made, cost, speed, flops), ends
+            return StagesReplay(made, ends, cost, flops)
+
+    def time_stages(self, made: StagesReplay, *, speed: float = 1.0) -> SimulatedStep:
+        """The same with the times of this hardware."""
+        with one_collection():
+            return self._timed(made.replay, made.optimizer, speed, made.flops)
 
     def send_s(self, nbytes: int, setup: Setup) -> float:
         """The time in which a stage sends ``nbytes`` to the next."""

@@ -34,6 +34,8 @@ class StagedSteps:
 
     Args:
         split_stages: makes the stages: a function of a copy of the model and their number.
+        wrap: as in `shard_model`, for each stage; None: its blocks, and the whole stage, by the
+            labels that `wraps_of` has for these.
     """
 
     def __init__(
@@ -44,16 +46,15 @@ class StagedSteps:
         *,
         split_stages: SplitStages,
         wrap: Any,
-        checkpoint_modules: Sequence[str] | None,
-        parallelize: Parallelize | None,
-        unknown_costs: str,
+        checkpoint_modules: Sequence[str] | None = None,
+        parallelize: Parallelize | None = None,
+        unknown_costs: str = "error",
     ) -> None:
         self._model = model
         self._split = split_stages
         self._wrap = wrap
         self._checkpoint_modules = checkpoint_modules
-        blocks = default_checkpoint_modules(model, units_of(model, "auto"))
-        self._blocks = tuple({type(model.get_submodule(name)) for name in blocks})
+        self._blocks = block_types(model)
         self._sample_input = sample_input
         self._options = options
         self._parallelize = parallelize
@@ -73,8 +74,12 @@ class StagedSteps:
         size: Size = WHOLE,
         degrees: Degrees = ALONE,
         compiled: bool = False,
+        wrap: str | None = None,
     ) -> list[TracedStage]:
         """The steps of all stages; see `TracedSteps.get`.
+
+        Args:
+            wrap: a label of units, if there are several choices.
 
         Raises:
             ValueError: if ``split_stages`` returns something else than that many stages.
@@ -88,8 +93,7 @@ class StagedSteps:
             stage = Stage(i == 0, i == num_stages - 1)
             names = self._names[id(steps)] if compiled else False
             trace = steps.get(mode, size, degrees, names, stage, received)
-            [units] = steps.units.values()
-            made.append(TracedStage(trace, units))
+            made.append(TracedStage(trace, steps.units_of(wrap)))
             received = trace.outputs
         return made
 
@@ -128,39 +132,57 @@ class StagedSteps:
             stage,
             self._sample_input,
             self._options,
-            wrap=self._wrap_of(stage),
+            wrap=self._wraps_of(stage),
             checkpoint_modules=self._recomputed(stage),
             parallelize=self._parallelize,
             unknown_costs=self._unknown_costs,
         )
-        self._names[id(made)] = tuple(self._blocks_in(stage))
+        self._names[id(made)] = tuple(blocks_in(stage, self._blocks))
         return made
 
-    def _wrap_of(self, stage: nn.Module) -> Any:
-        """What ``wrap`` means there: "auto" finds blocks where there are several, a stage may have
-        one; classes and names that another stage has are left out."""
-        inside = [m for m in stage.modules() if m is not stage and isinstance(m, self._blocks)]
-        if self._wrap != "auto":
-            return [each for each in _elements(self._wrap) if _is_in(stage, each)]
-        if not inside:
-            return "auto"
-        names = {name for unit in units_of(stage, "auto") for name in unit.modules}
-        units = {id(stage.get_submodule(name)) for name in names if name}
-        return "auto" if id(inside[0]) in units else list(dict.fromkeys(map(type, inside)))
+    def _wraps_of(self, stage: nn.Module) -> Any:
+        if self._wrap is None:
+            return {"blocks": wrap_of_stage(stage, "auto", self._blocks), "one": "root"}
+        return wrap_of_stage(stage, self._wrap, self._blocks)
 
     def _recomputed(self, stage: nn.Module) -> list[str]:
         if self._checkpoint_modules is None:
-            return self._blocks_in(stage)
+            return blocks_in(stage, self._blocks)
         named = dict(stage.named_modules())
         return [name for name in self._checkpoint_modules if name in named]
 
-    def _blocks_in(self, stage: nn.Module) -> list[str]:
-        named = stage.named_modules()
-        return [name for name, module in named if name and isinstance(module, self._blocks)]
+
+def block_types(model: nn.Module) -> tuple[type, ...]:
+    """The classes of the blocks of a whole model, of which a stage may have one."""
+    blocks = default_checkpoint_modules(model, units_of(model, "auto"))
+    return tuple({type(model.get_submodule(name)) for name in blocks})
+
+
+def blocks_in(stage: nn.Module, types: tuple[type, ...]) -> list[str]:
+    """The names of the blocks of a stage."""
+    named = stage.named_modules()
+    return [name for name, module in named if name and isinstance(module, types)]
+
+
+def wrap_of_stage(stage: nn.Module, wrap: Any, types: tuple[type, ...]) -> Any:
+    """What ``wrap`` means there: "auto" finds blocks where there are several, a stage may have one;
+    classes and names that another stage has are left out."""
+    if wrap != "auto":
+        elements = _elements(wrap)
+        return [each for each in elements if _is_in(stage, each)] if elements else wrap
+    inside = [m for m in stage.modules() if m is not stage and isinstance(m, types)]
+    if not inside:
+        return "auto"
+    names = {name for unit in units_of(stage, "auto") for name in unit.modules}
+    units = {id(stage.get_submodule(name)) for name in names if name}
+    return "auto" if id(inside[0]) in units else list(dict.fromkeys(map(type, inside)))
 
 
 def _elements(wrap: Any) -> list[Any]:
-    """The parts of a ``wrap`` argument that name modules each for themselves."""
+    """The parts of a ``wrap`` argument that name modules each for themselves; none of "root" and
+    sizes, which say the same of every stage."""
+    if wrap in (None, "root", "none") or (isinstance(wrap, str) and wrap.startswith("size:")):
+        return []
     if isinstance(wrap, str) and wrap.startswith("class:"):
         return [f"class:{name.strip()}" for name in wrap[6:].split(",")]
     return [*wrap] if isinstance(wrap, list | tuple) else [wrap]

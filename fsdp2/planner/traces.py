@@ -48,7 +48,7 @@ class TracedSteps:
 
     Args:
         options: what is the same for all traces.
-        wrap: the one choice of units; None: all of `wraps_of`.
+        wrap: the one choice of units, or several by label; None: all of `wraps_of`.
         checkpoint_modules: names of modules to recompute; None: the blocks.
         experts: which modules `shard_experts` gets, named as in ``wrap``; None: there are none.
         parallelize: makes a model tensor-parallel over a mesh; None: it is not.
@@ -81,7 +81,9 @@ class TracedSteps:
         blocks = self._blocks = default_checkpoint_modules(model, auto)
         self.blocks = blocks if checkpoint_modules is None else list(checkpoint_modules)
         usual = wraps_of(auto, blocks)
-        self.wraps: Mapping[str, Any] = usual if wrap is None else {_label(wrap): wrap}
+        self.wraps: Mapping[str, Any] = usual
+        if wrap is not None:
+            self.wraps = wrap if isinstance(wrap, Mapping) else {_label(wrap): wrap}
         self.experts = experts_of(model, experts)
         self.units: dict[str, tuple[UnitDescription, ...]] = {
             label: with_experts(units_of(model, each), self.experts)
@@ -108,6 +110,14 @@ class TracedSteps:
     def dtype(self) -> torch.dtype:
         """Of computation: that of the policy, or of most parameters."""
         return self._options.mp_policy.param_dtype or _main_dtype(self._model)
+
+    def units_of(self, label: str | None) -> tuple[UnitDescription, ...]:
+        """The units with this label, or the only ones."""
+        if len(self.units) == 1:
+            [units] = self.units.values()
+            return units
+        assert label is not None
+        return self.units[label]
 
     @property
     def expert_units(self) -> frozenset[tuple[str, ...]]:

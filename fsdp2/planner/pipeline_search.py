@@ -1,0 +1,156 @@
+"""Which pipelines are worth a simulation, by estimates from their stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..estimation.pipeline import Part, check_schedule
+from ..render.text import plural
+from ..runtime.gather_budget import GatherBudgetError
+from .candidates import Candidate, Pipeline, first_round, reshards_of
+from .choices import Choices
+from .pipeline_estimates import PipelineEstimate, StageAlone, estimate_pipeline, stage_alone
+from .simulate import Simulator
+
+
+class PipelineSearch:
+    """Finds the best pipeline over each number of ranks, choice by choice.
+
+    Args:
+        parts: makes the stages of a candidate.
+        wraps: labels of units to choose from.
+        speed: of the kernels of the slowest rank.
+
+    Attributes:
+        estimates: of all pipelines that work.
+        refused: why others do not, as sentences.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        choices: Choices,
+        budget: int,
+        parts: Callable[[Candidate], list[Part]],
+        wraps: Sequence[str],
+        speed: float,
+    ) -> None:
+        self.simulator = simulator
+        self.choices = choices
+        self.budget = budget
+        self.wraps = wraps
+        self.speed = speed
+        self._parts = parts
+        self._stages: dict[Candidate, tuple[list[Part], list[StageAlone]]] = {}
+        self.estimates: dict[Candidate, PipelineEstimate] = {}
+        self.refused: dict[str, None] = {}
+
+    def paced_s(self, candidate: Candidate) -> float:
+        """About the time of a step, as `Outcome.paced_s`."""
+        return self.estimates[candidate].seconds * candidate.degrees.ranks_per_batch
+
+    def rank(self, candidate: Candidate) -> tuple[bool, float]:
+        """Orders candidates, the best first."""
+        needed = self.estimates[candidate].needed_bytes
+        if needed > self.budget:
+            return True, needed
+        return False, self.paced_s(candidate)
+
+    def best(
+        self, modes: Sequence[str], progress: Callable[[str, int, int], None]
+    ) -> list[Candidate]:
+        """The best over each number of ranks, and of tensor and context ranks; in order."""
+        numbers = [number for number in self.choices.pipeline_ranks if number > 1]
+        found: list[Candidate] = []
+        for i, number in enumerate(numbers):
+            progress(f"estimating pipelines over {number} ranks", i, len(numbers))
+            for pair in self.choices.pairs(number):
+                found += self._best_of(number, pair, modes)
+        return sorted(found, key=self.rank)
+
+    def _best_of(
+        self, ranks: int, pair: tuple[int | None, int | None], modes: Sequence[str]
+    ) -> list[Candidate]:
+        """The best one with these degrees; none if none works."""
+        node = self.simulator.hardware.ranks_per_node
+        fixed = self.choices.fixed
+        starts = first_round(
+            modes,
+            self.choices.num_ranks // ranks,
+            node,
+            [way for way in self.choices.accumulations if way != "every"],
+            fixed,
+            self.wraps[0],
+            degrees=[pair],
+            pipeline_ranks=ranks,
+        )
+        pipelines = self._pipelines(ranks)
+        if not starts or not pipelines:
+            return []
+        first = next((c for c in starts if c.strategy == "full"), starts[0])
+        alike = [c for c in starts if (c.strategy, c.mesh) == (first.strategy, first.mesh)]
+        tried = [_with(c, each) for c in alike for each in pipelines]
+        found = [c for c in tried if self._works(c)]
+        if not found:
+            return []
+        best = min(found, key=self.rank)
+        own = max(1, node // (best.tensor_ranks or 1))
+        meshes = dict.fromkeys((c.strategy, c.mesh) for c in starts)
+        best = self._vary(best, [replace(best, strategy=s, mesh=m) for s, m in meshes])
+        reshards = reshards_of(best, own, fixed)
+        best = self._vary(best, [replace(best, reshard=each) for each in reshards])
+        best = self._vary(best, [replace(best, wrap=wrap) for wrap in self.wraps])
+        return [self._vary(best, [_with(best, each) for each in pipelines])]
+
+    def _vary(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
+        return min([best, *(c for c in others if self._works(c))], key=self.rank)
+
+    def _pipelines(self, ranks: int) -> list[Pipeline]:
+        """Those that run over so many ranks."""
+        found = []
+        for each in self.choices.pipelines:
+            try:
+                check_schedule(
+                    each.schedule, ranks, self.choices.micro_batches, each.stages_per_rank
+                )
+                found.append(each)
+            except ValueError as error:
+                self._refuse(ranks, each, error)
+        return found
+
+    def _refuse(self, ranks: int, pipeline: Pipeline, error: Exception) -> None:
+        over = f"Pipeline over {plural(ranks, 'rank')} ({pipeline})"
+        self.refused[f"{over} is left out: {error}"] = None
+
+    def _works(self, candidate: Candidate) -> bool:
+        """Whether there is an estimate of it, which is made here."""
+        if candidate in self.estimates:
+            return True
+        try:
+            parts, alone = self._alone(candidate)
+        except (ValueError, RuntimeError) as error:  # a model that cannot be cut so, say
+            if isinstance(error, GatherBudgetError):
+                error = ValueError("it has units that do not fit into max_gathered_bytes")
+            self._refuse(candidate.degrees.pipeline, candidate.pipeline, error)
+            return False
+        self.estimates[candidate] = estimate_pipeline(
+            self.simulator, parts, candidate.pipeline, alone
+        )
+        return True
+
+    def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
+        """Its stages, which do not depend on the schedule; those that are alike once."""
+        key = replace(candidate, schedule=None)
+        if key not in self._stages:
+            parts = self._parts(candidate)
+            made: dict[int, StageAlone] = {}
+            for part in parts:
+                if id(part.trace) not in made:
+                    made[id(part.trace)] = stage_alone(self.simulator, part, self.speed)
+            self._stages[key] = (parts, [made[id(part.trace)] for part in parts])
+        return self._stages[key]
+
+
+def _with(candidate: Candidate, pipeline: Pipeline) -> Candidate:
+    return replace(candidate, schedule=pipeline.schedule, stages_per_rank=pipeline.stages_per_rank)

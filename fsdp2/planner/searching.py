@@ -1,0 +1,404 @@
+"""The search of `plan`: which configurations it simulates, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ..estimation.events import StepTrace
+from ..estimation.pipeline import Part
+from ..estimation.setups import make_setup
+from ..estimation.shards import Setup
+from ..render.text import plural, show_bytes
+from ..runtime.gather_budget import GatherBudgetError
+from ..wrap import UnitDescription
+from .advice import advice, padding_of
+from .candidates import (
+    SEARCHED,
+    Candidate,
+    Degrees,
+    first_round,
+    second_round,
+)
+from .choices import Choices
+from .hardware import Hardware
+from .loads import Load
+from .model_steps import ModelSteps
+from .outcomes import Outcome, outcome_of, simplicity, simulate_ranks, stage_figures
+from .pipeline_search import PipelineSearch
+from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline
+from .ranges import as_fast, range_of
+from .report import Plan, reasons
+from .simulate import SimulatedStep, Simulator
+from .traces import Size
+
+# Steps that differ by less than this count as equally fast.
+SAME_SPEED = 0.005
+
+# Of pipelines, those are simulated whose estimate is within this factor of the fastest, but at most
+# so many; and at least one of all.
+_CLOSE, _MOST_SIMULATED = 1.1, 3
+
+
+class Search:
+    """Two rounds: meshes and checkpointing first, then the rest for the best of them.
+
+    Args:
+        setup: fields of `Setup` that are the same for all configurations.
+        told: further arguments of `shard_model`, for the plan.
+    """
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        simulator: Simulator,
+        choices: Choices,
+        budget: int,
+        setup: dict[str, Any],
+        told: dict[str, Any],
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.steps = steps
+        self.traces = steps.whole
+        self.simulator = simulator
+        self.choices = choices
+        self.budget = budget
+        self.options = setup
+        self.told = told
+        self.progress = progress
+        self.degrees = choices.pairs(1)
+        self._first_expert_ranks = choices.expert_ranks[0] or 1
+        self._replays: dict[Candidate, list[RankOfPipeline]] = {}
+
+    def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
+        """The best configuration for ranks with these loads."""
+        self.loads = loads
+        self.outcomes: dict[Candidate, Outcome] = {}
+        self._too_large: dict[Candidate, GatherBudgetError] = {}
+        self.notes: list[str] = []
+        if not self.traces.blocks:
+            modes = tuple(mode for mode in modes if mode == "none") or modes[:1]
+        if self.degrees:
+            modes = self._trace(modes)
+            self._search_whole(modes)
+        if all(load.samples is None for load in loads):  # batches of one size
+            self._search_pipelines(modes)
+        return self._conclude()
+
+    def _search_whole(self, modes: tuple[str, ...]) -> None:
+        """Simulate configurations without a pipeline."""
+        choices, node = self.choices, self.simulator.hardware.ranks_per_node
+        wraps = tuple(self.traces.wraps)
+        starts = partial(
+            first_round,
+            num_ranks=choices.num_ranks,
+            ranks_per_node=node,
+            accumulations=choices.accumulations,
+            fixed=choices.fixed,
+            wrap=wraps[0],
+            degrees=self.degrees,
+            pipeline_ranks=1 if "pipeline" in choices.asked else None,
+        )
+        if not starts(modes):
+            if len(choices.pipeline_ranks) > 1:
+                return
+            raise ValueError(self.no_mesh())
+        ranks = choices.expert_ranks[0]
+        if len(choices.expert_ranks) > 1:  # on one mesh and with the least activations
+            tried = starts(modes[-1:], expert_ranks=choices.expert_ranks)
+            mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
+            self.simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
+            ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
+        self._first_round(starts(modes, expert_ranks=(ranks,)))
+        best = [o.candidate for o in self._ranked()[:3]]
+        for start in best:
+            own = max(1, node // (start.tensor_ranks or 1))
+            self.simulate(second_round(start, wraps, own, choices.fixed))
+
+    def _search_pipelines(self, modes: tuple[str, ...]) -> None:
+        """Simulate the pipelines that may be the fastest, and at least one."""
+        search = PipelineSearch(
+            self.simulator,
+            self.choices,
+            self.budget,
+            self.parts,
+            self.steps.stage_wraps,
+            min(load.speed for load in self.loads),
+        )
+        for i, candidate in enumerate(search.best(modes, self.progress)):
+            fitting = [o.paced_s for o in self.outcomes.values() if o.fits]
+            fastest = min(fitting, default=None)
+            late, _ = search.rank(candidate)
+            if fastest is not None and not late:
+                late = search.paced_s(candidate) > _CLOSE * fastest or i >= _MOST_SIMULATED
+            if i == 0 or not late:
+                self.simulate([candidate])
+                continue
+            needed = search.estimates[candidate].needed_bytes
+            why = f"is {search.paced_s(candidate) / (fastest or 1.0):.2f} times as slow as the best"
+            if needed > self.budget:
+                why = f"needs {show_bytes(needed)}, more than the budget"
+            self.notes.append(f"Not simulated, because it {why} by its stages alone: {candidate}")
+        self.notes += search.refused
+
+    def no_mesh(self) -> str:
+        choices = self.choices
+        told = f"No mesh of {plural(choices.num_ranks, 'rank')} goes with"
+        if choices.fixed.reshard is not SEARCHED:
+            told += f" reshard_after_forward={choices.fixed.reshard!r}"
+            return f"{told}: it must divide the number of shards"
+        context = sorted({each.context for each in choices.degrees})
+        return f"{told} context_ranks={context}: they must divide its last dim"
+
+    def _trace(self, modes: tuple[str, ...]) -> tuple[str, ...]:
+        """Trace steps of all loads; returns the modes in which the model works."""
+        working = []
+        for i, mode in enumerate(modes):
+            self.progress(f"tracing a step, checkpointing '{mode}'", i, len(modes))
+            try:
+                self._trace_mode(mode)
+                working.append(mode)
+            except RuntimeError as error:  # the model behaves differently when recomputed
+                if mode == "none" or len(modes) == 1:
+                    raise
+                self.notes.append(f"Checkpointing '{mode}' is left out because it fails: {error}")
+        size = Size(self.loads[0].samples)
+        first = self.traces.get(working[0], size, self._degrees(*self.degrees[0]))
+        self.notes += self.traces.notes(first, self.simulator.hardware)
+        return tuple(working)
+
+    def _trace_mode(self, mode: str) -> None:
+        """Trace steps with each number of tensor and context ranks; those that fail are left
+        out."""
+        failed: dict[tuple[int | None, int | None], Exception] = {}
+        for pair in self.degrees:
+            try:
+                for samples in {load.samples for load in self.loads}:
+                    self.traces.get(mode, Size(samples), self._degrees(*pair))
+            except (RuntimeError, ValueError) as error:  # heads that cannot be divided, say
+                failed[pair] = error
+        if len(failed) == len(self.degrees):
+            raise failed[self.degrees[0]]
+        for (tensor, context), why in failed.items():
+            self.degrees.remove((tensor, context))
+            kinds = {"Tensor parallelism": tensor, "Context parallelism": context}
+            told = [f"{k} over {plural(n, 'rank')}" for k, n in kinds.items() if n is not None]
+            self.notes.append(f"{' and '.join(told)} is left out because it fails: {why}")
+
+    def _degrees(self, tensor: int | None, context: int | None) -> Degrees:
+        """The same with the first number of expert ranks."""
+        return Degrees(self._first_expert_ranks, tensor or 1, context or 1)
+
+    def _steps(
+        self,
+        candidate: Candidate,
+        simulator: Simulator | None = None,
+        by: float = 1.0,
+        *,
+        keep_samples: bool = False,
+    ) -> list[SimulatedStep]:
+        """Of ranks that differ; ``by``: the relative speed of kernels."""
+        simulator = simulator or self.simulator
+        if candidate.degrees.pipeline > 1:
+            return self._pipeline_steps(candidate, simulator, by, keep_samples)
+        work = [(self._trace_of(candidate, load), load.speed * by) for load in self.loads]
+        setup = self.setup(candidate)
+        return simulate_ranks(simulator, setup, work, keep_samples=keep_samples)
+
+    def _pipeline_steps(
+        self, candidate: Candidate, simulator: Simulator, by: float, keep_samples: bool
+    ) -> list[SimulatedStep]:
+        parts, schedule = self.parts(candidate), candidate.pipeline.schedule
+        if keep_samples:
+            replays = replay_pipeline(simulator, parts, schedule, keep_samples=True)
+        elif candidate in self._replays:
+            replays = self._replays[candidate]
+        else:
+            replays = self._replays[candidate] = replay_pipeline(simulator, parts, schedule)
+        speed = by * min(load.speed for load in self.loads)
+        return simulate_pipeline(simulator, parts, schedule, replays, speed=speed)
+
+    def parts(self, candidate: Candidate) -> list[Part]:
+        """The stages of a pipeline, or all of the model."""
+        size = Size(self.loads[0].samples)
+        made = self.steps.get(
+            candidate.num_stages, candidate.checkpointing, size, candidate.degrees,
+            wrap=candidate.wrap,
+        )  # fmt: skip
+        return [Part(i, s.trace, self.setup(candidate, s.units)) for i, s in enumerate(made)]
+
+    def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
+        return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)
+
+    def simulate(self, candidates: Sequence[Candidate]) -> None:
+        tried = self.outcomes.keys() | self._too_large.keys()
+        fresh = [c for c in dict.fromkeys(candidates) if c not in tried]
+        for i, candidate in enumerate(fresh):
+            self.progress(f"simulating: {candidate}", i, len(fresh))
+            try:
+                steps = self._steps(candidate)
+            except GatherBudgetError as error:
+                self._too_large[candidate] = error
+                continue
+            self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
+
+    def _first_round(self, starts: Sequence[Candidate]) -> None:
+        """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
+        groups: dict[Any, list[Candidate]] = {}
+        for each in starts:
+            key = (each.checkpointing, each.tensor_ranks, each.context_ranks)
+            groups.setdefault(key, []).append(each)
+        least = {key: self._activation_bytes(group[0]) for key, group in groups.items()}
+        limit = max(self.budget, min(least.values()))
+        hopeful = [key for key, nbytes in least.items() if nbytes <= limit]
+        self.simulate([c for key in hopeful for c in groups[key]])
+        others = sorted(self.outcomes.values(), key=lambda o: o.needed_bytes)
+        meshes = [o.candidate.mesh for o in others]  # the first needs the least: so does it here
+        for key, group in groups.items():
+            if key not in hopeful:
+                known = [c for c in group if c.mesh in meshes]
+                group.sort(key=lambda c: -c.mesh[-1])
+                self.simulate(sorted(known, key=lambda c: meshes.index(c.mesh))[:1] or group[:1])
+
+    def _activation_bytes(self, candidate: Candidate) -> int:
+        """What activations alone need, whatever the mesh."""
+        return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
+
+    def setup(self, candidate: Candidate, units: Sequence[UnitDescription] | None = None) -> Setup:
+        """The candidate's sharding setup; of the whole model, or these units of a stage."""
+        return make_setup(
+            self.traces.units[candidate.wrap] if units is None else units,
+            candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
+            strategy=candidate.strategy,
+            reshard_after_forward=candidate.reshard,
+            prefetch=candidate.prefetch,
+            accumulation=candidate.accumulation or "unsharded",
+            experts=self.traces.expert_units,
+            expert_ranks=candidate.expert_ranks or 1,
+            tensor_ranks=candidate.tensor_ranks or 1,
+            context_ranks=candidate.context_ranks or 1,
+            pipeline_ranks=candidate.pipeline_ranks or 1,
+            **self.options,
+        )
+
+    def _advice(self, best: Outcome) -> str:
+        """What takes the memory of the configuration that needs the least, and what helps."""
+        candidate = best.candidate
+        step, part = self._fullest(candidate, self._steps(candidate))
+        return advice(part.trace, part.setup, step, candidate.checkpointing)
+
+    def _fullest(
+        self, candidate: Candidate, steps: Sequence[SimulatedStep]
+    ) -> tuple[SimulatedStep, Part]:
+        """The step that needs the most memory, and what it is of."""
+        step = max(steps, key=lambda step: step.needed_bytes)
+        parts = self.parts(candidate)
+        return step, parts[steps.index(step) if len(parts) > 1 else 0]
+
+    def _ranked(self) -> list[Outcome]:
+        """Outcomes, best first; those that do not fit come last, by memory needed."""
+        fitting = [o for o in self.outcomes.values() if o.fits]
+        others = [o for o in self.outcomes.values() if not o.fits]
+        others.sort(key=lambda o: o.needed_bytes)
+        if not fitting:
+            return others
+        fitting.sort(key=lambda o: o.paced_s)
+        fastest = fitting[0].paced_s
+        same = [o for o in fitting if o.paced_s <= fastest * (1 + SAME_SPEED)]
+        same.sort(key=simplicity)
+        rest = sorted((o for o in fitting if o not in same), key=lambda o: o.paced_s)
+        return same + rest + others
+
+    def _seconds(self, candidate: Candidate, hardware: Hardware, speed: float) -> float:
+        """Of a step, if kernels have this relative speed."""
+        steps = self._steps(candidate, self.simulator.on(hardware), speed)
+        return outcome_of(candidate, steps, self.budget).seconds
+
+    def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:
+        """Of those that are as fast as the fastest, for all that is known of the hardware."""
+        fitting = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
+        if not fitting:
+            return ranked
+        equal = as_fast(
+            fitting,
+            self.simulator.hardware,
+            lambda o, *case: (
+                self._seconds(o.candidate, *case) * o.candidate.degrees.ranks_per_batch
+            ),
+        )
+        first = min([ranked[0], *equal], key=simplicity)
+        if first.paced_s > fitting[0].paced_s * (1 + SAME_SPEED):
+            self.notes.append(
+                f"Faster by so little that it depends on what is not known of the hardware: "
+                f"{fitting[0]}"
+            )
+        return [first, *(o for o in ranked if o is not first)]
+
+    def _conclude(self) -> Plan:
+        ranked = self._with_the_simplest_first(self._ranked())
+        if not ranked:
+            if not self._too_large:
+                raise ValueError(" ".join(self.notes) or self.no_mesh())
+            raise ValueError(str(min(self._too_large.values(), key=lambda e: e.least_bytes)))
+        best = ranked[0]
+        if not best.fits:
+            raise ValueError(
+                f"Nothing fits into {show_bytes(self.budget)} per rank: the minimum is "
+                f"{show_bytes(best.needed_bytes)}, with {best.candidate}. {self._advice(best)}"
+            )
+        made = self._plan(best, ranked)
+        made.reasons = reasons(made) + self.notes
+        if self._too_large:
+            made.reasons.append(
+                f"{plural(len(self._too_large), 'configuration')} have units that do not fit into "
+                "max_gathered_bytes"
+            )
+        return made
+
+    def _plan(self, best: Outcome, ranked: list[Outcome]) -> Plan:
+        candidate, hardware = best.candidate, self.simulator.hardware
+        steps = self._steps(candidate, keep_samples=True)
+        fullest, part = self._fullest(candidate, steps)
+        piped = candidate.degrees.pipeline > 1
+        shown = steps[0]
+        return Plan(
+            kwargs=self._kwargs(candidate),
+            mesh_shape=candidate.mesh,
+            activation_checkpointing=candidate.checkpointing,
+            accumulation=candidate.accumulation,
+            checkpoint_modules=self.traces.blocks if candidate.checkpointing != "none" else [],
+            hardware=hardware,
+            memory_budget=self.budget,
+            chosen=best,
+            step=shown,
+            range=range_of(hardware, partial(self._seconds, candidate)),
+            outcomes=ranked,
+            experts=self.traces.experts,
+            expert_ranks=candidate.expert_ranks,
+            tensor_ranks=candidate.tensor_ranks or 1,
+            context_ranks=candidate.context_ranks or 1,
+            parallelize=self.traces.parallelize,
+            padding=padding_of(part.trace, part.setup, fullest if piped else shown),
+            pipeline_ranks=candidate.pipeline_ranks or 1,
+            schedule=candidate.schedule,
+            stages_per_rank=candidate.stages_per_rank or 1,
+            split_stages=self.steps.split_stages,
+            stages=stage_figures(steps) if piped else [],
+            bubble_s=sum(step.bubble_s for step in steps) / len(steps),
+        )
+
+    def _kwargs(self, candidate: Candidate) -> dict[str, Any]:
+        """Arguments of `shard_model`."""
+        policy = self.options["comm_policy"]
+        return {
+            "strategy": candidate.strategy,
+            "wrap": self.traces.wraps[candidate.wrap],
+            "reshard_after_forward": candidate.reshard,
+            "prefetch": candidate.prefetch,
+            "mp_policy": self.options["mp_policy"],
+            "offload_policy": self.options["offload_policy"],
+            **({} if policy is None else {"comm_policy": policy}),
+            **{k: v for k, v in self.options.items() if k == "max_gathered_bytes" and v},
+            **self.told,
+        }

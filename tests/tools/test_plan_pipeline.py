@@ -1,0 +1,279 @@
+"""`plan` with pipelines: when it chooses one, what it says of it, and what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
+
+from test_predict_pipeline import Even, Model, Stage, even_stages, on_meta, split
+
+from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload, plan, predict
+from fsdp2.cli.main import main
+from fsdp2.planner import Hardware, find_hardware
+from harness import distributed
+
+H100 = find_hardware("h100")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MICRO_BATCHES = 8
+
+
+def slow_network() -> Hardware:
+    """So slow that sums of gradients should stay in their node."""
+    return replace(H100, network_bandwidth=2e9)
+
+
+def tokens(samples: int = 1, width: int = 1024) -> Tensor:
+    return torch.empty(samples, 64, width, device="meta", requires_grad=True)
+
+
+def planned(hardware: Hardware, num_ranks: int = 32, **options: Any) -> Plan:
+    common: dict[str, Any] = {
+        "mp_policy": BF16, "micro_batches": MICRO_BATCHES, "split_stages": even_stages,
+        "activation_checkpointing": ("none",), **options,
+    }  # fmt: skip
+    sample = common.pop("sample", tokens())
+    return plan(on_meta(Even, width=1024), sample, hardware, num_ranks, **common)
+
+
+@pytest.fixture(scope="module")
+def piped() -> Plan:
+    return planned(slow_network())
+
+
+def test_a_slow_network_makes_it_a_pipeline(piped: Plan) -> None:
+    assert piped.pipeline_ranks in (2, 4, 8)
+    assert piped.num_ranks == 32
+    whole = [o for o in piped.outcomes if o.candidate.pipeline_ranks == 1]
+    assert min(o.paced_s for o in whole) > 1.05 * piped.chosen.paced_s
+    assert len(piped.stages) == piped.pipeline_ranks
+    assert piped.chosen.peak_bytes == max(stage["peak_bytes"] for stage in piped.stages)
+    assert 0 < piped.bubble_s < piped.chosen.exposed_s
+
+
+def test_within_a_node_it_is_none() -> None:
+    """Sums of gradients are hidden there, and the bubble would not be."""
+    made = planned(H100, 8, sample=tokens(64))
+    assert (made.pipeline_ranks, made.schedule, made.stages) == (1, None, [])
+    simulated = [o for o in made.outcomes if o.candidate.degrees.pipeline > 1]
+    assert simulated
+    assert min(o.paced_s for o in simulated) >= made.chosen.paced_s * 0.995
+    assert "Pipeline: none; over" in str(made)
+
+
+def test_it_is_what_predict_says_of_the_same_configuration(piped: Plan) -> None:
+    same = predict(
+        on_meta(Even, width=1024), tokens(), slow_network(), piped.mesh_shape,
+        micro_batches=MICRO_BATCHES, split_stages=even_stages, accumulation=piped.accumulation,
+        activation_checkpointing=piped.activation_checkpointing,
+        pipeline_ranks=piped.pipeline_ranks, schedule=piped.schedule,
+        stages_per_rank=piped.stages_per_rank, **piped.kwargs,
+    )  # fmt: skip
+    assert (same.seconds, same.bubble_s, same.range) == (
+        piped.chosen.seconds, piped.bubble_s, piped.range,
+    )  # fmt: skip
+    assert (same.peak_bytes, same.needed_bytes) == (
+        piped.chosen.peak_bytes, piped.chosen.needed_bytes,
+    )  # fmt: skip
+    assert same.stages == piped.stages
+
+
+def test_what_the_plan_says(piped: Plan, tmp_path: Path) -> None:
+    text = str(piped)
+    assert f"over {piped.pipeline_ranks} ranks ({piped.schedule}" in text
+    assert "of waiting for other stages; allocated by rank: " in text
+    assert "Pipeline: over" in text
+    assert "none is" in text
+    data = json.loads(json.dumps(piped.to_dict()))
+    assert (data["pipeline_ranks"], data["schedule"]) == (piped.pipeline_ranks, piped.schedule)
+    assert (data["num_ranks"], data["stages"]) == (32, piped.stages)
+    found = {outcome["pipeline_ranks"] for outcome in data["outcomes"]}
+    assert found >= {1, piped.pipeline_ranks}
+    piped.picture(tmp_path / "plan.svg")
+    assert f"{piped.pipeline_ranks} x " in (tmp_path / "plan.svg").read_text()
+
+
+def test_estimates_from_stages_alone_are_near_simulations() -> None:
+    """What decides which pipelines are simulated is not far from what they then come to."""
+    from fsdp2.planner import searching
+
+    made: list[Any] = []
+
+    class Noted(searching.PipelineSearch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "PipelineSearch", Noted)
+        plans = [planned(H100), planned(slow_network())]
+    for each, search in zip(plans, made, strict=True):
+        checked = 0
+        for outcome in each.outcomes:
+            if outcome.candidate.degrees.pipeline > 1:
+                estimate = search.estimates[outcome.candidate]
+                assert estimate.seconds == pytest.approx(outcome.seconds, rel=0.15)
+                assert estimate.needed_bytes == pytest.approx(outcome.needed_bytes, rel=0.15)
+                checked += 1
+        assert checked
+
+
+def test_fixed_choices_and_what_is_left_out() -> None:
+    made = planned(
+        slow_network(),
+        pipeline_ranks=[4, 16],
+        schedule=["1F1B", "Interleaved1F1B"],
+        strategy="full",
+    )
+    assert made.pipeline_ranks == 4
+    assert made.kwargs["strategy"] == "full"
+    assert {o.candidate.degrees.pipeline for o in made.outcomes} == {4}
+    assert any(
+        reason.startswith("Pipeline over 16 ranks (1F1B) is left out: schedule='1F1B' needs")
+        for reason in made.reasons
+    )
+    mesh = planned(slow_network(), pipeline_ranks=2, mesh_shape=(2, 8))
+    assert (mesh.mesh_shape, mesh.kwargs["strategy"]) == ((2, 8), "hybrid")
+
+
+def test_the_number_of_samples_limits_it() -> None:
+    """Of 32 batches of 8 micro-batches, a pipeline over 4 ranks leaves 8."""
+    made = planned(H100, max_samples=8 * MICRO_BATCHES)
+    assert made.pipeline_ranks in (4, 8)
+
+
+def test_memory_decides_about_the_schedule() -> None:
+    free = planned(slow_network(), pipeline_ranks=4, schedule="GPipe")
+    both = planned(
+        slow_network(), pipeline_ranks=4, schedule=["GPipe", "1F1B"],
+        memory_budget=free.chosen.needed_bytes - 1, strategy=free.kwargs["strategy"],
+        accumulation=(free.accumulation or "unsharded",),
+    )  # fmt: skip
+    assert both.schedule == "1F1B"
+    assert both.chosen.needed_bytes < free.chosen.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"split_stages": None, "pipeline_ranks": 2}, "pipeline_ranks=2 needs split_stages="),
+        ({"pipeline_ranks": 3}, "pipeline_ranks=3 must divide num_ranks=32"),
+        ({"pipeline_ranks": 0}, "pipeline_ranks must be at least 1"),
+        ({"pipeline_ranks": []}, "pipeline_ranks is empty"),
+        ({"schedule": "1f1b"}, "schedule must be one of .*did you mean '1F1B'"),
+        ({"schedule": "GPipe", "stages_per_rank": 2}, "stages_per_rank=2 goes with none"),
+        ({"stages_per_rank": 0}, "stages_per_rank must be at least 1"),
+        ({"accumulation": ("every",)}, "do not reduce gradients in every micro-batch"),
+        ({"max_saved_bytes": 0}, "max_saved_bytes does not go together with pipeline_ranks=2"),
+        ({"offload_optimizer": StateOffload()}, "offload_optimizer does not go together"),
+        ({"mesh_shape": (4, 8), "pipeline_ranks": 2}, "beside pipeline_ranks=.2."),
+        ({"pipeline_ranks": 2, "micro_batches": 1, "schedule": "1F1B"}, "at least as many"),
+        (
+            {"pipeline_ranks": 2, "split_stages": lambda model, num: [model]},
+            "must return 2 modules",
+        ),
+        ({"pipeline_ranks": 2, "memory_budget": 1 << 20}, "Nothing fits .* pipeline over 2"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        planned(H100, **options)
+
+
+def test_ranks_of_different_speeds_get_the_same_batches() -> None:
+    made = planned(replace(slow_network(), speeds=[1, 1, 1, 0.5]), pipeline_ranks=4)
+    assert made.split is None
+    assert any("or a pipeline, nothing else" in reason for reason in made.reasons)
+
+
+@distributed(4)
+def test_a_plan_of_a_pipeline_is_applied() -> None:
+    """Its stages train as the model does on one process."""
+    torch.manual_seed(0)
+    model, alone = Model(width=32, num_blocks=4), Model(width=32, num_blocks=4)
+    alone.load_state_dict(model.state_dict())
+    batch = torch.randint(0, 48, (4, 2, 16))
+    made = plan(
+        on_meta(width=32, num_blocks=4), batch[0].to("meta"), slow_network_of_nodes(2), 4,
+        micro_batches=4, split_stages=split, pipeline_ranks=2, schedule="1F1B",
+        activation_checkpointing=("full",), strategy="full",
+    )  # fmt: skip
+    mesh = made.make_mesh("cpu")
+    assert mesh.mesh_dim_names == ("pipeline", "shard")
+    [stage] = made.apply(model, mesh)
+    assert isinstance(stage, Stage)
+    rank = mesh.get_local_rank("pipeline")
+    given = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    run = Schedule1F1B(given, 4, loss_fn=lambda y, t: y.square().mean())
+    whole = batch.flatten(0, 1)
+    run.step(*((whole,) if rank == 0 else ()), **({"target": whole} if rank else {}))
+    for part in batch:
+        (alone(part).square().mean() / 4).backward()
+    expected = split(alone, 2)[rank]
+    for (name, param), (_, other) in zip(
+        stage.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert param.grad is not None, name
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6)
+    dist.barrier()
+
+
+def slow_network_of_nodes(ranks: int) -> Hardware:
+    return replace(slow_network(), ranks_per_node=ranks)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+    path = tmp_path / "planned_models.py"
+    path.write_text(
+        "import test_predict_pipeline as tests\n"
+        "model, batch, split = tests.Model, tests.batch, tests.split\n"
+    )
+    code = main(
+        ("plan", f"{path}:model", "--input", f"{path}:batch", "--hardware", "h100", "--json",
+         "--quiet", "--world-size", "8", "--pipeline-ranks", "2,4", "--split-stages",
+         f"{path}:split", "--schedule", "GPipe,1F1B", "--micro-batches", "4")
+    )  # fmt: skip
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["pipeline_ranks"] in (2, 4)
+    assert data["schedule"] in ("GPipe", "1F1B")
+
+
+def test_units_of_stages_as_a_whole() -> None:
+    """``wrap="root"`` says the same of every stage."""
+    common: dict[str, Any] = {
+        "split_stages": split, "pipeline_ranks": 2, "micro_batches": 4, "mp_policy": BF16,
+    }  # fmt: skip
+    sample = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    blocks, one = (predict(on_meta(), sample, H100, 16, wrap=w, **common) for w in ("auto", "root"))
+    num_gathers = [
+        sum(getattr(launch.work, "kind", "") == "all_gather" for launch in each.step.launches)
+        for each in (blocks, one)
+    ]
+    assert num_gathers[1] < num_gathers[0]
+
+
+def test_replicas_that_sum_on_shards() -> None:
+    """The reduction at the end has sums of shards only, and no gradient of its own."""
+    made = predict(
+        on_meta(), torch.zeros(2, 16, dtype=torch.long, device="meta"), H100, (2, 4),
+        split_stages=split, pipeline_ranks=2, micro_batches=4, mp_policy=BF16,
+        strategy="hybrid", accumulation="sharded",
+    )  # fmt: skip
+    assert made.step.stream_s["all-reduce"] > 0
