@@ -183,8 +183,13 @@ def add_configurations(parser: argparse.ArgumentParser) -> None:
         ),
         ("--context-ranks", parse_number, [1], f"{_CONTEXT} (default: 1)"),
         ("--pipeline-ranks", parse_number, [1], "ranks with other stages (default: 1)"),
-        ("--schedule", str, ["1F1B"], "1F1B, GPipe, Interleaved1F1B (default: 1F1B)"),
-        ("--stages-per-rank", parse_number, [1], "of Interleaved1F1B (default: 1)"),
+        (
+            "--schedule",
+            str,
+            ["1F1B"],
+            "1F1B, GPipe, Interleaved1F1B, LoopedBFS, ZBVZeroBubble, ...",
+        ),
+        ("--stages-per-rank", parse_number, [1], "of schedules with several (default: 1)"),
         ("--samples", parse_number, [None], "of a micro-batch of a rank (default: the input's)"),
         ("--context", parse_number, [None], "length of sequences (default: the input's)"),
     ):

@@ -300,6 +300,11 @@ TRACING = (
         without="no predictions for tensor_ranks and context_ranks",
     ),
     *_names(
+        "gradients of inputs apart from those of weights, as stages of pipelines compute them",
+        "torch.distributed.pipelining._backward",
+        without="no predictions for zero-bubble schedules",
+    ),
+    *_names(
         "attention over parts of a sequence, as `context_parallel` runs it",
         "torch.distributed.tensor.experimental._attention._cp_options",
         "torch.distributed.tensor.experimental._attention._disable_context_parallel_dispatcher",

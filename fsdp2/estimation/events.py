@@ -167,7 +167,22 @@ class StartOfBackward:
     """Forward and loss are done."""
 
 
-Event = Call | Gradient | Compute | Exchange | ExchangeEnd | HostCopy | CopyEnd | StartOfBackward
+@dataclass(frozen=True)
+class StartOfWeights:
+    """A backward that is split has made the gradients of inputs; those of weights follow."""
+
+
+Event = (
+    Call
+    | Gradient
+    | Compute
+    | Exchange
+    | ExchangeEnd
+    | HostCopy
+    | CopyEnd
+    | StartOfBackward
+    | StartOfWeights
+)
 
 
 @dataclass(frozen=True)

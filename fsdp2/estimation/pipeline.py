@@ -1,120 +1,25 @@
-"""A step of one rank of a pipeline: the order of its forwards and backwards, and their replay.
+"""The replay of a step of one rank of a pipeline.
 
-The schedules are those of ``torch.distributed.pipelining``, with its names. Gradients are summed
-over micro-batches, and reduced when the last backward is over, as its stages do with sharded
-modules.
+Gradients are summed over micro-batches, and reduced when the last backward of a stage is over, as
+the stages of ``torch.distributed.pipelining`` do with sharded modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..common.suggestions import did_you_mean
-from ..runtime.by_hand import finalize_backward
+from ..runtime import by_hand
+from ..runtime.states import RESHARDED
 from ..runtime.unit import Forward
-from .account import Held
+from .account import Account, Held
 from .allocator import Block
-from .events import StartOfBackward, StepTrace
+from .events import Event, StartOfBackward, StartOfWeights, StepTrace
 from .paged_state import PlacedOptimizer
 from .replay import Player, Replay, new_state, play
+from .schedules import Action
 from .shards import Setup
 from .stand_ins import CountedUnit
-
-# The schedules, and how many stages they may have on a rank.
-_ONE, _SEVERAL = range(1, 2), range(1, 1 << 16)
-STAGES_PER_RANK = {"1F1B": _ONE, "GPipe": _ONE, "Interleaved1F1B": _SEVERAL}
-SCHEDULES = tuple(STAGES_PER_RANK)
-
-
-class Action(NamedTuple):
-    """A forward or a backward of one stage and micro-batch."""
-
-    stage: int
-    micro_batch: int
-    is_forward: bool
-
-
-def actions_of(
-    schedule: str, rank: int, ranks: int, micro_batches: int, stages_per_rank: int = 1
-) -> list[Action]:
-    """What a rank of a pipeline does, in order.
-
-    Example:
-        >>> ["BF"[a.is_forward] + str(a.micro_batch) for a in actions_of("1F1B", 0, 2, 3)]
-        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    """
-    if schedule == "Interleaved1F1B":
-        return _interleaved(rank, ranks, micro_batches, stages_per_rank)
-    ahead = micro_batches if schedule == "GPipe" else min(micro_batches, ranks - rank)
-    made = [Action(rank, i, True) for i in range(ahead)]
-    for i in range(micro_batches):
-        made.append(Action(rank, i, False))
-        if ahead + i < micro_batches:
-            made.append(Action(rank, ahead + i, True))
-    return made
-
-
-def _interleaved(rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> list[Action]:
-    """Rounds of micro-batches go through all stages of a rank (arXiv 2104.04473)."""
-    per_round = micro_batches // max(1, micro_batches // ranks)
-    total = micro_batches * stages_per_rank
-    ahead = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), total)
-    done: dict[tuple[int, bool], int] = {}
-
-    def action(number: int, is_forward: bool) -> Action:
-        turn = (number // per_round) % stages_per_rank
-        stage = (turn if is_forward else stages_per_rank - 1 - turn) * ranks + rank
-        done[stage, is_forward] = (micro_batch := done.get((stage, is_forward), 0)) + 1
-        return Action(stage, micro_batch, is_forward)
-
-    made = [action(i, True) for i in range(ahead)]
-    for i in range(total):
-        if ahead + i < total:
-            made.append(action(ahead + i, True))
-        made.append(action(i, False))
-    return made
-
-
-def rank_of_stage(schedule: str, stage: int, ranks: int) -> int:
-    """The rank of a pipeline that has a stage."""
-    return stage % ranks
-
-
-def check_schedule_name(schedule: Any) -> None:
-    """Check that there is such a schedule.
-
-    Raises:
-        ValueError: for an unknown one.
-    """
-    if schedule not in SCHEDULES:
-        hint = did_you_mean(str(schedule), SCHEDULES)
-        raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}{hint}")
-
-
-def check_schedule(schedule: Any, ranks: int, micro_batches: int, stages_per_rank: int) -> None:
-    """Check a schedule and numbers that go with it.
-
-    Raises:
-        ValueError: for an unknown schedule, or one that torch refuses with these numbers.
-    """
-    check_schedule_name(schedule)
-    if schedule != "Interleaved1F1B" and stages_per_rank > 1:
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} needs schedule='Interleaved1F1B': '{schedule}' has "
-            "one stage on each rank"
-        )
-    if schedule == "1F1B" and micro_batches < ranks:
-        raise ValueError(
-            f"schedule='1F1B' needs at least as many micro_batches as pipeline_ranks={ranks}, got "
-            f"{micro_batches}"
-        )
-    rounds = max(1, micro_batches // ranks)
-    if schedule == "Interleaved1F1B" and micro_batches % rounds:
-        raise ValueError(
-            f"schedule='Interleaved1F1B' needs micro_batches that divide into {rounds} equal "
-            f"rounds over pipeline_ranks={ranks}, got {micro_batches}: choose a multiple of {ranks}"
-        )
 
 
 class Part(NamedTuple):
@@ -122,11 +27,14 @@ class Part(NamedTuple):
 
     Attributes:
         number: of the stage in the model.
+        split: its step with gradients of inputs first, and those of weights later; None: no
+            schedule asks for it.
     """
 
     number: int
     trace: StepTrace
     setup: Setup
+    split: StepTrace | None = None
 
 
 class RankReplay(NamedTuple):
@@ -160,32 +68,88 @@ def replay_rank(
     streams: Any = None
     for part in parts:
         player = StagePlayer(part.trace, part.setup, state, streams)
+        player.prepare(part.split, _split_micro_batches(actions, part.number))
         players[part.number] = player
         streams = player.streams
     ends: list[int] = []
 
+    looped = any(not action.computes for action in actions)
+    sends = _Sends(state.account, players, late=sends_late, looped=looped)
+
     def step() -> None:
         ends.clear()
-        sent: list[Held] = []
-        for i, action in enumerate(actions):
-            if i and actions[i - 1].is_forward and not action.is_forward:
-                sent.clear()
+        for player in players.values():
+            player.is_finished = False
+        before = None
+        for action in actions:
+            if not action.computes:
+                players[action.stage].manage(action.part)
+                continue
+            sends.before(action, before)
             players[action.stage].act(action)
             ends.append(0 if state.device is None else len(state.device.launches))
-            trace = players[action.stage].trace
-            nbytes = trace.sent_bytes if action.is_forward else trace.returned_bytes
-            if sends_late and nbytes:
-                sent.append(Held(state.account, "activations", nbytes))
-        if setup.device_type != "cpu":  # gloo's works hold it until they are dropped
-            sent.clear()
+            sends.after(action)
+            before = action
+        if sends_late and setup.device_type != "cpu":  # gloo's works hold it until they are dropped
+            sends.clear()
         for player in players.values():
-            player.finish()
-        sent.clear()
+            if not player.is_finished:
+                player.finish()
+        sends.clear()
         state.account.add("activations", -state.account.now["activations"])
 
-    micro_batches = len({action.micro_batch for action in actions})
+    micro_batches = len({action.micro_batch for action in actions if action.computes})
     made = play([*players.values()], step, optimizer, micro_batches=micro_batches)
     return RankReplay(made, ends)
+
+
+class _Sends:
+    """What a rank has sent and still holds.
+
+    Args:
+        late: until all forwards are over, or all backwards, as GPipe does.
+        looped: outputs until their gradients have come, and what is returned to the end, as
+            schedules of several stages do. Neither: what is sent is dropped at once.
+    """
+
+    def __init__(
+        self, account: Account, players: Mapping[int, StagePlayer], *, late: bool, looped: bool
+    ) -> None:
+        self._account = account
+        self._players = players
+        self._late, self._looped = late, looped
+        self._outputs: dict[tuple[int, int], Held] = {}
+        self._others: list[Held] = []
+
+    def before(self, action: Action, last: Action | None) -> None:
+        """An action begins."""
+        if self._late and last is not None and last.is_forward and not action.is_forward:
+            self._others.clear()
+
+    def after(self, action: Action) -> None:
+        """An action has ended, and what it made is sent."""
+        key = (action.stage, action.micro_batch)
+        if not action.is_forward and action.part != "weight":
+            self._outputs.pop(key, None)
+        trace = self._players[action.stage].trace
+        nbytes = trace.sent_bytes if action.is_forward else trace.returned_bytes
+        there = action.stage + (1 if action.is_forward else -1)
+        if not nbytes or action.part == "weight" or there in self._players:
+            return
+        if self._looped and action.is_forward:
+            self._outputs[key] = Held(self._account, "activations", nbytes)
+        elif self._late or self._looped:
+            self._others.append(Held(self._account, "activations", nbytes))
+
+    def clear(self) -> None:
+        """All has been sent."""
+        self._outputs.clear()
+        self._others.clear()
+
+
+def _split_micro_batches(actions: Sequence[Action], stage: int) -> frozenset[int]:
+    """Those whose gradients of weights of this stage come apart from those of inputs."""
+    return frozenset(a.micro_batch for a in actions if a.stage == stage and a.part == "weight")
 
 
 class StagePlayer(Player):
@@ -193,9 +157,11 @@ class StagePlayer(Player):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        events = self.trace.events
-        middle = next(i for i, event in enumerate(events) if isinstance(event, StartOfBackward))
-        self._halves = {True: events[:middle], False: events[middle:]}
+        self._phases = {False: _phases_of(self.trace)}
+        self._is_split: frozenset[int] = frozenset()
+        self._part = ""
+        self.is_finished = False
+        self._awaits_unshard = False  # whether a whole stage is being gathered
         self._forwards: dict[int, dict[CountedUnit, list[Forward]]] = {}
         self._of_this: dict[CountedUnit, list[Forward]] = {}
         self._blocks_of: dict[int, dict[int, Block | None]] = {}
@@ -204,30 +170,63 @@ class StagePlayer(Player):
         ] = []  # what micro-batches did not free: losses, and their graphs
         self.runtime.finalization.manual = True
 
+    def prepare(self, split: StepTrace | None, micro_batches: frozenset[int]) -> None:
+        """Play these micro-batches from the trace with gradients of inputs first."""
+        self._is_split = micro_batches
+        if micro_batches:
+            assert split is not None
+            self._phases[True] = _phases_of(split)
+
+    def manage(self, what: str) -> None:
+        """Do with all units what a schedule asks for."""
+        if what == "reduce":
+            self.finish()
+            return
+        self._awaits_unshard = what == "unshard"
+        self.streams.before_gathers(self.runtime.optimizer_event)
+        for unit in self.units:
+            if what == "reshard":
+                self.runtime.reshard(unit)
+            elif unit.state in RESHARDED:  # as `FSDPModule.unshard`
+                unit.start_unshard(self.streams)
+
     def act(self, action: Action) -> None:
         """Run a forward or a backward."""
-        number = action.micro_batch
+        number, self._part = action.micro_batch, action.part
+        if self._awaits_unshard:
+            for unit in self.units:
+                unit.unshard(self.streams)
+            self._awaits_unshard = False
         if action.is_forward:
             self._forwards[number], self._blocks_of[number] = {}, {}
         self._of_this, self._blocks = self._forwards[number], self._blocks_of[number]
+        phase = "forward" if action.is_forward else action.part or "backward"
         if not action.is_forward:
             for unit in self.units:  # as torch's stages do
                 unit.config.reshard_after_backward = False
                 unit.config.set_sync(False)
-        self._play(self._halves[action.is_forward])
+            if action.part and self._phases[True][phase]:
+                for unit in reversed(self.units):
+                    by_hand.gather_for_backward(unit)
+        self._play(self._phases[number in self._is_split][phase])
         if not action.is_forward:
             self.runtime.end_backward()
+        if not action.is_forward and action.part != "input":
             del self._forwards[number]
             self._left += self._blocks_of.pop(number).values()
             self._of_this = {}
 
+    def _accumulates(self) -> bool:
+        return self._part != "input"
+
     def finish(self) -> None:
         """Reduce all gradients, and free what is gathered: a phase of its own."""
+        self.is_finished = True
         self.replay.account.phase = "reduction"
         for unit in self.units:
             unit.config.set_sync(True)
             unit.config.reshard_after_backward = True
-        finalize_backward(self.runtime, wait=True)
+        by_hand.finalize_backward(self.runtime, wait=True)
         for block in self._left:
             self.replay.account.free(block)
         self._left.clear()
@@ -240,3 +239,17 @@ class StagePlayer(Player):
     def _reached(self, unit: CountedUnit) -> Forward | None:
         forwards = self._of_this.get(unit)
         return forwards.pop() if forwards else None
+
+
+def _phases_of(trace: StepTrace) -> dict[str, Sequence[Event]]:
+    """The events of a forward, of a whole backward, and of the parts of one that is split."""
+    events = trace.events
+    middle = next(i for i, event in enumerate(events) if isinstance(event, StartOfBackward))
+    later = [i for i, event in enumerate(events) if isinstance(event, StartOfWeights)]
+    border = later[0] if later else len(events)
+    return {
+        "forward": events[:middle],
+        "backward": events[middle:],
+        "input": events[middle:border],
+        "weight": [events[middle], *events[border + 1 :]],
+    }

@@ -415,9 +415,13 @@ class Player:
         elif event.kind is Kind.BACKWARD_ENTER:
             if not unit.backward_began:
                 unit.num_accumulated = 0
-            self.runtime.pre_backward(unit, self._reached(unit))
+            self.runtime.pre_backward(unit, self._reached(unit), accumulates=self._accumulates())
         else:
             self.runtime.post_backward(unit)
+
+    def _accumulates(self) -> bool:
+        """Whether backward makes gradients of parameters."""
+        return True
 
     def _ended(self, unit: CountedUnit) -> Forward | None:
         """The forward that ends; None: the last one is what backward comes to first."""

@@ -44,6 +44,7 @@ from .events import (
     Kind,
     ParamInfo,
     StartOfBackward,
+    StartOfWeights,
     StepTrace,
 )
 from .kernels import traced_kernels
@@ -147,7 +148,7 @@ def _replace_and_watch(
         if options.device_type == "cpu" and _keeps_grad_dtype(trace.params[i], options.mp_policy):
             param.grad_dtype = None
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(recorder.gradient_of(i))
+            recorder.watch(param, i)
     return args, kwargs
 
 
@@ -214,7 +215,12 @@ def _run(
             trace.events.append(StartOfBackward())
             recorder.in_backward = True
 
-        sent = run(loss_of, between)
+        def before_weights() -> None:
+            recorder.flush()
+            trace.events.append(StartOfWeights())
+
+        sent = run(loss_of, between, before_weights)
+        recorder.take_left()
     recorder.flush()
     trace.outputs, trace.sent_bytes, trace.returned_bytes = sent
     if offloaded is not None:
@@ -417,6 +423,7 @@ class _Recorder:
         self._tensor_ranks = tensor_ranks
         self._context = context
         self._num_awaited = 0
+        self._watched: dict[nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self.root: Any = None
         self.in_backward = False
         self._num_recomputed = 0
@@ -495,6 +502,18 @@ class _Recorder:
         """Record that compute waits for a collective."""
         self.flush()
         self.trace.events.append(ExchangeEnd(number))
+
+    def watch(self, param: nn.Parameter, number: int) -> None:
+        """Record the gradient of a parameter, when it comes."""
+        hook = self._watched[param] = self.gradient_of(number)
+        param.register_post_accumulate_grad_hook(hook)
+
+    def take_left(self) -> None:
+        """Record gradients that were assigned, for which no hook was called: in a backward that is
+        split, those of weights."""
+        for param, hook in self._watched.items():
+            if param.grad is not None:
+                hook(param)
 
     def gradient_of(self, number: int) -> Callable[[torch.Tensor], None]:
         """A hook that records the gradient of a parameter and removes it."""

@@ -10,7 +10,8 @@ from typing import Any
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
-from ..estimation.pipeline import Part, check_schedule
+from ..estimation.pipeline import Part
+from ..estimation.schedules import SPLIT, check_schedule
 from ..estimation.setups import check_number, checked_mesh, make_setup
 from ..estimation.shards import Setup
 from ..policy import CPUOffloadPolicy, check_comm_policy
@@ -171,6 +172,7 @@ class Cells:
             degrees.pipeline,
             choices["micro_batches"],
             pipeline.stages_per_rank,
+            compiled=bool(compiled),
         )
 
     def _parts(
@@ -200,8 +202,9 @@ class Cells:
 
         setup(self.steps.whole.units[self._label])  # errors of arguments come before a trace
         num_stages = 1 if degrees.pipeline == 1 else degrees.pipeline * pipeline.stages_per_rank
-        stages = self.steps.get(num_stages, *work)
-        return [Part(i, stage.trace, setup(stage.units)) for i, stage in enumerate(stages)]
+        apart = degrees.pipeline > 1 and pipeline.schedule in SPLIT
+        stages = self.steps.get(num_stages, *work, splits_backward=apart)
+        return [Part(i, s.trace, setup(s.units), s.split) for i, s in enumerate(stages)]
 
     def _told(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 from ..api.shard_model import find_strategy
 from ..common.suggestions import did_you_mean
 from ..estimation.checkpointing import MODES
-from ..estimation.pipeline import SCHEDULES, STAGES_PER_RANK, check_schedule_name
+from ..estimation.schedules import SCHEDULES, STAGES_PER_RANK, check_schedule_name
 from ..estimation.setups import check_accumulation, check_number, checked_mesh
 from .candidates import SEARCHED, Degrees, Fixed, Pipeline, expert_ranks_of
 from .hardware import Hardware
@@ -32,6 +32,7 @@ class Choices:
         degrees: of tensor, context and pipeline parallelism.
         pipelines: how pipelines run.
         asked: which of "tensor", "context" and "pipeline" the user has asked for.
+        compiled: whether blocks are.
     """
 
     num_ranks: int
@@ -42,6 +43,7 @@ class Choices:
     degrees: Sequence[Degrees]
     pipelines: Sequence[Pipeline]
     asked: frozenset[str]
+    compiled: bool = False
 
     def pairs(self, pipeline: int) -> list[tuple[int | None, int | None]]:
         """Numbers of tensor and context ranks beside a pipeline over so many ranks; None: nobody

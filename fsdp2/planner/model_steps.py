@@ -83,11 +83,14 @@ class ModelSteps:
         degrees: Degrees = ALONE,
         compiled: Compiled | None = None,
         wrap: str | None = None,
+        *,
+        splits_backward: bool = False,
     ) -> list[TracedStage]:
         """The stages of a pipeline, or the model as the only one; see `TracedSteps.get`.
 
         Args:
             wrap: a label of units, if there are several choices.
+            splits_backward: as of `StagedSteps.get`.
         """
         compiled = self.compiled if compiled is None else compiled
         if num_stages == 1:
@@ -95,7 +98,9 @@ class ModelSteps:
             return [TracedStage(trace, self.whole.units_of(wrap))]
         assert self.staged is not None
         alone = degrees._replace(pipeline=1)
-        return self.staged.get(num_stages, mode, size, alone, compiled is True, wrap)
+        return self.staged.get(
+            num_stages, mode, size, alone, compiled is True, wrap, splits_backward
+        )
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Check the degrees of the model's own parallelisms.

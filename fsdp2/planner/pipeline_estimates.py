@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..estimation.events import Compute, StartOfBackward
-from ..estimation.pipeline import Action, Part, actions_of, rank_of_stage
+from ..estimation.pipeline import Part
+from ..estimation.schedules import Action, actions_of, rank_of_stage
 from .candidates import Pipeline
 from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of
 from .simulate import Simulator
+
+_PARTS = ("input", "weight")  # of a backward
 
 
 class StageAlone(NamedTuple):
@@ -22,6 +25,7 @@ class StageAlone(NamedTuple):
     Attributes:
         first_s: of its first forward, which may gather more than others.
         forward_s, backward_s: of the others.
+        input_s, weight_s: of the parts of a backward that is split; 0 if none is.
         end_s: from its last backward to the end of its reductions.
         optimizer_s, stragglers_s: as of `SimulatedStep`.
         two_bytes: that the allocator holds with two micro-batches in flight.
@@ -32,6 +36,8 @@ class StageAlone(NamedTuple):
     first_s: float
     forward_s: float
     backward_s: float
+    input_s: float
+    weight_s: float
     end_s: float
     optimizer_s: float
     stragglers_s: float
@@ -54,10 +60,18 @@ def stage_alone(simulator: Simulator, part: Part, speed: float) -> StageAlone:
     made = simulator.replay_stages([part], actions)
     step = simulator.time_stages(made, speed=speed)
     first, forward, before, backward = durations_of(step, made.ends)
+    of_input, of_weight = 0.0, 0.0
+    if part.split is not None:
+        parts = [Action(stage, i, False, which) for i in range(2) for which in _PARTS]
+        apart = simulator.replay_stages([part], [*actions[:2], *parts])
+        ends = simulator.time_stages(apart, speed=speed)
+        *_, of_input, of_weight = durations_of(ends, apart.ends)
     return StageAlone(
         first_s=first,
         forward_s=forward,
         backward_s=min(before, backward),
+        input_s=of_input,
+        weight_s=of_weight,
         end_s=end_of(step) - (first + forward + before + backward),
         optimizer_s=step.optimizer_s,
         stragglers_s=step.stragglers_s,
@@ -100,7 +114,7 @@ def estimate_pipeline(
         tails.append(sum(stage.end_s for stage in own))
         held = sum(stage.two_bytes - 2 * stage.kept_bytes for stage in own)
         needed.append(held + _most_kept(actions, stages) + own[0].library_bytes)
-    found = begins(times, sends_of(simulator, parts), waits_for_sends=schedule == "1F1B")
+    found = begins(times, sends_of(simulator, parts, schedule), waits_for_sends=schedule == "1F1B")
     ends = [
         began[-1] + rank.durations[-1] + tail
         for began, rank, tail in zip(found, times, tails, strict=True)
@@ -115,7 +129,7 @@ def estimate_pipeline(
 def _seconds(action: Action, stages: Sequence[StageAlone]) -> float:
     stage = stages[action.stage]
     if not action.is_forward:
-        return stage.backward_s
+        return {"": stage.backward_s, "input": stage.input_s, "weight": stage.weight_s}[action.part]
     return stage.first_s if action.micro_batch == 0 else stage.forward_s
 
 
@@ -123,7 +137,7 @@ def _most_kept(actions: Sequence[Action], stages: Sequence[StageAlone]) -> int:
     """The most bytes of activations that a rank has at any moment, of all micro-batches."""
     now = most = 0
     for action in actions:
-        sign = 1 if action.is_forward else -1
-        now += sign * stages[action.stage].kept_bytes
+        if action.part != "input":
+            now += (1 if action.is_forward else -1) * stages[action.stage].kept_bytes
         most = max(most, now)
     return most

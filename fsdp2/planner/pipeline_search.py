@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..estimation.pipeline import Part, check_schedule
+from ..estimation.pipeline import Part
+from ..estimation.schedules import SPLIT, check_schedule
 from ..render.text import plural
 from ..runtime.gather_budget import GatherBudgetError
 from .candidates import Candidate, Pipeline, first_round, reshards_of
@@ -112,7 +113,11 @@ class PipelineSearch:
         for each in self.choices.pipelines:
             try:
                 check_schedule(
-                    each.schedule, ranks, self.choices.micro_batches, each.stages_per_rank
+                    each.schedule,
+                    ranks,
+                    self.choices.micro_batches,
+                    each.stages_per_rank,
+                    compiled=self.choices.compiled,
                 )
                 found.append(each)
             except ValueError as error:
@@ -141,7 +146,7 @@ class PipelineSearch:
 
     def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
         """Its stages, which do not depend on the schedule; those that are alike once."""
-        key = replace(candidate, schedule=None)
+        key = replace(candidate, schedule="split" if candidate.schedule in SPLIT else None)
         if key not in self._stages:
             parts = self._parts(candidate)
             made: dict[int, StageAlone] = {}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..estimation.pipeline import Action, Part, actions_of, rank_of_stage
+from ..estimation.pipeline import Part
+from ..estimation.schedules import Action, order_of, rank_of_stage
 from .schedule import Span
 from .simulate import SimulatedStep, Simulator, StagesReplay
 
@@ -62,7 +63,9 @@ def begins(
                 if come is None:
                     break
                 done.append(max(free[number], come))
-                ended[action] = free[number] = done[-1] + rank.durations[i]
+                free[number] = done[-1] + rank.durations[i]
+                if action.part != "weight":  # what others wait for
+                    ended[action._replace(part="")] = free[number]
                 if waits_for_sends and first <= i < last:
                     free[number] += _send_s(action, sends, num_stages)
                 left -= 1
@@ -82,15 +85,19 @@ def _come(
     action: Action, ended: dict[Action, float], sends: Sequence[tuple[float, float]]
 ) -> float | None:
     """When what an action needs has come; None if that is not known yet."""
+    if action.part == "weight":  # of its own rank, after the gradients of inputs
+        return 0.0
     other = action.stage - 1 if action.is_forward else action.stage + 1
     if not 0 <= other < len(sends):
-        own = action._replace(is_forward=True)
+        own = Action(action.stage, action.micro_batch, True)
         return 0.0 if action.is_forward else ended.get(own)
-    end = ended.get(action._replace(stage=other))
+    end = ended.get(Action(other, action.micro_batch, action.is_forward))
     return None if end is None else end + sends[other][0 if action.is_forward else 1]
 
 
 def _send_s(action: Action, sends: Sequence[tuple[float, float]], num_stages: int) -> float:
+    if action.part == "weight":
+        return 0.0
     if action.is_forward:
         return sends[action.stage][0] if action.stage < num_stages - 1 else 0.0
     return sends[action.stage][1] if action.stage else 0.0
@@ -112,12 +119,12 @@ def replay_pipeline(
     ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
     found = []
     for rank in range(ranks):
-        actions = actions_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
+        order = order_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
         own = [p for p in parts if rank_of_stage(schedule, p.number, ranks) == rank]
         made = simulator.replay_stages(
-            own, actions, sends_late=schedule == "GPipe", keep_samples=keep_samples
+            own, order, sends_late=schedule == "GPipe", keep_samples=keep_samples
         )
-        found.append(RankOfPipeline(actions, made))
+        found.append(RankOfPipeline([a for a in order if a.computes], made))
     return found
 
 
@@ -143,7 +150,7 @@ def simulate_pipeline(
         RankTimes(each.actions, durations_of(step, each.made.ends))
         for each, step in zip(replays, alone, strict=True)
     ]
-    sends = sends_of(simulator, parts)
+    sends = sends_of(simulator, parts, schedule)
     found = begins(times, sends, waits_for_sends=schedule == "1F1B")
     last = [began[-1] + rank.durations[-1] for began, rank in zip(found, times, strict=True)]
     tails = [end_of(s) - sum(rank.durations) for s, rank in zip(alone, times, strict=True)]
@@ -154,15 +161,21 @@ def simulate_pipeline(
     ]
 
 
-def sends_of(simulator: Simulator, parts: Sequence[Part]) -> list[tuple[float, float]]:
-    """Of each stage, the seconds in which it sends its output, and what it returns."""
+def sends_of(
+    simulator: Simulator, parts: Sequence[Part], schedule: str
+) -> list[tuple[float, float]]:
+    """Of each stage, the seconds in which it sends its output, and what it returns; 0 to a stage of
+    the same rank."""
     setup = parts[0].setup
-    if setup.pipeline_ranks == 1:
-        return [(0.0, 0.0)] * len(parts)
+
+    def seconds(nbytes: int, stage: int, other: int) -> float:
+        here, there = (rank_of_stage(schedule, s, setup.pipeline_ranks) for s in (stage, other))
+        return 0.0 if here == there else simulator.send_s(nbytes, setup)
+
     return [
         (
-            simulator.send_s(part.trace.sent_bytes, setup),
-            simulator.send_s(part.trace.returned_bytes, setup),
+            seconds(part.trace.sent_bytes, part.number, part.number + 1),
+            seconds(part.trace.returned_bytes, part.number, part.number - 1),
         )
         for part in parts
     ]

@@ -223,6 +223,7 @@ def plan(
             degrees,
             pipelines_of(schedule, stages_per_rank),
             asked(degrees, parallelize is not None),
+            bool(compiled),
         ),
         checked_budget(memory_budget, chosen_hardware),
         setup,

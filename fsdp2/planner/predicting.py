@@ -109,9 +109,10 @@ def predict(
             one stage. ``parallelize`` then gets a stage.
         pipeline_ranks: ranks of a pipeline, the first dim of the mesh, a divisor of ``num_ranks``;
             each stage is sharded over the others. ``sample_input`` is a micro-batch.
-        schedule: "1F1B", "GPipe" or "Interleaved1F1B", as in ``torch.distributed.pipelining``.
-        stages_per_rank: of "Interleaved1F1B", which then needs that many times ``pipeline_ranks``
-            stages.
+        schedule: "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble" or "DualPipeV", as in ``torch.distributed.pipelining``.
+        stages_per_rank: of all but the first two, which then need that many times
+            ``pipeline_ranks`` stages; of the last two, 2.
         micro_batches, accumulation, optimizer, loss_fn: as in `estimate`.
         memory_budget: bytes of a GPU that a rank may use; None: all of them.
         kernels, fake, unknown_costs, compiled: as in `estimate`.

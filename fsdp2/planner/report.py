@@ -10,7 +10,7 @@ from typing import Any
 
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
-from ..estimation.pipeline import rank_of_stage
+from ..estimation.schedules import rank_of_stage
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
 from .candidates import Candidate

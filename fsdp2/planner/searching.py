@@ -8,6 +8,7 @@ from typing import Any
 
 from ..estimation.events import StepTrace
 from ..estimation.pipeline import Part
+from ..estimation.schedules import SPLIT
 from ..estimation.setups import make_setup
 from ..estimation.shards import Setup
 from ..render.text import plural, show_bytes
@@ -224,9 +225,11 @@ class Search:
         size = Size(self.loads[0].samples)
         made = self.steps.get(
             candidate.num_stages, candidate.checkpointing, size, candidate.degrees,
-            wrap=candidate.wrap,
+            wrap=candidate.wrap, splits_backward=candidate.schedule in SPLIT,
         )  # fmt: skip
-        return [Part(i, s.trace, self.setup(candidate, s.units)) for i, s in enumerate(made)]
+        return [
+            Part(i, s.trace, self.setup(candidate, s.units), s.split) for i, s in enumerate(made)
+        ]
 
     def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
         return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)

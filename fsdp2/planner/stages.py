@@ -21,10 +21,15 @@ SplitStages = Callable[[Any, int], Sequence[nn.Module]]
 
 
 class TracedStage(NamedTuple):
-    """The step of a stage with one micro-batch, and its units."""
+    """The step of a stage with one micro-batch, and its units.
+
+    Attributes:
+        split: the step with gradients of inputs first; None: it was not asked for.
+    """
 
     trace: StepTrace
     units: tuple[UnitDescription, ...]
+    split: StepTrace | None = None
 
 
 class StagedSteps:
@@ -75,11 +80,13 @@ class StagedSteps:
         degrees: Degrees = ALONE,
         compiled: bool = False,
         wrap: str | None = None,
+        splits_backward: bool = False,
     ) -> list[TracedStage]:
         """The steps of all stages; see `TracedSteps.get`.
 
         Args:
             wrap: a label of units, if there are several choices.
+            splits_backward: whether to trace backwards that are split, too.
 
         Raises:
             ValueError: if ``split_stages`` returns something else than that many stages.
@@ -93,7 +100,11 @@ class StagedSteps:
             stage = Stage(i == 0, i == num_stages - 1)
             names = self._names[id(steps)] if compiled else False
             trace = steps.get(mode, size, degrees, names, stage, received)
-            made.append(TracedStage(trace, steps.units_of(wrap)))
+            split = None
+            if splits_backward:
+                apart = stage._replace(splits_backward=True)
+                split = steps.get(mode, size, degrees, names, apart, received)
+            made.append(TracedStage(trace, steps.units_of(wrap), split))
             received = trace.outputs
         return made
 

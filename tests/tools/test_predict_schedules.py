@@ -1,0 +1,263 @@
+"""`predict` for schedules with several stages on a rank, beside runs of torch's own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+import harness
+
+if harness.RUNS_ON_TORCH:
+    pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
+
+from test_predict_pipeline import BF16, Block, Model, on_meta, split
+
+from benchmarks.ledger import Ledger
+from fsdp2 import MixedPrecisionPolicy, fully_shard, predict
+from fsdp2.estimation.events import Gradient
+from fsdp2.estimation.paged_state import NOTHING
+from fsdp2.estimation.pipeline import Part, replay_rank
+from fsdp2.estimation.schedules import SPLIT, STAGES_PER_RANK, actions_of, order_of, rank_of_stage
+from fsdp2.estimation.setups import make_setup
+from fsdp2.estimation.trace_options import TraceOptions
+from fsdp2.planner import find_hardware
+from fsdp2.planner.pipeline_times import RankTimes, begins
+from fsdp2.planner.stages import StagedSteps
+from harness import cached_mesh, distributed
+from traffic import counting
+
+LOOPED = [name for name, allowed in STAGES_PER_RANK.items() if 2 in allowed]
+MICRO_BATCHES = 4
+
+
+def of_run(schedule: str, reshard: bool) -> tuple[Any, Any, list[int], int]:
+    """The second step of a pipeline of four stages over two ranks, each over two shards.
+
+    Returns:
+        Its traffic, its live bytes, the bytes of its messages, and the rank in the pipeline.
+    """
+    mesh = cached_mesh(2, 2, names=("pipeline", "shard"))
+    rank = mesh.get_local_rank("pipeline")
+    torch.manual_seed(0)
+    stages = []
+    for number, stage in enumerate(split(Model(width=64, num_blocks=8), 4)):
+        if rank_of_stage(schedule, number, 2) == rank:
+            for block in stage.blocks:
+                fully_shard(block, mesh=mesh["shard"], reshard_after_forward=reshard)
+            fully_shard(stage, mesh=mesh["shard"])
+            group = mesh.get_group("pipeline")
+            stages.append(PipelineStage(stage, number, 4, torch.device("cpu"), group=group))
+    kind = getattr(theirs, f"Schedule{schedule}")
+    run = kind(
+        stages, MICRO_BATCHES, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())
+    )
+    tokens = torch.zeros(2 * MICRO_BATCHES, 16, dtype=torch.long)
+    given = (tokens,) if any(each.is_first for each in stages) else ()
+    target: dict[str, Any] = {}
+    if any(each.is_last for each in stages):
+        target = {"target": tokens, "losses": []}
+    sent: list[int] = []
+    send = dist.P2POp.__new__
+
+    def noted(cls: Any, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if op is dist.isend:
+            sent.append(tensor.nbytes)
+        return send(cls, op, tensor, *args, **kwargs)
+
+    for _ in range(2):
+        sent.clear()
+        target.get("losses", []).clear()
+        for stage in stages:
+            for param in stage.submod.parameters():
+                param.grad = None
+        dist.P2POp.__new__ = noted  # type: ignore[method-assign]
+        try:
+            with counting() as traffic, Ledger() as ledger:
+                run.step(*given, **target, return_outputs=False)
+        finally:
+            dist.P2POp.__new__ = send  # type: ignore[method-assign]
+    return traffic, ledger, sent, rank
+
+
+def parts_of(schedule: str, reshard: bool) -> list[Part]:
+    options = TraceOptions(
+        mp_policy=MixedPrecisionPolicy(),
+        device_type="cpu",
+        loss_fn=lambda y: F.cross_entropy(y.flatten(0, 1), torch.zeros(32, dtype=torch.long)),
+    )
+    sample = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    model = on_meta(width=64, num_blocks=8)
+    steps = StagedSteps(model, sample, options, split_stages=split, wrap=Block)
+    stages = steps.get(4, "none", splits_backward=schedule in SPLIT)
+    return [
+        Part(
+            i,
+            stage.trace,
+            make_setup(
+                stage.units, 2, micro_batches=MICRO_BATCHES, pipeline_ranks=2, device_type="cpu",
+                reshard_after_forward=reshard,
+            ),
+            stage.split,
+        )
+        for i, stage in enumerate(stages)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
+@pytest.mark.parametrize("schedule", LOOPED)
+@distributed(4)
+def test_a_run_sends_and_needs_what_was_predicted(schedule: str, reshard: bool) -> None:
+    traffic, ledger, sent, rank = of_run(schedule, reshard)
+    own = [p for p in parts_of(schedule, reshard) if rank_of_stage(schedule, p.number, 2) == rank]
+    order = order_of(schedule, rank, 2, MICRO_BATCHES, 2)
+    made = replay_rank(own, order, optimizer=NOTHING).replay
+    gathers = [t for t in made.transfers if t.kind == "all_gather"]
+    reductions = [t for t in made.transfers if t.kind == "reduce_scatter"]
+    assert traffic.num_gathers == len(gathers)
+    assert traffic.gathered == sum(t.sent for t in gathers)
+    assert traffic.reduced == pytest.approx(sum(t.sent for t in reductions))
+    other = {part.number for part in own}
+    messages = [
+        nbytes
+        for part in own
+        for nbytes, there in (
+            (part.trace.sent_bytes, part.number + 1),
+            (part.trace.returned_bytes, part.number - 1),
+        )
+        if nbytes and there not in other
+    ]
+    assert sorted(sent) == sorted(messages * MICRO_BATCHES)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+        return  # schedules of older torch hold what they receive and send for longer
+    # Of the two shards, one holds a little less of what gloo sends.
+    most = torch.tensor(max(ledger.live_bytes))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=cached_mesh(
+        2, 2, names=("pipeline", "shard"))["shard"].get_group())  # fmt: skip
+    assert int(most) == pytest.approx(made.account.peak.total, rel=0.03)
+
+
+# -- the order ------------------------------------------------------------------------------------
+
+
+def told(actions: Any) -> str:
+    kinds = {"": "B", "input": "I", "weight": "W"}
+    return " ".join(
+        f"{a.stage}{'F' if a.is_forward else kinds[a.part]}{a.micro_batch}" for a in actions
+    )
+
+
+def test_the_order_of_zbv() -> None:
+    """As in section 6 of arXiv 2401.10241: the first rank has the first and the last stage."""
+    assert told(actions_of("ZBVZeroBubble", 0, 2, 4, 2)).startswith("0F0 0F1 0F2 3F0 3I0 3W0 3F1")
+    assert [rank_of_stage("ZBVZeroBubble", stage, 2) for stage in range(4)] == [0, 1, 1, 0]
+    assert [rank_of_stage("LoopedBFS", stage, 2) for stage in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("schedule", LOOPED)
+def test_all_is_computed_once_gathered_before_and_reduced_after(schedule: str) -> None:
+    ranks, m = 4, 8
+    for rank in range(ranks):
+        order = order_of(schedule, rank, ranks, m, 2)
+        own = [stage for stage in range(8) if rank_of_stage(schedule, stage, ranks) == rank]
+        for stage in own:
+            of_stage = [action for action in order if action.stage == stage]
+            assert next(a.part for a in of_stage if not a.computes) == "unshard"
+            assert [a.part for a in of_stage].count("reduce") == 1
+            last = max(i for i, a in enumerate(of_stage) if a.computes)
+            assert [a.part for a in of_stage].index("reduce") > last
+            for number in range(m):
+                parts = [a.part for a in of_stage if a.micro_batch == number and not a.is_forward]
+                assert parts in ([""], ["input", "weight"])
+                assert sum(a.is_forward for a in of_stage if a.micro_batch == number) == 1
+
+
+# -- the time --------------------------------------------------------------------------------------
+
+
+def makespan(schedule: str, ranks: int, m: int, forward: float, inputs: float) -> float:
+    """Of stages whose gradients of weights take as long as those of inputs."""
+    seconds = {"": 2 * inputs, "input": inputs, "weight": inputs}
+    times = []
+    for rank in range(ranks):
+        actions = actions_of(schedule, rank, ranks, m, 2)
+        spent = [forward if a.is_forward else seconds[a.part] for a in actions]
+        times.append(RankTimes(actions, spent))
+    found = begins(times, [(0.0, 0.0)] * 2 * ranks)
+    return max(b[-1] + t.durations[-1] for b, t in zip(found, times, strict=True))
+
+
+def test_gradients_of_weights_fill_the_bubble() -> None:
+    """With forwards that take as long as each part of a backward, what is left of the bubble is
+    that the last rank waits for the first micro-batch."""
+    ranks, m = 4, 16
+    work = 2 * m * 3.0
+    looped = makespan("Interleaved1F1B", ranks, m, 1.0, 1.0)
+    assert looped == pytest.approx(work + 3.0 * (ranks - 1))
+    split_apart = makespan("InterleavedZeroBubble", ranks, m, 1.0, 1.0)
+    v_shaped = makespan("ZBVZeroBubble", ranks, m, 1.0, 1.0)
+    assert split_apart == v_shaped == pytest.approx(work + ranks - 1)
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+SIZES = {"width": 1024, "num_blocks": 8, "vocabulary": 32000}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_split_backward_computes_the_same(mode: str) -> None:
+    """The FLOPs of its parts are those of the whole, but for what is recomputed for each part."""
+    options = TraceOptions(mp_policy=BF16)
+    sample = torch.zeros(1, 256, dtype=torch.long, device="meta")
+    steps = StagedSteps(on_meta(**SIZES), sample, options, split_stages=split, wrap="auto")
+    for stage in steps.get(4, mode, splits_backward=True):
+        assert stage.split is not None
+        if mode == "none":
+            assert stage.split.flops == stage.trace.flops
+        assert stage.split.flops >= stage.trace.flops
+        assert stage.split.returned_bytes == stage.trace.returned_bytes
+        grads = [sorted((g.param, g.nbytes) for g in t.events if isinstance(g, Gradient))
+                 for t in (stage.trace, stage.split)]  # fmt: skip
+        assert grads[0] == grads[1]
+
+
+def predicted(schedule: str, **options: Any) -> Any:
+    several = 2 if 2 in STAGES_PER_RANK[schedule] else 1
+    return predict(
+        on_meta(**SIZES), torch.zeros(1, 2048, dtype=torch.long, device="meta"),
+        find_hardware("h100"), 16, **{
+            "pipeline_ranks": 4, "stages_per_rank": several, "schedule": schedule,
+            "micro_batches": 8, "split_stages": split, "mp_policy": BF16, **options,
+        },
+    )  # fmt: skip
+
+
+def test_all_schedules_side_by_side() -> None:
+    made = {schedule: predicted(schedule) for schedule in STAGES_PER_RANK}
+    assert made["LoopedBFS"].peak_bytes > made["Interleaved1F1B"].peak_bytes
+    for schedule in SPLIT:
+        assert made[schedule].step.flops == made["Interleaved1F1B"].step.flops or (
+            schedule != "InterleavedZeroBubble"  # V-shaped ones have other stages on a rank
+        )
+        assert 0 < made[schedule].bubble_s < made[schedule].seconds
+    assert len({each.choices["schedule"] for each in made.values()}) == len(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": "ZBVZeroBubble", "stages_per_rank": 1}, "has two stages on each rank"),
+        ({"schedule": "DualPipeV", "micro_batches": 4}, "as many micro_batches as stages, 8"),
+        ({"schedule": "InterleavedZeroBubble", "micro_batches": 9}, "choose a multiple of 4"),
+        ({"schedule": "ZBVZeroBubble", "compiled": True}, "splits backwards, and a compiled"),
+    ],
+)
+def test_what_torch_refuses(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        predicted(**options)
