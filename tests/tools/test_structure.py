@@ -71,9 +71,10 @@ def test_the_core_stays_small() -> None:
     # backward goes on (`step_in_backward`); 21 and 2 for units that fit on the device;
     # 76 and 10 for inputs changed in place; 19 and 2 for gradients of what a root replaces; 14 and
     # 1 for the head of a file that was a part of another; 25 and 2 for backwards that raise after
-    # they have added to gradients.
-    assert core().code_lines <= 9821
-    assert core().functions <= 1049
+    # they have added to gradients; 48 and 6 for ranks that agree, whatever one of them holds or has
+    # used, on what to gather and reduce, and for gradients written after such backwards.
+    assert core().code_lines <= 9847
+    assert core().functions <= 1051
 
 
 def test_no_function_of_the_core_is_long() -> None:
