@@ -92,7 +92,7 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner, caller: str)
     replaced = vars(optimizer).get("step")
     scheduled = getattr(replaced, "_wrapped_by_lr_sched", False)
     if hasattr(kind, "_runner"):
-        by = kind._stepped_by
+        by = kind.stepped_by
         advice = _ADVICE.get(frozenset({by, caller}), f"build it anew for {caller}")
         raise ValueError(
             f"The step of this {kind.__name__} has already been replaced by {by}, and {caller} "
@@ -104,7 +104,7 @@ def replace_step(optimizer: Optimizer, prefix: str, runner: Runner, caller: str)
             f"after {caller}"
         )
     made = _subclass(optimizer, prefix, runner)
-    made._stepped_by = caller  # type: ignore[attr-defined]
+    made.stepped_by = caller  # type: ignore[attr-defined]
     vars(optimizer).pop("step", None)
     optimizer.__class__ = made
     optimizer._patch_step_function()

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp2.comm import host_links
@@ -70,6 +70,7 @@ def count() -> Counter[str]:
     # depends on the program, not on how long it runs.
     FakeTensorMode.cache_clear()
     _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
     for _ in range(3):  # what a finalizer lets go of
         gc.collect()
     with host_links._lock:  # else the next new channel does
