@@ -29,8 +29,10 @@ from fsdp2 import (
     offload_activations,
     replicate,
 )
+from fsdp2.comm.streams import copy_stream_for
 from fsdp2.dtensor.memory import is_gathered
 from fsdp2.offload.activations import _Away, _Packed
+from fsdp2.offload.saved_memory import SavedMemory
 from fsdp2.testing import check, recording
 from harness import cached_mesh, ours_only, run_on
 from subclasses import two_tensor_methods, with_two_tensors
@@ -508,6 +510,63 @@ def _several_streams(seeds: int = 2) -> None:
             assert (offload.bytes.to_host > 0) == (limit < 1 << 30)
 
 
+def busy() -> Tensor:
+    """Work that the current stream has for longer than the host needs to go on."""
+    tensor = torch.ones(1024, 1024, device=testdev.NAME)
+    for _ in range(4):
+        tensor = tensor @ tensor / 1024
+    return tensor
+
+
+class Returning:
+    """Memory that one stream saved, and that another one needs when it is in host memory."""
+
+    def __init__(self) -> None:
+        module = torch.get_device_module(testdev.NAME)
+        self.side, self.late, self.stream = module.Stream(), module.Stream(), module.stream
+        device = torch.device(testdev.NAME, 0)
+        copies = copy_stream_for(device)
+        assert copies is not None
+        self.copies = copies._stream
+        self.memory = SavedMemory(device, limit=0, pin=False, copies=copies)
+        with self.stream(self.side):
+            self.entry, self.number = self.save(3.0)
+            self.save(4.0)  # for which the first one goes
+        assert self.entry is not None
+        assert self.entry.storage is None
+
+    def save(self, value: float) -> tuple[Any, int]:
+        tensor = torch.full((ROWS, WIDTH), value, device=testdev.NAME)
+        return self.memory.save(tensor.untyped_storage(), 0, SAVED, value, tensor)
+
+    def read(self) -> Tensor:
+        storage, start = self.memory.use(self.entry, self.number)
+        shape = torch.Size([ROWS, WIDTH])
+        return self.memory.view(storage, start, torch.float32, shape, (WIDTH, 1))
+
+
+def _another_stream_waits_for_the_copy_back() -> None:
+    returning = Returning()
+    with returning.stream(returning.late):
+        busy()
+    returning.copies.wait_stream(returning.late)
+    found = returning.read().clone()
+    assert torch.equal(found.cpu(), torch.full((ROWS, WIDTH), 3.0, device="cpu")), found.cpu()
+
+
+def _memory_is_not_given_away_while_another_stream_reads_it() -> None:
+    returning = Returning()
+    view = returning.read()
+    busy()
+    found = view.clone()
+    del view
+    returning.entry = None
+    with returning.stream(returning.side):
+        others = [torch.full((ROWS, WIDTH), 7.0, device=testdev.NAME) for _ in range(8)]
+    assert torch.equal(found.cpu(), torch.full((ROWS, WIDTH), 3.0, device="cpu")), found.cpu()
+    assert all(other.sum().item() == 7.0 * ROWS * WIDTH for other in others)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -517,6 +576,8 @@ def _several_streams(seeds: int = 2) -> None:
         _compiled,
         _address_is_used_again,
         _several_streams,
+        _another_stream_waits_for_the_copy_back,
+        _memory_is_not_given_away_while_another_stream_reads_it,
     ],
 )
 def test_tensors(body: Callable[[], None]) -> None:
