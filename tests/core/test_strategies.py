@@ -186,7 +186,7 @@ def test_traffic_is_that_of_the_papers(micro: int) -> None:
         }[strategy]
         found = (traffic.gathered, traffic.reduced, traffic.all_reduced)
         assert found == expected, strategy
-        if strategy != "none":
+        if strategy != "none" and harness.DEVICE == "cpu":  # elsewhere nothing is sent in pairs
             assert traffic.sent == traffic.total, strategy
 
 

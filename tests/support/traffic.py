@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.transport import counting_sent
 from fsdp2.comm.compressed import CompressedTransport, Wire
-from fsdp2.comm.transports import Exchange, done
+from fsdp2.comm.transports import Exchange, GroupTransport, done
 from fsdp2.runtime.unit import units_in
 
 
@@ -47,31 +47,40 @@ class Traffic:
         return self.gathered + self.reduced + self.all_reduced
 
 
-@contextmanager
-def counting() -> Iterator[Traffic]:
-    """Counts what this rank's exchanges do inside the context."""
-    traffic = Traffic()
-    gather, scatter, reduce = Exchange.all_gather, Exchange.reduce_scatter, Exchange.all_reduce
+def _counted(kind: Any, traffic: Traffic) -> Any:
+    """A patch that adds what transports of a class do to ``traffic``."""
+    gather, scatter, reduce = kind.all_gather, kind.reduce_scatter, kind.all_reduce
 
-    def all_gather(self: Exchange, plan: Any, tag: int) -> Any:
-        payload = sum(output.nbytes for output in plan.outputs)
-        traffic.gathered += payload * (self.size - 1) / self.size
+    def all_gather(self: Any, plan: Any, tag: int) -> Any:
+        payload, size = sum(output.nbytes for output in plan.outputs), self.group.size()
+        traffic.gathered += payload * (size - 1) / size
         traffic.num_gathers += 1
         return gather(self, plan, tag)
 
-    def reduce_scatter(self: Exchange, bucket: Any, plan: Any, grads: Any, outs: Any, tag: int):
+    def reduce_scatter(self: Any, bucket: Any, plan: Any, grads: Any, outs: Any, tag: int) -> Any:
         direct = len(plan.direct)  # the others are staged, in the dtype of the reduction
-        wide = bucket.reduce_dtype.itemsize
-        narrow = min([wide, *(grads[i].dtype.itemsize for i in plan.direct)])
+        wide = narrow = bucket.reduce_dtype.itemsize
+        if kind is Exchange:
+            narrow = min([wide, *(grads[i].dtype.itemsize for i in plan.direct)])
         nbytes = narrow * sum(out.numel() for out in outs[:direct])
         nbytes += wide * sum(out.numel() for out in outs[direct:])
-        traffic.reduced += (self.size - 1) * nbytes
+        traffic.reduced += (self.group.size() - 1) * nbytes
         return scatter(self, bucket, plan, grads, outs, tag)
 
-    def all_reduce(self: Exchange, tensors: Any, tag: int) -> Any:
-        payload = sum(t.nbytes for t in tensors)
-        traffic.all_reduced += 2 * payload * (self.size - 1) / self.size
+    def all_reduce(self: Any, tensors: Any, tag: int) -> Any:
+        payload, size = sum(t.nbytes for t in tensors), self.group.size()
+        traffic.all_reduced += 2 * payload * (size - 1) / size
         return reduce(self, tensors, tag)
+
+    return mock.patch.multiple(
+        kind, all_gather=all_gather, reduce_scatter=reduce_scatter, all_reduce=all_reduce
+    )
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Counts what this rank's transports do inside the context."""
+    traffic = Traffic()
 
     # Rows of bytes under a `CommPolicy`: who asks for them tells what they are.
     in_all_reduce = 0
@@ -117,9 +126,8 @@ def counting() -> Iterator[Traffic]:
     with (
         mock.patch.multiple(Wire, all_gather=narrow_gather, all_to_all=narrow_exchange),
         mock.patch.object(CompressedTransport, "all_reduce", all_reduce_narrow),
-        mock.patch.multiple(
-            Exchange, all_gather=all_gather, reduce_scatter=reduce_scatter, all_reduce=all_reduce
-        ),
+        _counted(Exchange, traffic),
+        _counted(GroupTransport, traffic),
         counting_sent() as traffic.by_kind,
     ):
         yield traffic
