@@ -104,6 +104,7 @@ def trace_step(
         elif options.chosen_kernels.device != "cpu":
             trace.notes.append("Traced with fake=False: attention and norms are those of the CPU")
         arguments = _replace_and_watch(model, sample_input, recorder, options)
+        stack.callback(recorder.unwatch)
         _instrument(stack, model, recorder, options)
         stack.enter_context(meter)
         offload = counted_offload(model, options.saved_limit, meter, recorder.host_copy)
@@ -428,6 +429,10 @@ class _Recorder:
         self.in_backward = False
         self._num_recomputed = 0
         self._recomputed_from: int | None = None  # while backward repeats a forward
+
+    def unwatch(self) -> None:
+        """Let go of parameters, whose hooks hold this: no garbage collector sees through them."""
+        self._watched.clear()
 
     def flush(self) -> None:
         """Record the computation since the last event."""

@@ -140,7 +140,7 @@ def test_a_run_sends_and_needs_what_was_predicted(schedule: str, reshard: bool) 
     most = torch.tensor(max(ledger.live_bytes))
     dist.all_reduce(most, dist.ReduceOp.MAX, group=cached_mesh(
         2, 2, names=("pipeline", "shard"))["shard"].get_group())  # fmt: skip
-    assert int(most) == pytest.approx(made.account.peak.total, rel=0.03)
+    assert int(most) == pytest.approx(made.account.peak.total, rel=0.1)
 
 
 # -- the order ------------------------------------------------------------------------------------
