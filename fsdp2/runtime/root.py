@@ -19,7 +19,7 @@ from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
 from ..common.failures import accumulation_lost
-from ..common.steppers import registered as steppers
+from ..common.steppers import registered as registered_steppers
 from .deferred_reductions import run_deferred
 from .early_steps import EarlySteps
 from .finalization import Finalization
@@ -372,7 +372,7 @@ class Runtime:
             return
         if self.forward_root is not None:
             self._notice_failed_forward()
-        if steppers:
+        if registered_steppers:
             self.early_steps = self.early_steps or EarlySteps()
             self.early_steps.begin_backward()
         self.in_backward = True

@@ -268,9 +268,8 @@ def test_blocks_of_shards_are_blocks_of_the_whole() -> None:
 # -- checkpoints and copies ------------------------------------------------------------------------
 
 
-def save_or_load(folder: str, load: bool, granularity: int | None) -> Any:
-    model = sharded(6, ROWS, 9, granularity=granularity)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+def trained_and_saved(folder: str, load: bool, model: nn.Module, optimizer: Any) -> None:
+    """Train and save; with ``load``, load what was saved so."""
     checkpoints = checkpoint.Checkpointer(folder)
     if load:
         with torch.no_grad():
@@ -280,6 +279,12 @@ def save_or_load(folder: str, load: bool, granularity: int | None) -> Any:
     else:
         train(model, optimizer)
         checkpoints.save(1, model=model, optimizer=optimizer)
+
+
+def save_or_load(folder: str, load: bool, granularity: int | None) -> Any:
+    model = sharded(6, ROWS, 9, granularity=granularity)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained_and_saved(folder, load, model, optimizer)
     moments = [optimizer.state[p]["exp_avg"].full_tensor() for p in model.parameters()]
     weights = [p.full_tensor().detach() for p in model.parameters()]
     return moments, weights

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_block_shards import ROWS, linear, sharded, train
+from test_block_shards import ROWS, linear, sharded, train, trained_and_saved
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp2 import checkpoint, clip_grad_norm_, full_state_dict, fully_shard
+from fsdp2 import clip_grad_norm_, full_state_dict, fully_shard
 from fsdp2.dtensor.placement import own_box
 from fsdp2.optim import block_rows, flat_step, local_step, whole_step
 from harness import cached_mesh, distributed, ours_only, run_on
@@ -190,15 +190,7 @@ def saved_or_loaded(folder: str, load: bool, name: str, job: Job) -> Any:
     """State and weights, weights after one more step, and how state is laid out."""
     model = in_blocks(job[1], job[2])
     optimizer = OPTIMIZERS[name](model.parameters())
-    checkpoints = checkpoint.Checkpointer(folder)
-    if load:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        checkpoints.load(model=model, optimizer=optimizer)
-    else:
-        train(model, optimizer)
-        checkpoints.save(1, model=model, optimizer=optimizer)
+    trained_and_saved(folder, load, model, optimizer)
     params = list(model.parameters())
     tensors = [t for p in params for t in optimizer.state[p].values() if isinstance(t, DTensor)]
     before = [t.full_tensor().detach().clone() for t in (*params, *tensors)]

@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.transport import counting_sent
@@ -75,6 +76,21 @@ def _counted(kind: Any, traffic: Traffic) -> Any:
     return mock.patch.multiple(
         kind, all_gather=all_gather, reduce_scatter=reduce_scatter, all_reduce=all_reduce
     )
+
+
+@contextmanager
+def noting_messages() -> Iterator[list[int]]:
+    """Yields the bytes of each message that a stage of a pipeline sends inside the context."""
+    sent: list[int] = []
+    make = dist.P2POp.__new__
+
+    def noted(cls: Any, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if op is dist.isend:
+            sent.append(tensor.nbytes)
+        return make(cls, op, tensor, *args, **kwargs)
+
+    with mock.patch.object(dist.P2POp, "__new__", noted):
+        yield sent
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -42,7 +41,7 @@ from fsdp2.planner import Hardware, find_hardware
 from fsdp2.planner.pipeline_times import RankTimes, begins
 from fsdp2.planner.stages import StagedSteps
 from harness import cached_mesh, distributed
-from traffic import counting
+from traffic import counting, noting_messages
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -303,7 +302,6 @@ def of_run(kind: Any, m: int, reshard: bool) -> tuple[Any, Any, int, list[int], 
     tokens = torch.zeros(2 * m, 16, dtype=torch.long)
     given = (tokens,) if rank == 0 else ()
     target: dict[str, Any] = {"target": tokens, "losses": []} if rank == 1 else {}
-    sent: list[int] = []
     moments: list[int] = []
     reduce = made.perform_reduce_grad
 
@@ -312,24 +310,12 @@ def of_run(kind: Any, m: int, reshard: bool) -> tuple[Any, Any, int, list[int], 
         reduce(*args)
 
     made.perform_reduce_grad = reducing  # type: ignore[method-assign]
-    send = dist.P2POp.__new__
-
-    def noted(cls: Any, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if op is dist.isend:
-            sent.append(tensor.nbytes)
-        return send(cls, op, tensor, *args, **kwargs)
-
     for _ in range(2):
-        sent.clear()
         target.get("losses", []).clear()
         for param in stage.parameters():
             param.grad = None
-        dist.P2POp.__new__ = noted  # type: ignore[method-assign]
-        try:
-            with counting() as traffic, Ledger() as ledger:
-                run.step(*given, **target, return_outputs=False)
-        finally:
-            dist.P2POp.__new__ = send  # type: ignore[method-assign]
+        with counting() as traffic, Ledger() as ledger, noting_messages() as sent:
+            run.step(*given, **target, return_outputs=False)
     return traffic, ledger, moments[-1], sent, rank
 
 

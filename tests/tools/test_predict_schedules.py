@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
@@ -31,7 +30,7 @@ from fsdp2.planner import find_hardware
 from fsdp2.planner.pipeline_times import RankTimes, begins
 from fsdp2.planner.stages import StagedSteps
 from harness import cached_mesh, distributed
-from traffic import counting
+from traffic import counting, noting_messages
 
 LOOPED = [name for name, allowed in STAGES_PER_RANK.items() if 2 in allowed]
 MICRO_BATCHES = 4
@@ -63,26 +62,13 @@ def of_run(schedule: str, reshard: bool) -> tuple[Any, Any, list[int], int]:
     target: dict[str, Any] = {}
     if any(each.is_last for each in stages):
         target = {"target": tokens, "losses": []}
-    sent: list[int] = []
-    send = dist.P2POp.__new__
-
-    def noted(cls: Any, op: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if op is dist.isend:
-            sent.append(tensor.nbytes)
-        return send(cls, op, tensor, *args, **kwargs)
-
     for _ in range(2):
-        sent.clear()
         target.get("losses", []).clear()
         for stage in stages:
             for param in stage.submod.parameters():
                 param.grad = None
-        dist.P2POp.__new__ = noted  # type: ignore[method-assign]
-        try:
-            with counting() as traffic, Ledger() as ledger:
-                run.step(*given, **target, return_outputs=False)
-        finally:
-            dist.P2POp.__new__ = send  # type: ignore[method-assign]
+        with counting() as traffic, Ledger() as ledger, noting_messages() as sent:
+            run.step(*given, **target, return_outputs=False)
     return traffic, ledger, sent, rank
 
 
