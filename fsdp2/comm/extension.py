@@ -255,9 +255,9 @@ class ExtensionBucket(Bucket):
 
     def _plan_rows(self, rows: Sequence[int]) -> None:
         """Find out which tensors are padded here to be sent, as the last ranks have fewer rows."""
-        # What has one row per row of the shard is padded, and cut after the gather. What the class
-        # has padded (torch requires that) it also cuts. On a rank with all its rows the two look
-        # alike, so ranks tell each other once.
+        # What has rows in proportion to those of the shard is padded, and cut after the gather. What
+        # the class has padded (torch requires that) it also cuts. On a rank with all its rows the
+        # two look alike, so ranks tell each other once.
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
         # A sum of tables with one row filled in is an all-gather that any backend can do. (The host
@@ -269,18 +269,21 @@ class ExtensionBucket(Bucket):
         of_shards = [slot.local_shape(rank)[0] for rank in range(num_shards)]
         chunks, whole_rows = [], []
         for sent in table.T.tolist():
-            if sent == of_shards:
-                chunks.append(slot.chunk)
-                whole_rows.append(slot.shape[0])
+            first = sent[0]  # of a shard with all its rows, which rank 0 always has
+            # A row for each row, or for each block of rows, of which the last may be shorter.
+            if sent == [-(-rows * first // slot.chunk) for rows in of_shards]:
+                whole = sum(sent)
             elif len(set(sent)) == 1:
-                chunks.append(sent[0])
-                whole_rows.append(num_shards * sent[0])
+                whole = num_shards * first
             else:
                 raise ValueError(
                     f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}' returned a tensor of "
                     f"{sent} rows on the ranks, whose shards have {of_shards} rows: it must have "
-                    "one row per row of the shard, or the same number on all ranks"
+                    "one row per row of the shard, or block of rows, or the same number on all "
+                    "ranks"
                 )
+            chunks.append(first)
+            whole_rows.append(whole)
         self._chunks, self._whole_rows = chunks, whole_rows
 
     # -- after the gather -------------------------------------------------------------------

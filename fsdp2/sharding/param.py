@@ -199,12 +199,6 @@ class ShardedParam:
         size, num = self.full_shape[self.dim], self.mesh.num_shards
         if entries_per_part(size, num, granularity) == entries_per_part(size, num):
             return 1
-        if self.extension:
-            raise ValueError(
-                f"Parameter '{self.fqn}' of shape {self.full_shape} cannot have shards of "
-                f"{granularity} rows: its class cuts it itself. Let shard_granularity return 1 "
-                "for it"
-            )
         return granularity
 
     def _check_tensor_parallel_blocks(self, granularity: int, others: TensorSpec, dim: int) -> None:

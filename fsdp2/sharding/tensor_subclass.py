@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..dtensor.boxes import entries_per_part
 from .layout import Slot
 
 
@@ -105,12 +106,14 @@ def own_shard(
     # make. Each rank also makes the shorter shards of others: a class that refuses one (NF4, whose
     # blocks do not end there) would raise on that rank only, and the rest would wait for it.
     try:
-        chunks = torch.chunk(whole, num_shards, dim)
+        in_blocks = slot.chunk != entries_per_part(whole.shape[dim], num_shards)
+        cut = torch.split if in_blocks else torch.chunk
+        chunks = cut(whole, slot.chunk if in_blocks else num_shards, dim)
         # Classes round as they like: NF4 cuts 80 rows for 3 ranks into two parts of 40.
         found = [chunk.shape[dim] for chunk in chunks]
         found += [0] * (num_shards - len(found))
         if found != wanted:
-            raise ValueError(f"torch.chunk gave {found} of dim {dim}")
+            raise ValueError(f"torch.{cut.__name__} gave {found} of dim {dim}")
         padded = whole.new_zeros(chunks[0].shape)
         parts = {
             size: padded if size == wanted[0] else padded.narrow(dim, 0, size) for size in wanted

@@ -46,7 +46,6 @@ from fsdp2.optim import flat_step, local_step, whole_step
 from harness import cached_mesh, distributed, ours_only, run_on
 from models import BY_NAME, MLP
 from reference import Training, check_training
-from subclasses import with_two_tensors
 
 pytestmark = ours_only("shard_granularity")
 ROWS = 13  # in blocks of 4: 2 ranks have 8 and 5, `torch.chunk` would give 7 and 6
@@ -191,14 +190,6 @@ def test_beside_tensor_parallelism() -> None:
         box = own_box(ours, "")
         part = wanted[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
         torch.testing.assert_close(ours.to_local(), part)
-
-
-@distributed(2)
-def test_tensor_subclasses_are_refused() -> None:
-    model = with_two_tensors(linear(6, ROWS))
-    with pytest.raises(ValueError, match=r"'0.weight'.*its class cuts it itself"):
-        fully_shard(model, shard_granularity=4)
-    fully_shard(model, shard_granularity=lambda p: 1)
 
 
 @distributed(2, 3)

@@ -30,6 +30,8 @@ STEPS = 4
 # where a vector instruction does, so what is left for scalar ones, which round differently, is what
 # it is on one process.
 EVEN, UNEVEN = 96, 94
+# Cut in blocks of 16, they hold 32, 32 and 16 of these, where `torch.chunk` gives 27, 27 and 26.
+IN_BLOCKS = 80
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Setting:
         options: of `fully_shard`.
         micro_batches: of a step; ``reduces``: after each of them, not only after the last.
         dim: the dim to shard. ``strategy``: of `shard_model`, in place of `fully_shard`.
+        in_blocks: shard in blocks of as many rows as the row says.
     """
 
     ranks: int
@@ -51,6 +54,7 @@ class Setting:
     reduces: bool = False
     dim: int = 0
     strategy: str = ""
+    in_blocks: bool = False
 
 
 TRAINING = {
@@ -58,6 +62,7 @@ TRAINING = {
     "2 ranks": Setting(2),
     "3 ranks": Setting(3),
     "3 ranks, uneven": Setting(3, hidden=UNEVEN),
+    "3 ranks, in blocks": Setting(3, hidden=IN_BLOCKS, in_blocks=True),
     "HSDP, 2 x 2": Setting(4, hybrid=True),
     "not resharded": Setting(2, options={"reshard_after_forward": False}),
     "resharded to 2 of 4": Setting(4, options={"reshard_after_forward": 2}),
@@ -73,6 +78,10 @@ RESUMING = {
     "2 to HSDP": (Setting(2), Setting(4, hybrid=True)),
     "HSDP to 2": (Setting(4, hybrid=True), Setting(2)),
     "2 to 3, uneven": (Setting(2, hidden=UNEVEN), Setting(3, hidden=UNEVEN)),
+    "2 to 3, in blocks": (
+        Setting(2, hidden=IN_BLOCKS),
+        Setting(3, hidden=IN_BLOCKS, in_blocks=True),
+    ),
 }
 
 # What a cell must be where it is not equal to one process bit for bit. A number: losses are equal
@@ -84,11 +93,19 @@ _EXCEPTIONS: dict[tuple[str, str], float | str | None] = {
     ("NF4 with LoRA", "3 ranks, uneven"): _SPLITS,
     ("NF4 with LoRA", "`Shard(1)`"): _SPLITS,
     ("NF4 with LoRA", "2 to 3, uneven"): _SPLITS,
+    # (Into equal parts only.)
+    ("NF4 with LoRA", "3 ranks, in blocks"): _SPLITS,
+    ("NF4 with LoRA", "2 to 3, in blocks"): _SPLITS,
     ("int8 weights", "`Shard(1)`"): _SPLITS,
     ("own class, pads itself", "`Shard(1)`"): None,  # it pads rows
+    # It pads to as many as `torch.chunk` gives.
+    ("own class, pads itself", "3 ranks, in blocks"): None,
+    ("own class, pads itself", "2 to 3, in blocks"): None,
     # The mean of the ranks' means, of which one is over fewer rows.
     ("BitNet", "3 ranks, uneven"): 1e-2,
     ("BitNet", "2 to 3, uneven"): 1e-2,
+    ("BitNet", "3 ranks, in blocks"): 1e-2,
+    ("BitNet", "2 to 3, in blocks"): 1e-2,
     # Blocks of 256 or 128 elements: shards of 54 of 160 rows of 96 end within one.
     ("AdamW8bit", "2 to 3, uneven"): _BLOCKS,
     ("AdamW4bit", "2 to 3, uneven"): _BLOCKS,
@@ -115,7 +132,7 @@ def train(row: str, column: str) -> Found:
     with two_tensor_methods():
         model, plain = ROWS[row].make(setting.hidden)
         try:
-            shard(model, setting)
+            shard(model, setting, row)
         except ValueError as error:
             return str(error)
         optimizers = [ROWS[row].optimizer(side) for side in (model, plain)]
@@ -143,7 +160,7 @@ def begin(row: str, column: str, folder: str) -> None:
     setting = RESUMING[column][0]
     with two_tensor_methods():
         model, _ = ROWS[row].make(setting.hidden)
-        shard(model, setting)
+        shard(model, setting, row)
         optimizer = ROWS[row].optimizer(model)
         for number in range(STEPS // 2):
             backward(model, batch(number, model))
@@ -158,7 +175,7 @@ def go_on(row: str, column: str, folder: str) -> Found:
     with two_tensor_methods():
         model, plain = ROWS[row].make(setting.hidden)
         try:
-            shard(model, setting)
+            shard(model, setting, row)
             optimizers = [ROWS[row].optimizer(side) for side in (model, plain)]
             checkpoint.Checkpointer(folder).load(model=model, optimizer=optimizers[0])
         except (ValueError, checkpoint.CheckpointMismatch) as error:
@@ -181,11 +198,13 @@ def go_on(row: str, column: str, folder: str) -> Found:
     return differences.losses, differences.rest
 
 
-def shard(model: nn.Module, setting: Setting) -> None:
+def shard(model: nn.Module, setting: Setting, row: str) -> None:
     if setting.strategy:
         shard_model(model, strategy=setting.strategy, wrap=[type(model[0])])  # type: ignore[index]
         return
     options = dict(setting.options)
+    if setting.in_blocks:
+        options["shard_granularity"] = ROWS[row].block
     if setting.hybrid:
         options["mesh"] = cached_mesh(2, 2, names=("replicate", "shard"))
     if setting.dim:

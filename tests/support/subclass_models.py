@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp2.optim import block_rows
 from subclasses import (
     OfMesh,
     OfModule,
@@ -158,13 +159,18 @@ class Row:
         tolerance: how far losses and parameters may be from those of one process, relative to the
             largest, and why; 0: bitwise, where a sum over the ranks has one order.
         needs_torchao: whether torchao must be installed.
+        block: the ``shard_granularity`` of shards in blocks.
     """
 
     make: Callable[[int], Pair]
     optimizer: Callable[[nn.Module], Any] = adam
     tolerance: float = 0.0
     needs_torchao: bool = True
+    block: int | Callable[[nn.Parameter], int] = 16
 
+
+# Shards whose state is quantized as that of the whole is.
+QUANTIZED = block_rows(256, min_numel=4096)
 
 ROWS: dict[str, Row] = {
     "TwoTensor": Row(two_tensors, needs_torchao=False),
@@ -180,7 +186,7 @@ ROWS: dict[str, Row] = {
     # Its scale is the mean of means over the ranks, which rounds in another order than one mean.
     "BitNet": Row(bitnet, tolerance=1e-5),
     "float8": Row(float8),
-    "AdamW8bit": Row(plain, of_torchao("AdamW8bit")),
-    "AdamW4bit": Row(plain, of_torchao("AdamW4bit")),
-    "AdamWFp8": Row(plain, of_torchao("AdamWFp8")),
+    "AdamW8bit": Row(plain, of_torchao("AdamW8bit"), block=QUANTIZED),
+    "AdamW4bit": Row(plain, of_torchao("AdamW4bit"), block=QUANTIZED),
+    "AdamWFp8": Row(plain, of_torchao("AdamWFp8"), block=QUANTIZED),
 }
