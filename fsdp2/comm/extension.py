@@ -255,9 +255,9 @@ class ExtensionBucket(Bucket):
 
     def _plan_rows(self, rows: Sequence[int]) -> None:
         """Find out which tensors are padded here to be sent, as the last ranks have fewer rows."""
-        # What has rows in proportion to those of the shard is padded, and cut after the gather. What
-        # the class has padded (torch requires that) it also cuts. On a rank with all its rows the
-        # two look alike, so ranks tell each other once.
+        # What has rows in proportion to those of the shard is padded, and cut after the gather.
+        # What the class has padded (torch requires that) it also cuts. On a rank with all its rows
+        # the two look alike, so ranks tell each other once.
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
         # A sum of tables with one row filled in is an all-gather that any backend can do. (The host

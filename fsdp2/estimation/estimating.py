@@ -20,7 +20,7 @@ from ..wrap import units_of
 from .events import StepTrace
 from .expert_units import experts_of, with_experts
 from .kernels import Kernels, kernels_of
-from .optimizers import optimizer_cost, param_costs
+from .optimizers import OptimizerCost, optimizer_cost, param_costs
 from .paged_state import PlacedOptimizer, StateOffload, paged_state
 from .replay import Replay, params_on_host, replay
 from .report import Estimate, RankEstimate, TrafficRow
@@ -270,8 +270,14 @@ def _replay_rank(trace: StepTrace, setup: Setup, optimizer: Any) -> Replay:
     return replay(trace, setup, optimizer=placed_optimizer(trace, setup, optimizer))
 
 
-def placed_optimizer(trace: StepTrace, setup: Setup, optimizer: Any) -> PlacedOptimizer:
-    """The cost of the optimizer for this rank's shards, wherever they are."""
+def placed_optimizer(
+    trace: StepTrace,
+    setup: Setup,
+    optimizer: Any,
+    known: dict[Any, OptimizerCost] | None = None,
+) -> PlacedOptimizer:
+    """The cost of the optimizer for this rank's shards, wherever they are; ``known`` as in
+    `optimizer_cost`."""
     trained = {param.name for param in trace.params if param.requires_grad}
     on_host = params_on_host(trace, setup)
     shards: dict[bool, list[Any]] = {False: [], True: []}
@@ -279,7 +285,7 @@ def placed_optimizer(trace: StepTrace, setup: Setup, optimizer: Any) -> PlacedOp
         if param.name in trained:
             shards[param.name in on_host].append((shard_shape(param, setup), param.dtype))
     # (On the CPU all is counted as the device's.)
-    device = optimizer_cost(shards[False], optimizer, setup.device_type)
+    device = optimizer_cost(shards[False], optimizer, setup.device_type, known)
     host = optimizer_cost(shards[True], optimizer, "cpu")
     paged = None
     if (offload := setup.offload_optimizer) is not None:

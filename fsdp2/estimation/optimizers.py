@@ -86,6 +86,7 @@ def optimizer_cost(
     shards: Sequence[tuple[tuple[int, ...], torch.dtype]],
     optimizer: str | type | OptimizerFactory | None,
     device_type: str,
+    known: dict[Any, OptimizerCost] | None = None,
 ) -> OptimizerCost:
     """Run two steps of an optimizer on fake shards.
 
@@ -94,6 +95,8 @@ def optimizer_cost(
         optimizer: a name ("adamw", "sgd", "momentum"), an optimizer class, a function of the
             parameters, or None for no optimizer.
         device_type: except on the CPU, torch updates all parameters together (``foreach``).
+        known: what earlier calls with the same optimizer found out for single shards of that
+            device; it gets what this one does.
 
     Raises:
         ValueError: for an unknown name, or an optimizer whose step depends on values.
@@ -103,7 +106,10 @@ def optimizer_cost(
     factory = _factory(optimizer, device_type)
     if device_type != "cpu":
         # The cost of all is the sum of the costs of each, so every shape is tried only once.
-        costs = {shard: _run([shard], factory) for shard in dict.fromkeys(shards)}
+        costs = {} if known is None else known
+        for shard in dict.fromkeys(shards):
+            if shard not in costs:
+                costs[shard] = _run([shard], factory)
         return OptimizerCost(
             sum(costs[shard].state for shard in shards),
             sum(costs[shard].moment for shard in shards),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,7 +60,12 @@ def simulate_ranks(
     simulator: Simulator, setup: Setup, work: Sequence[tuple[StepTrace, float]], **options: Any
 ) -> list[SimulatedStep]:
     """The steps of ranks that compute these traces at these speeds, the slowest first."""
-    steps = [simulator.run(trace, setup, speed=speed, **options) for trace, speed in work]
+    return slowest_first(
+        simulator.run(trace, setup, speed=speed, **options) for trace, speed in work
+    )
+
+
+def slowest_first(steps: Iterable[SimulatedStep]) -> list[SimulatedStep]:
     return sorted(steps, key=lambda step: -step.seconds)
 
 

@@ -26,12 +26,19 @@ from .choices import Choices
 from .hardware import Hardware
 from .loads import Load
 from .model_steps import ModelSteps
-from .outcomes import Outcome, outcome_of, simplicity, simulate_ranks, stage_figures
+from .outcomes import (
+    Outcome,
+    outcome_of,
+    simplicity,
+    simulate_ranks,
+    slowest_first,
+    stage_figures,
+)
 from .pipeline_search import PipelineSearch
 from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline
 from .ranges import as_fast, range_of
 from .report import Plan, reasons
-from .simulate import SimulatedStep, Simulator
+from .simulate import SimulatedStep, Simulator, StagesReplay
 from .traces import Size
 
 # Steps that differ by less than this count as equally fast.
@@ -70,11 +77,12 @@ class Search:
         self.progress = progress
         self.degrees = choices.pairs(1)
         self._first_expert_ranks = choices.expert_ranks[0] or 1
-        self._replays: dict[Candidate, list[RankOfPipeline]] = {}
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
         self.loads = loads
+        self._replays: dict[Candidate, list[RankOfPipeline]] = {}
+        self._compared: dict[Candidate, list[StagesReplay]] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
         self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
@@ -191,24 +199,39 @@ class Search:
         """The same with the first number of expert ranks."""
         return Degrees(self._first_expert_ranks, tensor or 1, context or 1)
 
-    def _steps(
+    def _steps(self, candidate: Candidate, *, keep_samples: bool = False) -> list[SimulatedStep]:
+        """Of ranks that differ."""
+        if candidate.degrees.pipeline > 1:
+            return self._pipeline_steps(candidate, self.simulator, keep_samples=keep_samples)
+        work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
+        setup = self.setup(candidate)
+        return simulate_ranks(self.simulator, setup, work, keep_samples=keep_samples)
+
+    def _steps_on(
+        self, candidate: Candidate, simulator: Simulator, by: float
+    ) -> list[SimulatedStep]:
+        """The same where hardware is slower or faster; ``by``: the relative speed of kernels."""
+        if candidate.degrees.pipeline > 1:
+            return self._pipeline_steps(candidate, simulator, by)
+        # Of the few configurations that are compared so, replays are kept: only times change.
+        replays = self._compared.get(candidate)
+        if replays is None:
+            setup = self.setup(candidate)
+            replays = self._compared[candidate] = [
+                simulator.replay_step(self._trace_of(candidate, load), setup) for load in self.loads
+            ]
+        return slowest_first(
+            simulator.time_stages(made, speed=load.speed * by)
+            for made, load in zip(replays, self.loads, strict=True)
+        )
+
+    def _pipeline_steps(
         self,
         candidate: Candidate,
-        simulator: Simulator | None = None,
+        simulator: Simulator,
         by: float = 1.0,
         *,
         keep_samples: bool = False,
-    ) -> list[SimulatedStep]:
-        """Of ranks that differ; ``by``: the relative speed of kernels."""
-        simulator = simulator or self.simulator
-        if candidate.degrees.pipeline > 1:
-            return self._pipeline_steps(candidate, simulator, by, keep_samples)
-        work = [(self._trace_of(candidate, load), load.speed * by) for load in self.loads]
-        setup = self.setup(candidate)
-        return simulate_ranks(simulator, setup, work, keep_samples=keep_samples)
-
-    def _pipeline_steps(
-        self, candidate: Candidate, simulator: Simulator, by: float, keep_samples: bool
     ) -> list[SimulatedStep]:
         parts, schedule = self.parts(candidate), candidate.pipeline.schedule
         if keep_samples:
@@ -315,7 +338,7 @@ class Search:
 
     def _seconds(self, candidate: Candidate, hardware: Hardware, speed: float) -> float:
         """Of a step, if kernels have this relative speed."""
-        steps = self._steps(candidate, self.simulator.on(hardware), speed)
+        steps = self._steps_on(candidate, self.simulator.on(hardware), speed)
         return outcome_of(candidate, steps, self.budget).seconds
 
     def _with_the_simplest_first(self, ranked: list[Outcome]) -> list[Outcome]:

@@ -11,6 +11,7 @@ from ..estimation.account import Peak
 from ..estimation.device import Copy, Launch, Transfer
 from ..estimation.estimating import placed_optimizer
 from ..estimation.events import Compute, StepTrace
+from ..estimation.optimizers import OptimizerCost
 from ..estimation.paged_state import PlacedOptimizer, sum_of_placed
 from ..estimation.pipeline import Action, Part, replay_rank
 from ..estimation.replay import Replay, params_on_host, replay
@@ -86,10 +87,10 @@ class SimulatedStep:
 
 
 class StagesReplay(NamedTuple):
-    """The replay of a rank of a pipeline, which hardware gives times.
+    """The replay of a step, or of a rank of a pipeline, which hardware gives times.
 
     Attributes:
-        ends: after how many launches each action ends.
+        ends: after how many launches each action of the pipeline ends.
         optimizer: of all its stages.
         flops: of a step.
     """
@@ -112,11 +113,12 @@ class Simulator:
         self.optimizer = optimizer
         self._compute_s: dict[int, tuple[Compute, float]] = {}
         self._optimizer: dict[object, PlacedOptimizer] = {}
+        self._of_shards: dict[object, OptimizerCost] = {}
 
     def on(self, hardware: Hardware) -> Simulator:
         """The same on other hardware; what an optimizer does is known there, too."""
         made = Simulator(hardware, self.optimizer)
-        made._optimizer = self._optimizer
+        made._optimizer, made._of_shards = self._optimizer, self._of_shards
         return made
 
     def run(
@@ -133,15 +135,18 @@ class Simulator:
             speed: of the rank's kernels, as in `Hardware.speeds`; links have theirs.
         """
         with one_collection():
-            return self._run(trace, setup, speed, keep_samples)
+            made = self.replay_step(trace, setup, keep_samples=keep_samples)
+            return self.time_stages(made, speed=speed)
 
-    def _run(
-        self, trace: StepTrace, setup: Setup, speed: float, keep_samples: bool
-    ) -> SimulatedStep:
-        setup = self._on_device(setup)
-        cost = self._cost_of_optimizer(trace, setup)
-        made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
-        return self._timed(made, cost, speed, trace.flops * setup.micro_batches)
+    def replay_step(
+        self, trace: StepTrace, setup: Setup, *, keep_samples: bool = False
+    ) -> StagesReplay:
+        """What `run` gives times."""
+        with one_collection():
+            setup = self._on_device(setup)
+            cost = self._cost_of_optimizer(trace, setup)
+            made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
+            return StagesReplay(made, [], cost, trace.flops * setup.micro_batches)
 
     def replay_stages(
         self,
@@ -259,7 +264,7 @@ class Simulator:
             isinstance(setup.offload_policy, CPUOffloadPolicy) and params_on_host(trace, setup),
         )
         if key not in self._optimizer:
-            self._optimizer[key] = placed_optimizer(trace, setup, self.optimizer)
+            self._optimizer[key] = placed_optimizer(trace, setup, self.optimizer, self._of_shards)
         return self._optimizer[key]
 
     def _summary(

@@ -143,7 +143,7 @@ def test_rows_that_belong_to_no_block_are_refused_on_every_rank() -> None:
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
             return (self.data_, self.scale_[: 1 + mesh.get_local_rank()]), None
 
-    model, plain = paired_and_plain()
+    model, _ = paired_and_plain()
     weight: Any = model[0].weight  # type: ignore[index]
     short = Short.made(weight.data_, weight.scale_)
     model[0].weight = nn.Parameter(short, requires_grad=False)  # type: ignore[index,operator]
