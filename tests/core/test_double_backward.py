@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from gathers import counting
 from harness import cached_mesh, distributed, ours_only
 from models import EVEN_MLP, MLP
 from reference import (
@@ -203,3 +204,26 @@ def test_second_derivatives_with_tensor_parallelism_are_refused() -> None:
             assert_all_same(gradients(model), gradients(plain), "gradient")
             model.zero_grad()
             plain.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("reshard", [None, True])
+@distributed(1, 2)
+def test_a_penalty_on_the_gradient_that_a_backward_has_left_on_the_input(
+    reshard: bool | None,
+) -> None:
+    """The second backward reads weights of units that the first has been through: they stay."""
+    model, plain = pair(EVEN_MLP, reshard_after_forward=reshard)
+    (x,) = EVEN_MLP.batch(0, dist.get_rank(), torch.float64)
+    for each in (model, plain):
+        given = x.clone().requires_grad_()
+        each(given).square().sum().backward(create_graph=True)
+        assert given.grad is not None
+        penalty = given.grad.square().sum()
+        for parameter in each.parameters():
+            parameter.grad = None
+        with counting(model) as gathers:
+            penalty.backward()
+        assert not gathers.backward
+    average_gradients(plain)
+    assert_same_gradients(model, plain)

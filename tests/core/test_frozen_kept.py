@@ -171,7 +171,7 @@ def test_what_fits_is_chosen_in_the_order_of_the_modules() -> None:
         assert again == {"0", "2", "4"} - {str(i) for i in wanted}
 
 
-@pytest.mark.parametrize("by", ["copy", "load", "assign", "data and reshard", "cast"])
+@pytest.mark.parametrize("by", ["copy", "load", "assign", "data and reshard", "cast", "rows"])
 @distributed(2)
 def test_changes_are_seen(by: str) -> None:
     model, plain = kept(None)
@@ -183,6 +183,8 @@ def test_changes_are_seen(by: str) -> None:
         with torch.no_grad():
             if by == "copy":
                 weight.copy_(state["2.weight"])
+            elif by == "rows":  # of all ranks
+                getattr(weight, "_local_tensor", weight).mul_(-1)
             elif by == "data and reshard":
                 getattr(weight, "_local_tensor", weight).data.mul_(-1)
                 if each is model:

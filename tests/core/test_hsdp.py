@@ -244,3 +244,18 @@ def test_replicas_hold_equal_gradients_and_parameters() -> None:
                     assert torch.equal(both[0], both[1]), name
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(4)
+def test_zero_grad_drops_sums_that_wait_for_an_all_reduce(set_to_none: bool) -> None:
+    model, plain = pair(MLP, mesh=cached_mesh(2, 2, names=("replicate", "shard")))
+    assert isinstance(model, FSDPModule)
+    run_both(MLP, model, plain, 0)
+    model.set_requires_all_reduce(False)
+    run_both(MLP, model, plain, 1, average=False)
+    model.set_requires_all_reduce(True)
+    for each in (model, plain):
+        each.zero_grad(set_to_none=set_to_none)
+    run_both(MLP, model, plain, 2)
+    assert_same_gradients(model, plain)

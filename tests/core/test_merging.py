@@ -263,6 +263,25 @@ def test_a_parameter_that_is_replaced_between_the_layers_of_a_unit_is_found(what
 
 
 @distributed(2)
+def test_a_parameter_that_is_replaced_before_a_layer_raises_is_found_afterwards() -> None:
+    model = grouped(keep=False)
+    sharded = model[0].weight
+
+    def replace(*_: Any) -> None:
+        model[0].weight = nn.Parameter(torch.zeros(6, 6))
+        raise ZeroDivisionError
+
+    handle = model[1].register_forward_hook(replace)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 6))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"'0.weight' .*was replaced in its FSDPL"):
+        model(torch.ones(2, 6))
+    model(torch.ones(2, 6)).sum().backward()
+    assert model[0].weight is sharded
+
+
+@distributed(2)
 def test_what_a_unit_looks_at_does_not_grow_with_the_square_of_its_modules() -> None:
     model = grouped(keep=False)
     unit = units_in(model)[-1]

@@ -347,3 +347,26 @@ def test_overrides_that_make_no_sense() -> None:
         policy = MixedPrecisionPolicy(LOW, param_dtype_override_fn=lambda _, r=returned: r)
         with pytest.raises(ValueError, match=message or "parameter's original dtype but got"):
             fully_shard(nn.Linear(2, 2), mp_policy=policy)
+
+
+@pytest.mark.parametrize("direct_min_bytes", [0, 10**9])
+@distributed(2, 3)
+def test_sums_of_micro_batches_travel_in_the_dtype_of_the_reduction(direct_min_bytes: int) -> None:
+    """Gradients of one backward travel as narrow as they are; rounded so, a sum loses 16 bits."""
+    size = 8 * dist.get_world_size()  # shards are whole multiples of 16 bytes: sent by themselves
+    torch.manual_seed(0)
+    plain = nn.Linear(size, size, bias=False)
+    low = copy.deepcopy(plain).to(LOW)
+    model: Any = fully_shard(plain, mp_policy=BF16, direct_min_bytes=direct_min_bytes)
+    expected = torch.zeros(size, size)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        x = torch.randn(4, size) * 1.7**micro
+        for each, given in ((model, x), (low, x.to(LOW))):
+            each(given).float().square().sum().backward()
+        assert low.weight.grad is not None
+        expected += low.weight.grad.float()
+        low.weight.grad = None
+    dist.all_reduce(expected)
+    found = model.weight.grad.full_tensor()
+    torch.testing.assert_close(found, expected / dist.get_world_size(), rtol=1e-6, atol=1e-5)

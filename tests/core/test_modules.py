@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import weakref
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.comm.transports import Exchange
 from harness import distributed, ours_only
-from models import Case, children, no_units, normal_batch, token_batch
+from models import EVEN_MLP, Case, children, no_units, normal_batch, token_batch
 from reference import (
     Training,
     assert_same,
@@ -534,3 +536,20 @@ def test_autocast() -> None:
         assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+@distributed(2)
+def test_a_unit_of_several_modules_is_reduced_once() -> None:
+    _, plain = pair(EVEN_MLP)
+    grouped: Any = copy.deepcopy(plain)
+    real = Exchange.reduce_scatter
+    layers = [m for m in grouped.modules() if isinstance(m, nn.Linear)]
+    fully_shard(layers[:2])
+    fully_shard(layers[2:])
+    fully_shard(grouped)
+    for step in range(3):
+        with mock.patch.object(Exchange, "reduce_scatter", autospec=True) as reduce_scatter:
+            reduce_scatter.side_effect = real
+            run_both(EVEN_MLP, grouped, plain, step)
+        assert_same_gradients(grouped, plain)
+        assert reduce_scatter.call_count == 2

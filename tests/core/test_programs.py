@@ -12,7 +12,7 @@ import pytest
 import harness
 from fsdp2 import FSDPModule, fully_shard
 from harness import ours_only, run_on
-from planted_faults import FAULTS, PACKAGE, Fault, programs_until_found
+from planted_faults import FAULTS, PACKAGE, REPOSITORY, Fault, by_programs, by_test
 from program_grammar import sample
 from program_runs import failures
 from programs import Operation, Program, run
@@ -114,8 +114,20 @@ def test_planted_faults_fit_the_source(fault: Fault) -> None:
 @pytest.mark.parametrize("place", ["into the place of rank 0", "of before the step"])
 def test_programs_find_planted_faults(place: str) -> None:
     (fault,) = [fault for fault in FAULTS if place in fault.effect]
-    number, _ = programs_until_found(fault, programs=200, minutes=5, seed=0)
-    assert number is not None
+    assert by_programs(fault, fault.families, programs=200, minutes=5)["found"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.effect)
+def test_planted_faults_name_a_test(fault: Fault) -> None:
+    file, name = re.match(r"(.+)::(\w+)", fault.test).groups()  # type: ignore[union-attr]
+    assert f"def {name}(" in (REPOSITORY / file).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.effect)
+def test_the_named_test_fails_with_the_planted_fault(fault: Fault) -> None:
+    assert by_test(fault)["found"]
 
 
 @pytest.mark.long

@@ -381,3 +381,46 @@ def test_a_layer_that_raised_in_a_forward_that_went_on(together: bool) -> None:
         run_both(case, model, plain, step)
         assert_sharded(model)
         assert_same_gradients(model, plain)
+
+
+class Driver(nn.Module):
+    """A module that is no part of the model and whose forward trains it, as trainers may do."""
+
+    def forward(self, train: Any) -> None:
+        train()
+
+
+@distributed(1, 2)
+def test_a_backward_after_a_forward_that_raised_inside_of_another_module() -> None:
+    """Modules are being called then, and none of the model's."""
+    model, plain = pair(FRAGILE)
+    batch = FRAGILE.batch(0, dist.get_rank(), torch.float64)
+    earlier = FRAGILE.loss(model, *batch)
+    FRAGILE.loss(plain, *batch).backward()
+
+    def train() -> None:
+        set_fault(model, 2, "before forward")
+        with pytest.raises(PlannedError):
+            model(*batch)
+        set_fault(model, 2, "")
+        earlier.backward()
+
+    Driver()(train)
+    average_gradients(plain)
+    assert_sharded(model)
+    assert_same_gradients(model, plain)
+    for step in range(1, 3):
+        run_both(FRAGILE, model, plain, step)
+        assert_sharded(model)
+        assert_same_gradients(model, plain)
+
+
+@distributed(2, 3)
+def test_gradients_that_a_backward_had_attached_before_it_raised_are_dropped() -> None:
+    """Where few reductions may be in flight, the first are over when a later layer raises."""
+    model, plain = pair(FRAGILE)
+    assert isinstance(model, FSDPModule)
+    model.set_reduce_scatter_max_input_buffers(1)
+    fail_once(model, 1, "late in backward")
+    run_both(FRAGILE, model, plain, 0)  # no zero_grad: there is nothing of the failed one
+    assert_same_gradients(model, plain)

@@ -1,8 +1,10 @@
-"""Which planted faults random programs find: ``python -m planted_faults [--only TEXT]``.
+"""Which planted faults are found: ``python -m planted_faults [--only TEXT]``.
 
 With tests/support and the repository on the path. Each fault is one change of the source, made in a
 copy of the package. Random programs then run against the copy until one of them fails; printed is
-how many that took. A fault that none of them finds is a hole in the grammar, or no fault at all.
+how many that took. A fault that programs of all kinds do not find is looked for by programs of the
+families of operations that it is about: if these do not find it, it is a hole in the grammar, or no
+fault at all. And of the fixed tests, the one that is named with the fault must fail.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,19 +35,25 @@ class Fault:
         file: below ``fsdp2/``.
         old, new: what is replaced, which occurs once, and by what.
         effect: what users would see.
+        test: a fixed test that fails with it.
+        families: of operations (`program_grammar.FAMILIES`) that it takes.
     """
 
     effect: str
     file: str
     old: str
     new: str
+    test: str = ""
+    families: tuple[str, ...] = ()
 
-    def plant(self, package: Path) -> None:
-        """Change the file below ``package``.
+    def planted_in(self, folder: Path) -> None:
+        """Make a copy of the package with it there.
 
         Raises:
             ValueError: if ``old`` is not there exactly once: the source has changed.
         """
+        package = folder / "fsdp2"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         path = package / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
@@ -64,30 +73,36 @@ FAULTS = (
         GRADS,
         "                    unsharded.grad = None\n                    if grad.requires_grad:",
         "                    if grad.requires_grad:",
+        test="tests/core/test_backward_calls.py::test_gradients_are_those_of_one_process",
     ),
     Fault(
         "the last micro-batch is lost where others wait in the dtype of the reduction",
         GRADS,
         "earlier.add_(grads[i]) if i in grads else earlier",
         "earlier",
+        test="tests/core/test_mixed_precision.py::test_accumulation",
     ),
     Fault(
         "of micro-batches without sync only the last one before the reduction counts",
         GRADS,
         "self.accumulated[id(param)].add_(grad)",
         "self.accumulated[id(param)].copy_(grad)",
+        test="tests/core/test_mixed_precision.py::test_accumulation",
     ),
     Fault(
         "gradients that a reset has dropped come back",
         GRADS,
         "        self.accumulated.clear()\n        self.deferred.forget()",
         "        self.deferred.forget()",
+        test="tests/core/test_recovery.py"
+        "::test_a_backward_that_raises_in_an_accumulation_is_not_silent",
     ),
     Fault(
         "set_reduce_unused leaves out parameters that this rank did not use",
         GRADS,
         "            if i not in grads and param.sharded.requires_grad:",
         "            if i not in grads and param.sharded.requires_grad and i:",
+        test="tests/core/test_methods.py::test_ranks_that_use_different_parameters_of_a_unit",
     ),
     # -- reductions --------------------------------------------------------------------------
     Fault(
@@ -95,42 +110,51 @@ FAULTS = (
         REDUCTION,
         "local_of(grad).add_(value)",
         "local_of(grad).copy_(value)",
+        test="tests/core/test_accumulation.py::test_without_communication",
     ),
     Fault(
         "a reduction overwrites attached gradients where one parameter of the unit has none",
         REDUCTION,
         "and (detached is None or len(detached) == len(self.covered))",
         "and (detached is None or len(detached) > 0)",
+        test="tests/core/test_gradients.py::test_one_gradient_removed_by_the_user",
     ),
     Fault(
         "sums that wait for an all-reduce over replicas are lost",
         REDUCTION,
         "            self.flat[part] += bucket.partial[part]\n",
         "",
+        test="tests/core/test_hsdp.py::test_accumulation_with_reduce_scatter_only",
     ),
     Fault(
         "of micro-batches whose all-reduce waits only the last one counts",
         REDUCTION,
         "bucket.partial[offset : offset + numel] += self.flat[",
         "bucket.partial[offset : offset + numel] = self.flat[",
+        test="tests/core/test_hsdp.py::test_accumulation_with_reduce_scatter_only",
     ),
     Fault(
         "set_gradient_divide_factor has no effect",
         REDUCTION,
         "if self.factor is not None and self.factor != self.num_ranks:",
         "if self.factor is not None and self.factor < 0:",
+        test="tests/core/test_methods.py::test_the_former_name_of_the_divide_factor",
     ),
     Fault(
         "hooks of users on gradients change nothing",
         REDUCTION,
         "            if made is not result:\n                result.copy_(made)\n",
         "",
+        test="tests/core/test_parameter_hooks.py"
+        "::test_hooks_registered_before_sharding_are_called_with_sharded_gradients",
     ),
     Fault(
         "post-accumulate-grad hooks are not called",
         REDUCTION,
         "                for hook in tuple(hooks.values()):",
         "                for hook in tuple(hooks.values())[:0]:",
+        test="tests/core/test_parameter_hooks.py"
+        "::test_hooks_registered_before_sharding_are_called_with_sharded_gradients",
     ),
     # -- storage -----------------------------------------------------------------------------
     Fault(
@@ -138,36 +162,44 @@ FAULTS = (
         "sharding/gather_plan.py",
         "output[rank * numel : (rank + 1) * numel]",
         "output[:numel]",
+        test="tests/core/test_mixed_precision.py::test_bf16_compute_with_fp32_reduction",
     ),
     Fault(
         "packed gradients of dims other than 0 are rank 0's for all",
         "sharding/reduce_plan.py",
         "piece = grad.narrow(slot.dim, start, stop - start)",
         "piece = grad.narrow(slot.dim, 0, stop - start)",
+        test="tests/core/test_parameters.py::test_placements_chosen_by_a_function",
     ),
     Fault(
         "the last rows of uneven dims belong to nobody",
         LAYOUT,
         "return start, min(start + self.chunk, size)",
         "return start, min(start + self.chunk, size - (size % 2 and rank > 1))",
+        test="tests/core/test_parameters.py::test_names_and_layout",
     ),
     Fault(
         "0-dim parameters are read beside their place in the pack",
         "sharding/gather_plan.py",
         "rows = pack.narrow(1, first.shard_offset - layout.pack_offset, len(group) * numel)",
         "rows = pack.narrow(1, 0, len(group) * numel)",
+        test="tests/core/test_parameters.py::test_parameter_objects_stay_the_same_over_steps",
     ),
     Fault(
-        "a frozen unit that stays gathered computes with weights of before a load",
+        "a frozen unit that stays gathered computes with rows of before a write",
         BUCKET,
         "return self.cache_valid and self._versions() == self._cached_versions",
         "return self.cache_valid",
+        test="tests/core/test_frozen_kept.py::test_changes_are_seen",
+        families=("freezing",),
     ),
     Fault(
         "the same for writes by operators on DTensors",
         BUCKET,
         "return self._versions()[1] != self._cached_versions[1]",
         "return False",
+        test="tests/core/test_frozen_kept.py::test_shards_written_between_forward_and_backward",
+        families=("freezing",),
     ),
     # -- units -------------------------------------------------------------------------------
     Fault(
@@ -175,42 +207,57 @@ FAULTS = (
         UNIT,
         "if param_group.dirty or not param_group.materialized:",
         "if not param_group.materialized:",
+        test="tests/core/test_methods.py::test_units_that_did_not_run_take_part_with_zeros",
+        families=("models", "weights"),
     ),
     Fault(
         "parameters that were frozen or thawed train as before",
         UNIT,
         "if not in_backward and param_group.follow_freezing():",
         "if not in_backward and not param_group.params:",
+        test="tests/core/test_frozen_lora.py::test_parameters_are_frozen_and_thawed_between_steps",
     ),
     Fault(
         "a unit that stays gathered computes with weights of before the step",
         UNIT,
         "return self.param_group.versions() != self._versions",
         "return False",
+        test="tests/core/test_reshard.py"
+        "::test_what_two_ranks_keep_for_backward_is_not_used_after_a_write",
+        families=("memory",),
     ),
     Fault(
-        "a unit that was partly freed is copied to its secondary shards",
+        "larger shards of reshard_after_forward=int are not written",
         UNIT,
-        "to_secondary = to_secondary and self.state is State.UNSHARDED",
-        "to_secondary = bool(to_secondary)",
+        "if to_secondary and bucket.secondary is not None:",
+        "if to_secondary and bucket.secondary is None:",
+        test="tests/core/test_reshard.py::test_parameters_are_kept_on_two_ranks_after_forward",
+        families=("memory",),
     ),
     Fault(
-        "units of several modules reduce only the gradients of the last one",
+        "units of several modules are reduced once for each module",
         ROOT,
         "        if runs_next and len(unit.modules) > 1:\n            return",
         "        if runs_next and len(unit.modules) > 99:\n            return",
+        test="tests/core/test_modules.py::test_a_unit_of_several_modules_is_reduced_once",
     ),
     Fault(
-        "backward(create_graph=True) frees what a second backward needs",
+        "what a second backward reads is freed, and gathered again",
         ROOT,
         "return unit.config.reshard_after_backward and not self.creates_graph",
         "return unit.config.reshard_after_backward",
+        test="tests/core/test_double_backward.py"
+        "::test_a_penalty_on_the_gradient_that_a_backward_has_left_on_the_input",
+        families=("graphs",),
     ),
     Fault(
-        "a forward that raised inside of another unit's leaves units running",
+        "a forward that raised inside of another module leaves units running",
         ROOT,
         "            if not any(module in running for module in unit.modules):",
         "            if not running:",
+        test="tests/core/test_recovery.py"
+        "::test_a_backward_after_a_forward_that_raised_inside_of_another_module",
+        families=("failures",),
     ),
     # -- iterations that are dropped, or ended by hand ---------------------------------------
     Fault(
@@ -218,36 +265,49 @@ FAULTS = (
         ROOT,
         "gradients.holds_partial_sums = not config.all_reduce_grads",
         "gradients.holds_partial_sums = False",
+        test="tests/core/test_hsdp.py::test_zero_grad_drops_sums_that_wait_for_an_all_reduce",
     ),
     Fault(
-        "zero_grad leaves gradients of micro-batches that no reduction has taken",
+        "sums of micro-batches travel in the dtype of computation",
         ROOT,
         "gradients.holds_earlier = leave or not config.reduce_grads",
         "gradients.holds_earlier = False",
+        test="tests/core/test_mixed_precision.py"
+        "::test_sums_of_micro_batches_travel_in_the_dtype_of_the_reduction",
+        families=("accumulation",),
     ),
     Fault(
         "reset_iter_state leaves gradients that are attached",
         ROOT,
         "                param.sharded.grad = None\n        # After a failed forward",
         "                pass\n        # After a failed forward",
+        test="tests/core/test_recovery.py"
+        "::test_reset_by_hand_drops_what_micro_batches_have_accumulated",
     ),
     Fault(
         "gradients of a backward that raised stay attached",
         REDUCTION,
         "        for param in self.attached:\n            param.grad = None\n",
         "",
+        test="tests/core/test_recovery.py"
+        "::test_gradients_that_a_backward_had_attached_before_it_raised_are_dropped",
+        families=("failures", "memory"),
     ),
     Fault(
         "what an earlier backward of a failed iteration has left is reduced with the next one",
         ROOT,
         "            for unit in self.units:\n                unit.gradients.drop()\n",
         "",
+        test="tests/core/test_recovery.py"
+        "::test_a_backward_that_raises_in_an_accumulation_is_not_silent",
     ),
     Fault(
         "finalize_backward leaves gradients to a later iteration",
         "runtime/by_hand.py",
         "    finalization.reducing = True\n",
         "    finalization.reducing = False\n",
+        test="tests/core/test_finalization.py::test_micro_batches_without_sync",
+        families=("accumulation",),
     ),
     # -- communication -----------------------------------------------------------------------
     Fault(
@@ -255,55 +315,70 @@ FAULTS = (
         REDUCTION,
         "            if self.hook is not None:\n                for part in self._ranges():",
         "            if self.hook is not None:\n                for part in ():",
+        test="tests/core/test_methods.py::test_the_hook_sees_and_changes_reduced_gradients",
+        families=("gradients",),
     ),
     Fault(
         "a custom reduce-scatter that sums gives sums for means",
         CUSTOM,
         "            mean.finish([out])\n",
         "",
+        test="tests/core/test_custom_collectives.py::test_sums_only",
+        families=("communication",),
     ),
     Fault(
         "a custom all-gather leaves packed parameters in the pack",
         CUSTOM,
         "            plan.unpack()\n",
         "",
+        test="tests/core/test_custom_collectives.py::test_training",
     ),
     Fault(
         "in few bytes, a rank's own gradients do not count on the shard that it owns",
         COMPRESSED,
         "                        total.add_(mine)",
         "                        total.add_(mine, alpha=0)",
+        test="tests/core/test_comm_policy.py::test_gradients_are_off_by_half_a_scale_at_most",
     ),
     Fault(
         "error feedback adds whole gradients to the next ones",
         COMPRESSED,
         "        row.add_decoded(rows, residuals, times=-1)\n",
         "",
+        test="tests/core/test_comm_policy.py::test_replicated_parameters_of_any_size",
     ),
     Fault(
         "larger shards of reshard_after_forward=int are those of another rank",
         BUCKET,
         "rank = self.rank % secondary.num_shards",
         "rank = (self.rank + 1) % secondary.num_shards",
+        test="tests/core/test_reshard.py::test_parameters_are_kept_on_two_ranks_after_forward",
+        families=("memory",),
     ),
     # -- memory ------------------------------------------------------------------------------
     Fault(
-        "a limit on gathered bytes frees units in whose forward another one runs",
+        "a limit on gathered bytes frees what a second backward reads",
         "runtime/gather_budget.py",
-        "if unit.running or unit.backward_began or unit.weight_grads_deferred:\n            return",
-        "if unit.backward_began or unit.weight_grads_deferred:\n            return",
+        "if self._runtime.creates_graph:\n            return False",
+        "if self._runtime.creates_graph:\n            pass",
+        test="tests/core/test_gather_budget.py::test_a_second_backward_keeps_what_it_reads",
+        families=("memory", "graphs"),
     ),
     Fault(
         "frozen parameters that were kept gathered count as current when planned anew",
         UNIT,
         "        for bucket in held:\n            bucket.cache_valid = False\n",
         "",
+        test="tests/core/test_frozen_kept.py::test_another_choice_between_forward_and_backward",
+        families=("freezing", "models"),
     ),
     Fault(
         "frozen parameters are kept gathered after they are thawed",
         "runtime/frozen_cache.py",
         "not nbytes or any(param.sharded.requires_grad for param in bucket.params)",
         "not nbytes",
+        test="tests/core/test_frozen_kept.py::test_what_is_frozen_is_gathered_once",
+        families=("freezing",),
     ),
     # -- optimizers, copies ------------------------------------------------------------------
     Fault(
@@ -311,30 +386,39 @@ FAULTS = (
         RUNS,
         "        start = self.offsets[i]\n",
         "        start = self.offsets[0]\n",
+        test="tests/optim/test_optim_flat.py::test_bit_for_bit_the_step_on_each_parameter",
     ),
     Fault(
         "flat_step joins parameters whose counts of steps differ",
         RUNS,
         "entries.append((key, value.dtype, value.device, numbers[id(value)]))",
         "entries.append((key, value.dtype, value.device))",
+        test="tests/optim/test_optim_flat.py::test_missing_gradients",
+        families=("optimizers", "gradients"),
     ),
     Fault(
         "flat_step steps parameters without gradients beside others that have some",
         RUNS,
         "return not self.active and not all(missing)",
         "return False",
+        test="tests/optim/test_optim_flat.py"
+        "::test_what_users_do_to_gradients_between_backward_and_step_counts",
     ),
     Fault(
         "a copy of what was frozen while gathered trains",
         "api/deepcopy.py",
         "    unit.param_group.take_freezing()  # done to what is gathered\n",
         "",
+        test="tests/core/test_programs.py::test_found_programs",
+        families=("freezing", "models"),
     ),
     Fault(
         "offload_optimizer loses what a step made anew",
         "offload/paging.py",
         "                made[key] = value\n            elif",
         "                pass\n            elif",
+        test="tests/optim/test_offload_optimizer.py::test_state_that_is_made_anew",
+        families=("optimizers",),
     ),
     # -- registration and hooks --------------------------------------------------------------
     Fault(
@@ -342,18 +426,26 @@ FAULTS = (
         REGISTRATION,
         "        if self.registered != self.registered_before:\n            self.register(",
         "        if not self.registered:\n            self.register(",
+        test="tests/core/test_functional.py::test_evaluation_with_other_weights",
+        families=("weights", "memory"),
     ),
     Fault(
         "what functional_call lent is put back after it has returned",
         REGISTRATION,
         "        if not in_functional_call():\n            self._lent = []",
         "        if not in_functional_call():\n            pass",
+        test="tests/core/test_functional.py"
+        "::test_a_forward_fails_before_the_backward_of_an_earlier_one",
+        families=("weights", "failures"),
     ),
     Fault(
         "parameters that users replaced are taken away without a word",
         REGISTRATION,
         "        if self.check_is_due:\n            self.check()",
         "        if self.check_is_due:\n            self.check_is_due = False",
+        test="tests/core/test_merging.py"
+        "::test_a_parameter_that_is_replaced_before_a_layer_raises_is_found_afterwards",
+        families=("weights",),
     ),
     Fault(
         "mixed precision does not cast keyword arguments",
@@ -362,6 +454,8 @@ FAULTS = (
         "        return args, kwargs\n\n    def post_forward",
         "            args = map_tensors(self._cast_input, args)\n"
         "        return args, kwargs\n\n    def post_forward",
+        test="tests/core/test_mixed_precision.py::test_which_inputs_are_cast",
+        families=("graphs",),
     ),
     Fault(
         "outputs keep the dtype of computation",
@@ -369,6 +463,8 @@ FAULTS = (
         "        if self._cast_output is not None:\n"
         "            return map_tensors(self._cast_output, output)\n        return output",
         "        return output",
+        test="tests/core/test_mixed_precision.py::test_output_dtype_of_the_root",
+        families=("graphs",),
     ),
 )
 
@@ -377,10 +473,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="faults whose effect or file has this text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--programs", type=int, default=60, help="at most, for each fault")
-    parser.add_argument("--minutes", type=float, default=6, help="at most, for each fault")
-    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes; no new fault then")
-    parser.add_argument("--results", type=Path, help="a JSON file: faults that it has are skipped")
+    parser.add_argument("--programs", type=int, default=60, help="at most, of each kind")
+    parser.add_argument("--minutes", type=float, default=6, help="at most, for those of each kind")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes; nothing new then")
+    parser.add_argument("--results", type=Path, help="a JSON file: what it has is not run again")
     parser.add_argument("--table", type=Path, help="write all of --results there, as Markdown")
     options = parser.parse_args()
     until_s = time.monotonic() + 60 * options.stop_after
@@ -390,73 +486,108 @@ def main() -> None:
     for fault in FAULTS:
         if options.only not in fault.effect and options.only not in fault.file:
             continue
-        if fault.effect in results or time.monotonic() > until_s:
-            continue
-        number, message = programs_until_found(
-            fault, programs=options.programs, minutes=options.minutes, seed=options.seed
-        )
-        results[fault.effect] = {
-            "file": fault.file,
-            "program": None if number is None else number + 1,
-            "told": message.strip(),
-        }
-        told = "not found" if number is None else f"found by program {number + 1}"
-        print(f"{fault.file}: {fault.effect}: {told}{message}", flush=True)
-        if options.results is not None:
-            options.results.write_text(json.dumps(results, indent=1) + "\n")
-    found = [each["program"] for each in results.values() if each["program"] is not None]
-    print(f"{len(found)} of {len(results)} found, by {sum(found)} programs")
+        result = results.setdefault(fault.effect, {})
+        for kind in ("test", "all", "families"):
+            if kind in result or time.monotonic() > until_s:
+                continue
+            if kind == "families" and (found_by(result.get("all")) or not fault.families):
+                continue
+            if kind == "test":
+                result[kind] = by_test(fault)
+            else:
+                families = fault.families if kind == "families" else ()
+                limits = (options.programs, options.minutes, options.seed)
+                result[kind] = by_programs(fault, families, *limits)
+            print(f"{fault.file}: {fault.effect}: {kind}: {result[kind]}", flush=True)
+            if options.results is not None:
+                options.results.write_text(json.dumps(results, indent=1) + "\n")
     if options.table is not None:
         options.table.write_text(table(results))
 
 
+def found_by(result: dict[str, Any] | None) -> bool:
+    return bool(result) and result["found"]
+
+
 def table(results: dict[str, Any]) -> str:
     """The results in the order of `FAULTS`, as a page."""
-    known = [(fault, results[fault.effect]) for fault in FAULTS if fault.effect in results]
-    found = sum(result["program"] is not None for _, result in known)
+    known = [(fault, results[fault.effect]) for fault in FAULTS if results.get(fault.effect)]
+    of_all, of_families, by_tests = (
+        sum(found_by(result.get(kind)) for _, result in known)
+        for kind in ("all", "families", "test")
+    )
     lines = [
         "# Planted faults",
         "",
         "Written by `python -m planted_faults --table`. Each fault is one wrong line in a copy of",
-        "the package; random programs run against it until one fails.",
-        f"{found} of {len(known)} are found.",
+        "the package. Random programs run against it until one fails: of all kinds and, if none of",
+        "these does, of the families of operations that the fault is about. The fixed test that is",
+        "named fails with it.",
         "",
-        "| file | effect | found by program |",
-        "|---|---|---|",
+        f"Of {len(known)} faults, {by_tests} fail their fixed test; {of_all} are found by programs",
+        f"of all kinds, and {of_families} more by programs of their families.",
+        "",
+        "| file | effect | program of all kinds | of its families | fixed test |",
+        "|---|---|---|---|---|",
     ]
     for fault, result in known:
-        number = result["program"] or f"not found {result['told']}"
-        lines.append(f"| `{fault.file}` | {fault.effect} | {number} |")
+        told = [told_by(result.get("all")), told_by(result.get("families"))]
+        if found_by(result.get("families")):
+            told[1] += f" ({', '.join(fault.families)})"
+        test = f"`{fault.test}`" if found_by(result.get("test")) else "none"
+        lines.append(f"| `{fault.file}` | {fault.effect} | {told[0]} | {told[1]} | {test} |")
     return "\n".join(lines) + "\n"
 
 
-def programs_until_found(
-    fault: Fault, *, programs: int, minutes: float, seed: int
-) -> tuple[int | None, str]:
-    """The number of the first program that fails, if any does, and its error."""
+def told_by(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    return f"{result['programs']}" if result["found"] else f"none of {result['programs']}"
+
+
+def by_test(fault: Fault) -> dict[str, Any]:
+    """Whether the fixed test fails."""
+    if not fault.test:
+        return {"found": False}
+    settings = ["-c", f"{REPOSITORY}/pyproject.toml", "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", "-q", "-x", *settings, f"{REPOSITORY}/{fault.test}"]
+    ran = run_with(fault, command)
+    if ran.returncode not in (0, 1):  # 1: tests failed
+        raise RuntimeError(f"The test did not run:\n{ran.stdout}\n{ran.stderr}")
+    return {"found": ran.returncode == 1}
+
+
+def by_programs(
+    fault: Fault, families: Sequence[str], programs: int, minutes: float, seed: int = 0
+) -> dict[str, Any]:
+    """How many programs it takes until one fails, and its error."""
+    command = ["-m", "program_runs", "--seeds", str(seed), "--first-failure"]
+    command += ["--programs", str(programs), "--minutes", str(minutes)]
+    if families:
+        command += ["--families", *families]
+    ran = run_with(fault, command)
+    errors = re.findall(r"^(\w+(?:Error|Exception)\b.*|.*\b(?:died|hung)\b.*)$", ran.stdout, re.M)
+    if found := re.search(r"^program (\d+):", ran.stdout, re.MULTILINE):
+        error = errors[-1].strip()[:90] if errors else ""
+        return {"found": True, "programs": int(found[1]) + 1, "error": error}
+    ended = re.search(r"(\d+) programs, 0 failed", ran.stdout)
+    if ran.returncode or ended is None:
+        raise RuntimeError(f"The programs did not run:\n{ran.stdout}\n{ran.stderr}")
+    return {"found": False, "programs": int(ended[1])}
+
+
+def run_with(fault: Fault, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run Python with the fault in fsdp2."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(
-            PACKAGE, Path(folder, "fsdp2"), ignore=shutil.ignore_patterns("__pycache__")
-        )
-        fault.plant(Path(folder, "fsdp2"))
-        paths = (folder, str(REPOSITORY / "tests/support"), str(REPOSITORY))
-        command = ["-m", "program_runs", "--seeds", str(seed), "--first-failure"]
-        command += ["--programs", str(programs), "--minutes", str(minutes)]
-        ran = subprocess.run(
+        fault.planted_in(Path(folder))
+        paths = (folder, REPOSITORY / "tests/support", REPOSITORY)
+        return subprocess.run(
             [sys.executable, *command],
-            cwd=folder,  # `fsdp2` is the copy there
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            cwd=folder,  # which comes before PYTHONPATH
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,
             text=True,
         )
-    found = re.search(r"^program (\d+):", ran.stdout, re.MULTILINE)
-    if found is None:
-        if ran.returncode or "0 failed" not in ran.stdout:
-            raise RuntimeError(f"The programs did not run:\n{ran.stdout}\n{ran.stderr}")
-        ended = re.search(r"(\d+) programs, 0 failed", ran.stdout)
-        return None, f" by {ended[1]} programs" if ended else ""
-    errors = re.findall(r"^(\w+(?:Error|Exception)\b.*|.*\b(?:died|hung)\b.*)$", ran.stdout, re.M)
-    return int(found[1]), f" ({errors[-1].strip()[:90]})" if errors else ""
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -178,17 +179,18 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
 OPERATIONS = tuple(each for family in FAMILIES.values() for each in family)
 
 
-def operations(chance: random.Random) -> tuple[Operation, ...]:
-    """Of all families, or of a few."""
+def operations(chance: random.Random, families: Sequence[str] = ()) -> tuple[Operation, ...]:
+    """Of these families; by default of all, or of a few."""
     chosen = OPERATIONS
-    if chance.randrange(4):
+    if chance.randrange(4) and not families:
         families = chance.sample(sorted(FAMILIES), chance.randint(1, 3))
+    if families:
         chosen = tuple(each for name in families for each in FAMILIES[name])
     # Steps in between: an operation may leave the model in a state in which only they go wrong.
     return several(one_of((STEP, *[one_of(chosen)] * 3)), 1, 8)(chance)
 
 
-def program(chance: random.Random) -> Program:
+def program(chance: random.Random, families: Sequence[str] = ()) -> Program:
     # The root has a parameter, so that there is something to optimize.
     model = dataclasses.replace(
         layers(2, style(chance))(chance),
@@ -218,7 +220,7 @@ def program(chance: random.Random) -> Program:
             "shard_granularity": granularity,
         },
         placement=chance.choice(["", "", "last dim", "small whole"]),
-        operations=operations(chance),
+        operations=operations(chance, families),
         first=(chance.choice(OPTIMIZERS), chance.choice([*WRAPPED, "flat"])),
         shards=chance.choice([1, 1, 1, *(n for n in (2, 3) if shards % n == 0)]),
         deterministic=chance.random() < 0.25,
@@ -226,6 +228,6 @@ def program(chance: random.Random) -> Program:
     )
 
 
-def sample(num: int, first: int = 0) -> list[Program]:
-    """So many programs, others for each ``first`` seed."""
-    return [program(random.Random(f"{first}/{number}")) for number in range(num)]
+def sample(num: int, first: int = 0, families: Sequence[str] = ()) -> list[Program]:
+    """So many programs, others for each ``first`` seed, with operations of these families."""
+    return [program(random.Random(f"{first}/{number}"), families) for number in range(num)]

@@ -41,13 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--programs", type=int, default=100, help="per seed")
+    parser.add_argument("--families", nargs="+", default=[], help="of operations; default: all")
     parser.add_argument("--minutes", type=float, default=60, help="for all of them")
     parser.add_argument("--first-failure", action="store_true", help="stop there")
     options = parser.parse_args()
     until_s = time.monotonic() + 60 * options.minutes
     try:
         for first in options.seeds:
-            programs = sample(options.programs, first)
+            programs = sample(options.programs, first, options.families)
             ran, failed = failures(programs, until_s=until_s, first_only=options.first_failure)
             print(f"seed {first}: {ran} programs, {failed} failed", flush=True)
     finally:
