@@ -6,6 +6,7 @@ Written after the descriptions in the sources, from memory; each says what of it
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,9 +156,12 @@ class LlamaStage(nn.Module):
 
 def split_llama(model: Llama, num_stages: int) -> list[LlamaStage]:
     """Stages of as many blocks, where that is possible; the first ones have one more otherwise."""
-    few, more = divmod(len(model.layers), num_stages)
-    ends = [i * few + min(i, more) for i in range(num_stages + 1)]
-    return [LlamaStage(model, *ends[i : i + 2]) for i in range(num_stages)]
+    return [LlamaStage(model, *ends) for ends in _parts_of(len(model.layers), num_stages)]
+
+
+def _parts_of(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+    few, more = divmod(num_layers, num_stages)
+    return list(pairwise(i * few + min(i, more) for i in range(num_stages + 1)))
 
 
 # -- GPT, as minGPT has it -------------------------------------------------------------------------
@@ -438,6 +442,31 @@ class DeepSeek(nn.Module):
         for layer in self.layers:
             x = layer(x, rotation)
         return self.head(self.norm(x))
+
+
+class DeepSeekStage(nn.Module):
+    """Some blocks of the model; the first stage has the embedding, the last norm and head."""
+
+    def __init__(self, model: DeepSeek, first: int, last: int) -> None:
+        super().__init__()
+        self.embedding = model.embedding if first == 0 else None
+        self.layers = model.layers[first:last]
+        ends = last == len(model.layers)
+        self.norm, self.head = (model.norm, model.head) if ends else (None, None)
+        self.register_buffer("rotation", model.rotation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        rotation = self.rotation[: x.shape[1]]
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def split_deepseek(model: DeepSeek, num_stages: int) -> list[DeepSeekStage]:
+    """As `split_llama`: the three dense blocks are in the first stage."""
+    return [DeepSeekStage(model, *ends) for ends in _parts_of(len(model.layers), num_stages)]
 
 
 # -- for the commands ``fsdp2 estimate`` and ``fsdp2 plan`` ----------------------------------------

@@ -219,12 +219,14 @@ def parse_wrap(text: str) -> Any:
     Raises:
         ModelError: if the text is invalid.
     """
-    from ..wrap import as_policy, by_name
+    from ..wrap import as_policy
 
     kind, _, rest = text.partition(":")
     if text in ("auto", "root"):
         return text
-    if kind in ("class", "size") and rest:
+    if kind == "class" and rest:  # apart: a stage of a pipeline may have one of several
+        return [f"class:{name.strip()}" for name in rest.split(",")]
+    if kind == "size" and rest:
         try:
             return as_policy(text)
         except ValueError as error:
@@ -235,4 +237,4 @@ def parse_wrap(text: str) -> Any:
         raise ModelError(
             f"--wrap must be auto, root, class:..., size:... or names, got {text!r}{hint}"
         )
-    return by_name(*(tuple(n.split("+")) if "+" in n else n for n in names))
+    return [tuple(n.split("+")) if "+" in n else n for n in names]

@@ -84,8 +84,9 @@ def make_setup(
     if not chosen.sharded:
         replicas, shards = replicas * shards, 1
     if replicas * shards % expert_ranks:
+        of = "ranks of a stage" if options.get("pipeline_ranks", 1) > 1 else "ranks"
         raise ValueError(
-            f"expert_ranks={expert_ranks} must divide the number of ranks, {replicas * shards}: "
+            f"expert_ranks={expert_ranks} must divide the number of {of}, {replicas * shards}: "
             "their mesh is (ranks // expert_ranks, expert_ranks)"
         )
 

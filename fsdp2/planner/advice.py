@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..estimation.events import StepTrace
+from ..estimation.pipeline import Part
 from ..estimation.shards import Setup, rows_of, shard_of
 from ..policy import CPUOffloadPolicy
 from ..render.text import plural, show_bytes
@@ -48,11 +49,15 @@ class Padding:
         )
 
 
-def padding_of(trace: StepTrace, setup: Setup, step: SimulatedStep) -> Padding | None:
-    """Padding of the shards of the fullest rank; None if there is none."""
+def padding_of(stages: Sequence[Part], step: SimulatedStep) -> Padding | None:
+    """Padding of the shards of the fullest rank; None if there is none.
+
+    Args:
+        stages: of this rank: all of the model, without a pipeline.
+    """
     held = even = 0.0
     worst = (0.0, ("", 0, 0))
-    for param in trace.params:
+    for param, setup in ((param, stage.setup) for stage in stages for param in stage.trace.params):
         ranks, dim = shard_of(param, setup)
         size = param.dtype.itemsize
         if dim is None or ranks < 2:
@@ -72,13 +77,17 @@ def padding_of(trace: StepTrace, setup: Setup, step: SimulatedStep) -> Padding |
     return Padding(held / even, int(padded * (1 - even / held)), worst[1])
 
 
-def advice(trace: StepTrace, setup: Setup, step: SimulatedStep, mode: str) -> str:
+def advice(stages: Sequence[Part], step: SimulatedStep, mode: str) -> str:
     """What takes the memory of a rank that has too little, and what to do about it.
 
     The causes are those that take at least `MATTERS` of what is needed, the largest first.
+
+    Args:
+        stages: as of `padding_of`.
     """
     parts, needed = step.peak.parts, step.needed_bytes
-    padding = padding_of(trace, setup, step)
+    setups = [stage.setup for stage in stages]
+    padding = padding_of(stages, step)
     padded = padding.nbytes if padding is not None else 0
     even = 1.0 if padding is None else 1 / padding.factor
     states = int(even * sum(parts.get(name, 0) for name in _STATES))
@@ -87,9 +96,9 @@ def advice(trace: StepTrace, setup: Setup, step: SimulatedStep, mode: str) -> st
     whole = parts.get("unreduced gradients", 0)
     causes: list[tuple[int, str]] = [
         (activations, f"activations: {show_bytes(activations)}: {_for_activations(mode)}"),
-        (states, f"shards and their optimizer: {show_bytes(states)}: {_for_states(setup)}"),
-        (gathered, f"gathered parameters: {show_bytes(gathered)}: {_for_gathered(setup)}"),
-        (whole, f"gradients before reduction: {show_bytes(whole)}: {_for_gradients(setup)}"),
+        (states, f"shards and their optimizer: {show_bytes(states)}: {_for_states(setups[0])}"),
+        (gathered, f"gathered parameters: {show_bytes(gathered)}: {_for_gathered(setups)}"),
+        (whole, f"gradients before reduction: {show_bytes(whole)}: {_for_gradients(setups[0])}"),
     ]
     if padding is not None:
         causes.append((padded, f"padding: {padding}. {_for_padding(padding)}"))
@@ -109,13 +118,16 @@ def _for_states(setup: Setup) -> str:
     return "more ranks, or offload_policy=CPUOffloadPolicy()"
 
 
-def _for_gathered(setup: Setup) -> str:
+def _for_gathered(setups: Sequence[Setup]) -> str:
     smaller = "make smaller units (wrap=)"
-    choose = setup.reshard_after_forward
-    if choose is None:
-        return smaller
     # The argument has no effect on the root, and None is what it asks for.
-    chosen = [choose(unit) for unit in setup.units if not unit.is_root]
+    chosen = [
+        setup.reshard_after_forward(unit)
+        for setup in setups
+        if setup.reshard_after_forward is not None
+        for unit in setup.units
+        if not unit.is_root
+    ]
     if all(each is None or each is True for each in chosen):
         return smaller
     return f"{smaller}, or free them after forward (reshard_after_forward=True)"

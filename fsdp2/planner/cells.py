@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from .hardware import Hardware
 from .loads import even_load, sizes_of, speeds_of
 from .model_steps import ModelSteps
 from .outcomes import bound_of, outcome_of, simulate_ranks, stage_figures
-from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline
+from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
 from .prediction import Prediction
 from .ranges import range_of
 from .simulate import SimulatedStep, Simulator
@@ -96,7 +96,7 @@ class Cells:
             return outcome_of(candidate, made, self.budget).seconds
 
         made = self._prediction(
-            candidate, steps(self._simulator, keep_samples=True), parts, size, degrees
+            candidate, steps(self._simulator, keep_samples=True), parts, size, degrees, pipeline
         )
         told = self._told(choices, activation_checkpointing, degrees, pipeline, compiled)
         range = range_of(self.hardware, seconds) if ranged else None
@@ -109,6 +109,7 @@ class Cells:
         parts: Sequence[Part],
         size: Size,
         degrees: Degrees,
+        pipeline: Pipeline,
     ) -> Prediction:
         """The figures of simulated steps."""
         setup, whole = parts[0].setup, self.steps.whole
@@ -143,7 +144,7 @@ class Cells:
             dtype=whole.dtype,
             step=made[0],
             stages=stage_figures(made) if degrees.pipeline > 1 else [],
-            padding=padding_of(parts[fullest].trace, setup, made[fullest]),
+            padding=padding_of(stages_of(parts, pipeline.schedule, fullest), made[fullest]),
             notes=list(dict.fromkeys(notes)),
         )
 
@@ -186,11 +187,11 @@ class Cells:
         takes."""
         degrees = work[2]
 
-        def setup(units: Sequence[UnitDescription]) -> Setup:
+        def setup(units: Sequence[UnitDescription], experts: Collection[tuple[str, ...]]) -> Setup:
             return make_setup(
                 units,
                 mesh[0] if len(mesh) == 1 else mesh,
-                experts=self.steps.whole.expert_units,
+                experts=experts,
                 expert_ranks=degrees.experts,
                 tensor_ranks=degrees.tensor,
                 context_ranks=degrees.context,
@@ -200,11 +201,14 @@ class Cells:
                 **self._options,
             )
 
-        setup(self.steps.whole.units[self._label])  # errors of arguments come before a trace
+        whole = self.steps.whole
+        setup(whole.units[self._label], whole.expert_units)  # errors of arguments before a trace
         num_stages = 1 if degrees.pipeline == 1 else degrees.pipeline * pipeline.stages_per_rank
         apart = degrees.pipeline > 1 and pipeline.schedule in SPLIT
         stages = self.steps.get(num_stages, *work, splits_backward=apart)
-        return [Part(i, s.trace, setup(s.units), s.split) for i, s in enumerate(stages)]
+        return [
+            Part(i, s.trace, setup(s.units, s.expert_units), s.split) for i, s in enumerate(stages)
+        ]
 
     def _told(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -28,7 +28,8 @@ class Choices:
         micro_batches: of a step.
         accumulations: ways to sum gradients; None: there is one micro-batch.
         fixed: what is not searched.
-        expert_ranks: None: experts have no mesh of their own.
+        expert_ranks: beside a pipeline over each number of ranks; None: experts have no mesh of
+            their own.
         degrees: of tensor, context and pipeline parallelism.
         pipelines: how pipelines run.
         asked: which of "tensor", "context" and "pipeline" the user has asked for.
@@ -39,7 +40,7 @@ class Choices:
     micro_batches: int
     accumulations: Sequence[str | None]
     fixed: Fixed
-    expert_ranks: Sequence[int | None]
+    expert_ranks: Mapping[int, Sequence[int | None]]
     degrees: Sequence[Degrees]
     pipelines: Sequence[Pipeline]
     asked: frozenset[str]
@@ -185,19 +186,41 @@ def checked_modes(modes: Sequence[str], only: str | None) -> tuple[str, ...]:
 
 
 def checked_expert_ranks(
-    ranks: int | Sequence[int] | None, traces: TracedSteps, num_ranks: int, hardware: Hardware
-) -> list[int | None]:
-    """The numbers of ranks over which experts may be distributed; None: not at all."""
-    if ranks is None:
-        if not traces.experts:
-            return [None]
-        return [*expert_ranks_of(num_ranks, hardware.ranks_per_node, traces.num_experts)]
-    given = [ranks] if isinstance(ranks, int) else list(ranks)
+    ranks: int | Sequence[int] | None,
+    traces: TracedSteps,
+    num_ranks: int,
+    hardware: Hardware,
+    pipelines: Sequence[int] = (1,),
+) -> dict[int, list[int | None]]:
+    """The numbers of ranks over which experts may be distributed; None: not at all.
+
+    Args:
+        pipelines: numbers of ranks of pipelines, each of whose stages has a mesh of experts.
+
+    Returns:
+        Them by number of ranks of the pipeline; none of them may go with some of these.
+
+    Raises:
+        ValueError: for none, for more than there are experts, and for a number that divides the
+            ranks of no stage.
+    """
+    given = [ranks] if isinstance(ranks, int) else list(ranks or ())
+    if ranks is not None and not given:
+        raise ValueError("expert_ranks is empty: give a number, or several to choose from")
     for each in given:
         check_expert_ranks(each, traces)
-        if num_ranks % each:
-            raise ValueError(f"expert_ranks={each} must divide num_ranks={num_ranks}")
-    return [*given] if traces.experts else [None]
+        if all(num_ranks // number % each for number in pipelines):
+            least = min(pipelines)
+            what = f"num_ranks={num_ranks}"
+            if least > 1:
+                what = f"the ranks of a stage, {num_ranks // least} with pipeline_ranks={least}"
+            raise ValueError(f"expert_ranks={each} must divide {what}")
+    if not traces.experts:
+        return {number: [None] for number in pipelines}
+    if ranks is None:
+        node, experts = hardware.ranks_per_node, traces.num_experts
+        return {n: [*expert_ranks_of(num_ranks // n, node, experts)] for n in pipelines}
+    return {n: [each for each in given if num_ranks // n % each == 0] for n in pipelines}
 
 
 def checked_fixed(

@@ -29,7 +29,7 @@ class ModelSteps:
         options: what is the same for all traces.
         split_stages: makes the stages of a pipeline, as in `predict`; None: there are none.
         shard_granularity: as in `shard_model`.
-        experts, compiled: as of `TracedSteps`.
+        experts, compiled: as of `TracedSteps`, and of `StagedSteps`.
         shared: further arguments of `TracedSteps` that stages have, too.
 
     Attributes:
@@ -61,7 +61,7 @@ class ModelSteps:
         self.staged: StagedSteps | None = None
         if split_stages is not None:
             self.staged = StagedSteps(
-                model, sample_input, options, split_stages=split_stages, **shared
+                model, sample_input, options, split_stages=split_stages, experts=experts, **shared
             )
 
     @property
@@ -95,7 +95,8 @@ class ModelSteps:
         compiled = self.compiled if compiled is None else compiled
         if num_stages == 1:
             trace = self.whole.get(mode, size, degrees, compiled)
-            return [TracedStage(trace, self.whole.units_of(wrap))]
+            units = self.whole.units_of(wrap)
+            return [TracedStage(trace, units, expert_units=self.whole.expert_units)]
         assert self.staged is not None
         alone = degrees._replace(pipeline=1)
         return self.staged.get(
@@ -131,8 +132,6 @@ class ModelSteps:
                 f"{told} needs split_stages=: a function of the model and a number of stages that "
                 "returns these, in order"
             )
-        if self.whole.experts:
-            raise ValueError("Experts on a mesh of their own and pipelines do not go together")
         if self.options.max_saved_bytes is not None:
             raise ValueError(f"max_saved_bytes does not go together with {told}")
         for name, given, reason in (

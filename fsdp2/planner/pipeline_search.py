@@ -18,6 +18,8 @@ from .simulate import Simulator
 class PipelineSearch:
     """Finds the best pipeline over each number of ranks, choice by choice.
 
+    Experts come first: where they are decides about padding, and so about all else.
+
     Args:
         parts: makes the stages of a candidate.
         wraps: labels of units to choose from.
@@ -76,6 +78,12 @@ class PipelineSearch:
         """The best one with these degrees; none if none works."""
         node = self.simulator.hardware.ranks_per_node
         fixed = self.choices.fixed
+        experts = self.choices.expert_ranks[ranks]
+        if not experts:
+            stage = plural(self.choices.num_ranks // ranks, "rank")
+            why = f"a stage has {stage}, and no number of expert_ranks divides these"
+            self._leave_out(plural(ranks, "rank"), why)
+            return []
         starts = first_round(
             modes,
             self.choices.num_ranks // ranks,
@@ -83,6 +91,7 @@ class PipelineSearch:
             [way for way in self.choices.accumulations if way != "every"],
             fixed,
             self.wraps[0],
+            expert_ranks=experts[:1],
             degrees=[pair],
             pipeline_ranks=ranks,
         )
@@ -91,6 +100,8 @@ class PipelineSearch:
             return []
         first = next((c for c in starts if c.strategy == "full"), starts[0])
         alike = [c for c in starts if (c.strategy, c.mesh) == (first.strategy, first.mesh)]
+        number = self._expert_ranks(alike[-1], pipelines, experts)
+        alike = [replace(c, expert_ranks=number) for c in alike]
         tried = [_with(c, each) for c in alike for each in pipelines]
         found = [c for c in tried if self._works(c)]
         if not found:
@@ -99,10 +110,22 @@ class PipelineSearch:
         own = max(1, node // (best.tensor_ranks or 1))
         meshes = dict.fromkeys((c.strategy, c.mesh) for c in starts)
         best = self._vary(best, [replace(best, strategy=s, mesh=m) for s, m in meshes])
+        best = self._vary(best, [replace(best, expert_ranks=each) for each in experts])
         reshards = reshards_of(best, own, fixed)
         best = self._vary(best, [replace(best, reshard=each) for each in reshards])
         best = self._vary(best, [replace(best, wrap=wrap) for wrap in self.wraps])
         return [self._vary(best, [_with(best, each) for each in pipelines])]
+
+    def _expert_ranks(
+        self, start: Candidate, pipelines: Sequence[Pipeline], experts: Sequence[int | None]
+    ) -> int | None:
+        """The best number for ``start``, the one with the least activations, in the first of these
+        pipelines that works."""
+        for each in pipelines if len(experts) > 1 else ():
+            tried = [replace(_with(start, each), expert_ranks=number) for number in experts]
+            if found := [c for c in tried if self._works(c)]:
+                return min(found, key=self.rank).expert_ranks
+        return experts[0]
 
     def _vary(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         return min([best, *(c for c in others if self._works(c))], key=self.rank)
@@ -125,8 +148,10 @@ class PipelineSearch:
         return found
 
     def _refuse(self, ranks: int, pipeline: Pipeline, error: Exception) -> None:
-        over = f"Pipeline over {plural(ranks, 'rank')} ({pipeline})"
-        self.refused[f"{over} is left out: {error}"] = None
+        self._leave_out(f"{plural(ranks, 'rank')} ({pipeline})", error)
+
+    def _leave_out(self, over: str, why: object) -> None:
+        self.refused[f"Pipeline over {over} is left out: {why}"] = None
 
     def _works(self, candidate: Candidate) -> bool:
         """Whether there is an estimate of it, which is made here."""

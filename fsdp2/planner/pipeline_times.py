@@ -120,12 +120,20 @@ def replay_pipeline(
     found = []
     for rank in range(ranks):
         order = order_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
-        own = [p for p in parts if rank_of_stage(schedule, p.number, ranks) == rank]
+        own = stages_of(parts, schedule, rank)
         made = simulator.replay_stages(
             own, order, sends_late=schedule == "GPipe", keep_samples=keep_samples
         )
         found.append(RankOfPipeline([a for a in order if a.computes], made))
     return found
+
+
+def stages_of(parts: Sequence[Part], schedule: str, rank: int) -> list[Part]:
+    """Of all stages those of a rank of the pipeline; without one, all of the model."""
+    ranks = parts[0].setup.pipeline_ranks
+    if ranks == 1:
+        return [*parts]
+    return [part for part in parts if rank_of_stage(schedule, part.number, ranks) == rank]
 
 
 def simulate_pipeline(

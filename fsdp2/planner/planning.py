@@ -124,8 +124,9 @@ def plan(
         checkpoint: the one mode of activation checkpointing, in place of
             ``activation_checkpointing``. Whatever is fixed, the rest is searched.
         experts: the modules that `shard_experts` gets, as in `predict`; None: there are none.
-        expert_ranks: over which experts are distributed, or several numbers to choose from. None:
-            the ranks of a node, as many as there can be, and one in between.
+        expert_ranks: over which experts are distributed, or several numbers to choose from: those
+            that divide the ranks of a stage. None: the ranks of a node, as many as there can be,
+            and one in between.
         parallelize: makes the model tensor-parallel, as in `predict`; `Plan.apply` calls it, too.
         tensor_ranks: consecutive ranks that share the operators and one batch, or several numbers
             to choose from; divisors of ``num_ranks``. The meshes are of the other ranks, so a step
@@ -207,7 +208,8 @@ def plan(
         "offload_optimizer": offload_optimizer,
         "granularity": steps.granularity,
     }
-    for number in (each.pipeline for each in degrees if each.pipeline > 1):
+    pipelines = {each.pipeline for each in degrees}
+    for number in sorted(pipelines - {1}):
         only = ways[0] if len(ways) == 1 else None
         steps.check_pipeline(number, accumulation=only, compiled=compiled, setup=setup)
     given = {"shard_granularity": shard_granularity, "max_device_bytes": max_device_bytes}
@@ -219,7 +221,9 @@ def plan(
             micro_batches,
             ways,
             fixed,
-            checked_expert_ranks(expert_ranks, steps.whole, num_ranks, chosen_hardware),
+            checked_expert_ranks(
+                expert_ranks, steps.whole, num_ranks, chosen_hardware, sorted(pipelines)
+            ),
             degrees,
             pipelines_of(schedule, stages_per_rank),
             asked(degrees, parallelize is not None),

@@ -87,7 +87,8 @@ def predict(
         experts: the modules that `shard_experts` gets before the others become units: names,
             patterns or classes, as in ``wrap``. None: experts are parameters like others.
         expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks
-            and at most the number of experts; those with the same experts shard them. Forward must
+            (of those of a stage, in a pipeline) and at most the number of experts; those with the
+            same experts shard them. Forward must
             make a `TokenExchange` (without a mesh here), whose tokens are taken to be spread evenly
             over experts; each of its all-to-alls is waited for.
         parallelize: makes the model tensor-parallel: a function of the model (a copy of it on the
@@ -106,7 +107,8 @@ def predict(
         split_stages: makes the stages of a pipeline: a function of the model (a copy of it on the
             meta device) and their number that returns them in order, as modules. The first gets
             ``sample_input``, each other one what the one before returns. Each parameter belongs to
-            one stage. ``parallelize`` then gets a stage.
+            one stage. ``parallelize`` then gets a stage, and ``wrap`` and ``experts`` name modules
+            of stages, of which some may have none.
         pipeline_ranks: ranks of a pipeline, the first dim of the mesh, a divisor of ``num_ranks``;
             each stage is sharded over the others. ``sample_input`` is a micro-batch.
         schedule: "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",

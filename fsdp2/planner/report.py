@@ -151,11 +151,14 @@ class Plan:
                 travel.
         """
         if self.experts:
+            whole, ranks = "the model", "ranks"
+            if self.pipeline_ranks > 1:
+                whole, ranks = "each stage of split_stages on this rank", "ranks of a stage"
             raise ValueError(
                 f"A plan with experts cannot be applied in one call: call shard_experts for "
-                f"'{self.experts[0]}' and the others with a mesh of (ranks // {self.expert_ranks}, "
-                f"{self.expert_ranks}), give the model mesh['ep'] for its TokenExchange, then "
-                "fully_shard the blocks and the model (see fsdp2.experts)"
+                f"'{self.experts[0]}' and the others with a mesh of ({ranks} // "
+                f"{self.expert_ranks}, {self.expert_ranks}), give {whole} mesh['ep'] for its "
+                f"TokenExchange, then fully_shard the blocks and {whole} (see fsdp2.experts)"
             )
         mesh = self.make_mesh() if mesh is None else mesh
         if self.context_ranks > 1:

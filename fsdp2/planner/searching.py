@@ -13,7 +13,6 @@ from ..estimation.setups import make_setup
 from ..estimation.shards import Setup
 from ..render.text import plural, show_bytes
 from ..runtime.gather_budget import GatherBudgetError
-from ..wrap import UnitDescription
 from .advice import advice, padding_of
 from .candidates import (
     SEARCHED,
@@ -35,10 +34,11 @@ from .outcomes import (
     stage_figures,
 )
 from .pipeline_search import PipelineSearch
-from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline
+from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
 from .ranges import as_fast, range_of
 from .report import Plan, reasons
 from .simulate import SimulatedStep, Simulator, StagesReplay
+from .stages import TracedStage
 from .traces import Size
 
 # Steps that differ by less than this count as equally fast.
@@ -76,7 +76,7 @@ class Search:
         self.told = told
         self.progress = progress
         self.degrees = choices.pairs(1)
-        self._first_expert_ranks = choices.expert_ranks[0] or 1
+        self._expert_ranks = choices.expert_ranks.get(1, [None])  # without a pipeline
 
     def run(self, modes: tuple[str, ...], loads: Sequence[Load]) -> Plan:
         """The best configuration for ranks with these loads."""
@@ -113,9 +113,9 @@ class Search:
             if len(choices.pipeline_ranks) > 1:
                 return
             raise ValueError(self.no_mesh())
-        ranks = choices.expert_ranks[0]
-        if len(choices.expert_ranks) > 1:  # on one mesh and with the least activations
-            tried = starts(modes[-1:], expert_ranks=choices.expert_ranks)
+        ranks = self._expert_ranks[0]
+        if len(self._expert_ranks) > 1:  # on one mesh and with the least activations
+            tried = starts(modes[-1:], expert_ranks=self._expert_ranks)
             mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
             self.simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
             ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
@@ -197,7 +197,7 @@ class Search:
 
     def _degrees(self, tensor: int | None, context: int | None) -> Degrees:
         """The same with the first number of expert ranks."""
-        return Degrees(self._first_expert_ranks, tensor or 1, context or 1)
+        return Degrees(self._expert_ranks[0] or 1, tensor or 1, context or 1)
 
     def _steps(self, candidate: Candidate, *, keep_samples: bool = False) -> list[SimulatedStep]:
         """Of ranks that differ."""
@@ -250,9 +250,7 @@ class Search:
             candidate.num_stages, candidate.checkpointing, size, candidate.degrees,
             wrap=candidate.wrap, splits_backward=candidate.schedule in SPLIT,
         )  # fmt: skip
-        return [
-            Part(i, s.trace, self.setup(candidate, s.units), s.split) for i, s in enumerate(made)
-        ]
+        return [Part(i, s.trace, self.setup(candidate, s), s.split) for i, s in enumerate(made)]
 
     def _trace_of(self, candidate: Candidate, load: Load) -> StepTrace:
         return self.traces.get(candidate.checkpointing, Size(load.samples), candidate.degrees)
@@ -291,16 +289,16 @@ class Search:
         """What activations alone need, whatever the mesh."""
         return max(self._trace_of(candidate, load).activation_peak for load in self.loads)
 
-    def setup(self, candidate: Candidate, units: Sequence[UnitDescription] | None = None) -> Setup:
-        """The candidate's sharding setup; of the whole model, or these units of a stage."""
+    def setup(self, candidate: Candidate, stage: TracedStage | None = None) -> Setup:
+        """The candidate's sharding setup; of the whole model, or a stage."""
         return make_setup(
-            self.traces.units[candidate.wrap] if units is None else units,
+            self.traces.units[candidate.wrap] if stage is None else stage.units,
             candidate.mesh[0] if len(candidate.mesh) == 1 else candidate.mesh,
             strategy=candidate.strategy,
             reshard_after_forward=candidate.reshard,
             prefetch=candidate.prefetch,
             accumulation=candidate.accumulation or "unsharded",
-            experts=self.traces.expert_units,
+            experts=self.traces.expert_units if stage is None else stage.expert_units,
             expert_ranks=candidate.expert_ranks or 1,
             tensor_ranks=candidate.tensor_ranks or 1,
             context_ranks=candidate.context_ranks or 1,
@@ -311,16 +309,16 @@ class Search:
     def _advice(self, best: Outcome) -> str:
         """What takes the memory of the configuration that needs the least, and what helps."""
         candidate = best.candidate
-        step, part = self._fullest(candidate, self._steps(candidate))
-        return advice(part.trace, part.setup, step, candidate.checkpointing)
+        step, parts = self._fullest(candidate, self._steps(candidate))
+        return advice(parts, step, candidate.checkpointing)
 
     def _fullest(
         self, candidate: Candidate, steps: Sequence[SimulatedStep]
-    ) -> tuple[SimulatedStep, Part]:
+    ) -> tuple[SimulatedStep, list[Part]]:
         """The step that needs the most memory, and what it is of."""
         step = max(steps, key=lambda step: step.needed_bytes)
         parts = self.parts(candidate)
-        return step, parts[steps.index(step) if len(parts) > 1 else 0]
+        return step, stages_of(parts, candidate.pipeline.schedule, steps.index(step))
 
     def _ranked(self) -> list[Outcome]:
         """Outcomes, best first; those that do not fit come last, by memory needed."""
@@ -385,7 +383,7 @@ class Search:
     def _plan(self, best: Outcome, ranked: list[Outcome]) -> Plan:
         candidate, hardware = best.candidate, self.simulator.hardware
         steps = self._steps(candidate, keep_samples=True)
-        fullest, part = self._fullest(candidate, steps)
+        fullest, parts = self._fullest(candidate, steps)
         piped = candidate.degrees.pipeline > 1
         shown = steps[0]
         return Plan(
@@ -405,7 +403,7 @@ class Search:
             tensor_ranks=candidate.tensor_ranks or 1,
             context_ranks=candidate.context_ranks or 1,
             parallelize=self.traces.parallelize,
-            padding=padding_of(part.trace, part.setup, fullest if piped else shown),
+            padding=padding_of(parts, fullest if piped else shown),
             pipeline_ranks=candidate.pipeline_ranks or 1,
             schedule=candidate.schedule,
             stages_per_rank=candidate.stages_per_rank or 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,10 @@ from torch import nn
 
 from ..estimation.estimating import default_checkpoint_modules
 from ..estimation.events import StepTrace
+from ..estimation.expert_units import experts_of
 from ..estimation.stages import Shape, Stage
 from ..estimation.trace_options import TraceOptions
-from ..wrap import UnitDescription, units_of
+from ..wrap import UnitDescription, as_policy, units_of
 from .candidates import Degrees
 from .tensor_parallel import Parallelize, on_meta
 from .traces import ALONE, WHOLE, Size, TracedSteps
@@ -25,11 +26,13 @@ class TracedStage(NamedTuple):
 
     Attributes:
         split: the step with gradients of inputs first; None: it was not asked for.
+        expert_units: those of ``units`` that `shard_experts` makes, as their modules.
     """
 
     trace: StepTrace
     units: tuple[UnitDescription, ...]
     split: StepTrace | None = None
+    expert_units: frozenset[tuple[str, ...]] = frozenset()
 
 
 class StagedSteps:
@@ -41,6 +44,8 @@ class StagedSteps:
         split_stages: makes the stages: a function of a copy of the model and their number.
         wrap: as in `shard_model`, for each stage; None: its blocks, and the whole stage, by the
             labels that `wraps_of` has for these.
+        experts: which modules `shard_experts` gets, named as in ``wrap``, in the model and in its
+            stages; a stage may have none.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class StagedSteps:
         *,
         split_stages: SplitStages,
         wrap: Any,
+        experts: Any = None,
         checkpoint_modules: Sequence[str] | None = None,
         parallelize: Parallelize | None = None,
         unknown_costs: str = "error",
@@ -58,6 +64,7 @@ class StagedSteps:
         self._model = model
         self._split = split_stages
         self._wrap = wrap
+        self._experts = experts
         self._checkpoint_modules = checkpoint_modules
         self._blocks = block_types(model)
         self._sample_input = sample_input
@@ -89,7 +96,8 @@ class StagedSteps:
             splits_backward: whether to trace backwards that are split, too.
 
         Raises:
-            ValueError: if ``split_stages`` returns something else than that many stages.
+            ValueError: if ``split_stages`` returns something else than that many stages, or stages
+                whose parameters, or experts, are not those of the model.
         """
         stages = self._made.get(num_stages)
         if stages is None:
@@ -99,17 +107,20 @@ class StagedSteps:
         for i, steps in enumerate(stages):
             stage = Stage(i == 0, i == num_stages - 1)
             names = self._names[id(steps)] if compiled else False
-            trace = steps.get(mode, size, degrees, names, stage, received)
+            own = degrees if steps.experts else degrees._replace(experts=1)
+            trace = steps.get(mode, size, own, names, stage, received)
             split = None
             if splits_backward:
                 apart = stage._replace(splits_backward=True)
-                split = steps.get(mode, size, degrees, names, apart, received)
-            made.append(TracedStage(trace, steps.units_of(wrap), split))
+                split = steps.get(mode, size, own, names, apart, received)
+            made.append(TracedStage(trace, steps.units_of(wrap), split, steps.expert_units))
             received = trace.outputs
         return made
 
     def _make(self, num_stages: int) -> list[TracedSteps]:
         copied = on_meta(self._model)
+        params = dict(copied.named_parameters())  # before stages may take modules out of it
+        experts = _params_of(copied, experts_of(copied, self._experts))
         found = self._split(copied, num_stages)
         stages = list(found) if isinstance(found, list | tuple | nn.ModuleList) else []
         if len(stages) != num_stages or not all(isinstance(s, nn.Module) for s in stages):
@@ -117,13 +128,15 @@ class StagedSteps:
                 f"split_stages must return {num_stages} modules, one for each stage in order, got "
                 f"{type(found).__name__} of {len(stages)}"
             )
-        numels = [sum(p.numel() for p in each.parameters()) for each in (copied, *stages)]
-        if sum(numels[1:]) != numels[0]:
+        numel = sum(sum(p.numel() for p in each.parameters()) for each in stages)
+        expected = sum(p.numel() for p in params.values())
+        if numel != expected:
             raise ValueError(
-                f"The stages have {sum(numels[1:]):,} elements of parameters, the model "
-                f"{numels[0]:,}: split_stages must put each parameter into one stage (not one that "
-                "is tied into two)"
+                f"The stages have {numel:,} elements of parameters, the model {expected:,}: "
+                "split_stages must put each parameter into one stage (not one that is tied into "
+                "two)"
             )
+        self._check_experts(params, experts, stages)
         for each in _elements(self._wrap):
             if not any(_is_in(stage, each) for stage in stages):
                 raise ValueError(
@@ -138,12 +151,40 @@ class StagedSteps:
             steps.append(made[alike])
         return steps
 
+    def _check_experts(
+        self, params: Mapping[str, Any], experts: Mapping[str, Any], stages: Sequence[nn.Module]
+    ) -> None:
+        """Check that stages have the model's ``experts``, of all its ``params``, and no others.
+
+        Stages may be made of copies of modules, so that only numbers of elements can be compared.
+        """
+        found = [p for s in stages for p in _params_of(s, self._experts_of(s)).values()]
+        numel, expected = (sum(p.numel() for p in ps) for ps in (found, experts.values()))
+        here, meant = {id(p) for p in found}, {id(p) for p in experts.values()}
+        others = [name for name, p in params.items() if id(p) in here - meant]
+        if numel == expected and not others:
+            return
+        missing = [name for name, p in experts.items() if id(p) not in here]
+        told = f", without '{missing[0]}'" if missing else ""
+        told += f", with '{others[0]}'" if others else ""
+        raise ValueError(
+            f"The experts of all stages have {numel:,} elements of parameters, those of the model "
+            f"{expected:,}{told}: experts= must name the same modules in the stages, which have "
+            "names of their own. A class does, or a pattern"
+        )
+
+    def _experts_of(self, stage: nn.Module) -> list[str]:
+        """The names of the modules of experts of a stage."""
+        named = [each for each in _elements(self._experts) if _names_of(stage, each)]
+        return experts_of(stage, named or None)
+
     def _steps_of(self, stage: nn.Module) -> TracedSteps:
         made = TracedSteps(
             stage,
             self._sample_input,
             self._options,
             wrap=self._wraps_of(stage),
+            experts=self._experts_of(stage) or None,
             checkpoint_modules=self._recomputed(stage),
             parallelize=self._parallelize,
             unknown_costs=self._unknown_costs,
@@ -197,6 +238,23 @@ def _elements(wrap: Any) -> list[Any]:
     if isinstance(wrap, str) and wrap.startswith("class:"):
         return [f"class:{name.strip()}" for name in wrap[6:].split(",")]
     return [*wrap] if isinstance(wrap, list | tuple) else [wrap]
+
+
+def _names_of(stage: nn.Module, element: Any) -> list[Any]:
+    """What ``element`` names there."""
+    try:
+        return [*as_policy(element)(stage)]
+    except ValueError:  # no such module
+        return []
+
+
+def _params_of(model: nn.Module, modules: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters of these modules by their names in the model."""
+    return {
+        f"{name}.{inner}": param
+        for name in modules
+        for inner, param in model.get_submodule(name).named_parameters()
+    }
 
 
 def _is_in(stage: nn.Module, element: Any) -> bool:
