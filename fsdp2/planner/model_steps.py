@@ -16,7 +16,6 @@ from .traces import (
     Compiled,
     Size,
     TracedSteps,
-    check_context_ranks,
     check_expert_ranks,
     check_tensor_ranks,
 )
@@ -112,7 +111,7 @@ class ModelSteps:
         """
         check_expert_ranks(degrees.experts, self.whole)
         check_tensor_ranks(degrees.tensor, self.whole)
-        check_context_ranks(degrees.context, self.whole)
+        check_number("context_ranks", degrees.context)
         check_number("pipeline_ranks", degrees.pipeline)
 
     def check_pipeline(

@@ -235,20 +235,6 @@ def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
         raise ValueError("Experts on a mesh of their own and tensor parallelism do not go together")
 
 
-def check_context_ranks(ranks: Any, traces: TracedSteps) -> None:
-    """Check a number of ranks that have parts of the same sequences.
-
-    Raises:
-        ValueError: if it is less than 1, or more where experts have a mesh of their own.
-        TypeError: if it is not an int.
-    """
-    check_number("context_ranks", ranks)
-    if ranks > 1 and traces.experts:
-        raise ValueError(
-            "Experts on a mesh of their own and context parallelism do not go together"
-        )
-
-
 def _label(wrap: Any) -> str:
     """How a choice of units is called in tables."""
     if isinstance(wrap, str):

@@ -94,6 +94,21 @@ def noting_messages() -> Iterator[list[int]]:
 
 
 @contextmanager
+def noting_tokens() -> Iterator[list[int]]:
+    """Yields the bytes of each all-to-all of tokens inside the context, but not of their counts."""
+    sent: list[int] = []
+    real = dist.all_to_all_single
+
+    def noted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if rows.is_floating_point():
+            sent.append(rows.nbytes)
+        return real(out, rows, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        yield sent
+
+
+@contextmanager
 def counting() -> Iterator[Traffic]:
     """Counts what this rank's transports do inside the context."""
     traffic = Traffic()

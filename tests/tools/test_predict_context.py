@@ -469,7 +469,6 @@ def test_degrees_that_a_model_does_not_bear_are_left_out() -> None:
             {"context_ranks": [4], "mesh_shape": (4, 2)},
             r"context_ranks=\[4\] must divide the last dim of mesh_shape 4 x 2",
         ),
-        ({"context_ranks": 2, "experts": "blocks.*.up"}, "do not go together"),
         (
             {"context_ranks": [8], "tensor_ranks": [2], "parallelize": parallelize},
             r"tensor_ranks=\[2\] times context_ranks=\[8\] must divide num_ranks=8",

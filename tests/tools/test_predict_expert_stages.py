@@ -6,8 +6,6 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ from fsdp2.planner import find_hardware
 from fsdp2.planner.candidates import Degrees
 from fsdp2.planner.stages import StagedSteps, TracedStage
 from harness import cached_mesh, distributed
-from traffic import counting, noting_messages
+from traffic import counting, noting_messages, noting_tokens
 
 H100 = find_hardware("h100")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -182,24 +180,6 @@ def test_where_the_ranks_are() -> None:
 
 MICRO_BATCHES = 4
 LOOPED = {"Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
-
-
-@contextmanager
-def noting_tokens() -> Iterator[list[int]]:
-    """Yields the bytes of each all-to-all of tokens inside the context, but not of their counts."""
-    sent: list[int] = []
-    real = dist.all_to_all_single
-
-    def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if rows.is_floating_point():
-            sent.append(rows.nbytes)
-        return real(out, rows, *args, **kwargs)
-
-    dist.all_to_all_single = counted
-    try:
-        yield sent
-    finally:
-        dist.all_to_all_single = real
 
 
 def sharded(stage: Any, expert_ranks: int, reshard: bool) -> Any:
