@@ -18,7 +18,8 @@ from .simulate import Simulator
 class PipelineSearch:
     """Finds the best pipeline over each number of ranks, choice by choice.
 
-    Experts come first: where they are decides about padding, and so about all else.
+    Experts come first, since where they are decides about padding, and so about all else; and again
+    when it is known how often parameters are gathered.
 
     Args:
         parts: makes the stages of a candidate.
@@ -110,9 +111,9 @@ class PipelineSearch:
         own = max(1, node // (best.tensor_ranks or 1))
         meshes = dict.fromkeys((c.strategy, c.mesh) for c in starts)
         best = self._vary(best, [replace(best, strategy=s, mesh=m) for s, m in meshes])
-        best = self._vary(best, [replace(best, expert_ranks=each) for each in experts])
         reshards = reshards_of(best, own, fixed)
         best = self._vary(best, [replace(best, reshard=each) for each in reshards])
+        best = self._vary(best, [replace(best, expert_ranks=each) for each in experts])
         best = self._vary(best, [replace(best, wrap=wrap) for wrap in self.wraps])
         return [self._vary(best, [_with(best, each) for each in pipelines])]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,9 @@ class Search:
         for start in best:
             own = max(1, node // (start.tensor_ranks or 1))
             self.simulate(second_round(start, wraps, own, choices.fixed))
+        if best and len(self._expert_ranks) > 1:  # again, for how often they are gathered now
+            chosen = self._ranked()[0].candidate
+            self.simulate([replace(chosen, expert_ranks=each) for each in self._expert_ranks])
 
     def _search_pipelines(self, modes: tuple[str, ...]) -> None:
         """Simulate the pipelines that may be the fastest, and at least one."""

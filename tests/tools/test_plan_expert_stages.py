@@ -19,6 +19,7 @@ from test_predict_pipeline import batch, split
 
 from fsdp2 import Plan, plan, predict, sweep
 from fsdp2.planner import Hardware
+from fsdp2.planner.candidates import SEARCHED
 
 SIZES = {"width": 512, "num_blocks": 8, "num_experts": 32}
 MICRO_BATCHES = 8
@@ -45,7 +46,8 @@ def planned(**options: Any) -> Plan:
         "expert_ranks": [1, 8, 16], "strategy": "full", "wrap": "auto", "prefetch": 1,
         "reshard_after_forward": None, "accumulation": ("unsharded",), **COMMON, **options,
     }  # fmt: skip
-    return plan(model(), batch(1, 512), slow_network(), 32, **given)
+    sample = batch(1, given.pop("length", 512))
+    return plan(model(), sample, slow_network(), 32, **given)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,25 @@ def test_it_is_the_fastest_of_all_combinations(chosen: Plan) -> None:
     assert best.seconds == chosen.chosen.seconds
     tried = {(o.candidate.pipeline_ranks, o.candidate.expert_ranks) for o in chosen.outcomes}
     assert {(1, 1), (1, 8), (1, 16), (4, 8)} <= tried
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(1, 2048), (2, 512)])
+def test_expert_ranks_are_chosen_again_for_what_is_gathered_once(ranks: int, length: int) -> None:
+    """Experts over one node are the fastest only if they are not gathered in each micro-batch."""
+    given: dict[str, Any] = {"pipeline_ranks": ranks, "expert_ranks": [8, 16]}
+    table = sweep(
+        model(), batch(1, length), slow_network(), 32, reshard_after_forward=[None, False],
+        **{**COMMON, **given},
+    )  # fmt: skip
+    seconds = {
+        (p.choices["expert_ranks"], p.choices["reshard_after_forward"]): p.seconds
+        for p in table.predictions
+    }
+    assert seconds[16, "default"] < seconds[8, "default"]
+    assert seconds[8, False] < seconds[16, False]
+    made = planned(**given, length=length, reshard_after_forward=SEARCHED, strategy=None)
+    assert made.expert_ranks == 8
+    assert made.chosen.seconds <= seconds[8, False]
 
 
 def test_it_is_what_predict_says_of_the_same_configuration(chosen: Plan) -> None:
