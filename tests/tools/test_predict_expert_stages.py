@@ -272,13 +272,13 @@ def replayed(schedule: str, expert_ranks: int, reshard: bool, rank: int) -> tupl
     [
         ("1F1B", 2, True),
         ("1F1B", 1, True),
-        ("GPipe", 2, False),
         ("InterleavedZeroBubble", 2, True),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("1F1B", 2, False),
                 ("1F1B", 1, False),
+                ("GPipe", 2, False),
                 ("GPipe", 2, True),
                 ("Interleaved1F1B", 2, True),
                 ("InterleavedZeroBubble", 1, False),
