@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..estimation.events import StepTrace
@@ -80,6 +80,15 @@ def outcome_of(candidate: Candidate, steps: Sequence[SimulatedStep], budget: int
         fullest.needed_bytes <= budget,
         fullest.reserved,
         fullest.needed_bytes,
+    )
+
+
+def with_micro_batches(fewer: Outcome, more: Outcome, num: int) -> Outcome:
+    """``more``, a step with one micro-batch more than ``fewer``, with ``num`` further ones."""
+    return replace(
+        more,
+        seconds=more.seconds + num * (more.seconds - fewer.seconds),
+        exposed_s=more.exposed_s + num * (more.exposed_s - fewer.exposed_s),
     )
 
 

@@ -33,10 +33,11 @@ from .outcomes import (
     simulate_ranks,
     slowest_first,
     stage_figures,
+    with_micro_batches,
 )
 from .pipeline_search import PipelineSearch
 from .pipeline_times import RankOfPipeline, replay_pipeline, simulate_pipeline, stages_of
-from .ranges import as_fast, range_of
+from .ranges import MOST_COMPARED, as_fast, range_of
 from .report import Plan, reasons
 from .simulate import SimulatedStep, Simulator, StagesReplay
 from .stages import TracedStage
@@ -48,6 +49,11 @@ SAME_SPEED = 0.005
 # Of pipelines, those are simulated whose estimate is within this factor of the fastest, but at most
 # so many; and at least one of all.
 _CLOSE, _MOST_SIMULATED = 1.1, 3
+
+# Without a pipeline, all micro-batches of a step but the first and the last are alike. If there are
+# more than so many, steps with `FEW` of them and one less tell how long each takes, and only the
+# best configurations are simulated with all.
+MOST_REPLAYED, FEW = 8, 4
 
 
 class Search:
@@ -85,6 +91,7 @@ class Search:
         self._replays: dict[Candidate, list[RankOfPipeline]] = {}
         self._compared: dict[Candidate, list[StagesReplay]] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
+        self._estimated: set[Candidate] = set()  # of these outcomes
         self._too_large: dict[Candidate, GatherBudgetError] = {}
         self.notes: list[str] = []
         if not self.traces.blocks:
@@ -203,13 +210,47 @@ class Search:
         """The same with the first number of expert ranks."""
         return Degrees(self._expert_ranks[0] or 1, tensor or 1, context or 1)
 
-    def _steps(self, candidate: Candidate, *, keep_samples: bool = False) -> list[SimulatedStep]:
-        """Of ranks that differ."""
+    def _steps(
+        self,
+        candidate: Candidate,
+        *,
+        keep_samples: bool = False,
+        micro_batches: int | None = None,
+    ) -> list[SimulatedStep]:
+        """Of ranks that differ; ``micro_batches``: of a step without a pipeline, if not all."""
         if candidate.degrees.pipeline > 1:
             return self._pipeline_steps(candidate, self.simulator, keep_samples=keep_samples)
         work = [(self._trace_of(candidate, load), load.speed) for load in self.loads]
         setup = self.setup(candidate)
+        if micro_batches is not None:
+            setup = replace(setup, micro_batches=micro_batches)
         return simulate_ranks(self.simulator, setup, work, keep_samples=keep_samples)
+
+    def _outcome(self, candidate: Candidate) -> Outcome:
+        """Simulated or, of a step with many micro-batches, estimated from steps with fewer."""
+        num = self.options["micro_batches"]
+        if num <= MOST_REPLAYED or candidate.degrees.pipeline > 1:
+            return outcome_of(candidate, self._steps(candidate), self.budget)
+        fewer, more = (
+            outcome_of(candidate, self._steps(candidate, micro_batches=n), self.budget)
+            for n in (FEW - 1, FEW)
+        )
+        self._estimated.add(candidate)
+        return with_micro_batches(fewer, more, num - FEW)
+
+    def _simulate_the_best(self) -> None:
+        """Simulate with all micro-batches what is compared with the best."""
+        while waiting := self._estimated.intersection(o.candidate for o in self._compared_ones()):
+            for i, candidate in enumerate(waiting):
+                self.progress(f"simulating: {candidate}", i, len(waiting))
+                steps = self._steps(candidate)
+                self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
+            self._estimated -= waiting
+
+    def _compared_ones(self) -> list[Outcome]:
+        ranked = self._ranked()
+        fastest = sorted((o for o in ranked if o.fits), key=lambda o: o.paced_s)
+        return ranked[:MOST_COMPARED] + fastest[:MOST_COMPARED]
 
     def _steps_on(
         self, candidate: Candidate, simulator: Simulator, by: float
@@ -265,11 +306,9 @@ class Search:
         for i, candidate in enumerate(fresh):
             self.progress(f"simulating: {candidate}", i, len(fresh))
             try:
-                steps = self._steps(candidate)
+                self.outcomes[candidate] = self._outcome(candidate)
             except GatherBudgetError as error:
                 self._too_large[candidate] = error
-                continue
-            self.outcomes[candidate] = outcome_of(candidate, steps, self.budget)
 
     def _first_round(self, starts: Sequence[Candidate]) -> None:
         """Simulate these; but where recomputation decides that nothing fits, one of many meshes."""
@@ -364,6 +403,7 @@ class Search:
         return [first, *(o for o in ranked if o is not first)]
 
     def _conclude(self) -> Plan:
+        self._simulate_the_best()
         ranked = self._with_the_simplest_first(self._ranked())
         if not ranked:
             if not self._too_large:

@@ -288,6 +288,9 @@ class Simulator:
         setup = made.setup
         num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
         waiting_s = stragglers_s(kernels_s, num_ranks, hardware)
+        groups = {transfer.group for transfer in made.transfers}
+        if setup.pipeline_ranks > 1:
+            groups.add("pipeline")  # what stages send is in no replay of one rank
         return SimulatedStep(
             seconds=end + waiting_s + step_s,
             compute_s=compute,
@@ -299,7 +302,7 @@ class Simulator:
             exposed_s=end - compute + waiting_s,
             peak=made.account.peak,
             reserved=made.account.peak.total if reserved is None else reserved,
-            libraries=hardware.library_bytes(len({t.group for t in made.transfers})),
+            libraries=hardware.library_bytes(len(groups)),
             flops=flops,
             launches=made.launches,
             spans=spans,

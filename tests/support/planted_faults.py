@@ -228,9 +228,9 @@ FAULTS = (
     ),
     Fault(
         "larger shards of reshard_after_forward=int are not written",
-        UNIT,
-        "if to_secondary and bucket.secondary is not None:",
-        "if to_secondary and bucket.secondary is None:",
+        BUCKET,
+        "        torch._foreach_copy_(self._padded, self._keep)\n",
+        "",
         test="tests/core/test_reshard.py::test_parameters_are_kept_on_two_ranks_after_forward",
         families=("memory",),
     ),

@@ -430,6 +430,16 @@ def test_where_the_ranks_are() -> None:
     assert InnerTopology(16, 1, 8, pipeline=4).ring("shard") == Ring(16, 8, 1)
 
 
+def test_stages_have_a_communicator_of_their_own() -> None:
+    options: dict[str, Any] = {"micro_batches": 2, "split_stages": split, "mp_policy": BF16}
+    one, two = (
+        predict(on_meta(**SIZES), batch(1, 256), H100, 8, pipeline_ranks=n, **options)
+        for n in (1, 2)
+    )
+    assert one.step.libraries == H100.library_bytes(1)
+    assert two.step.libraries == H100.library_bytes(2)
+
+
 def test_recomputation_and_resharding() -> None:
     options: dict[str, Any] = {
         "pipeline_ranks": 2, "micro_batches": 4, "split_stages": split, "mp_policy": BF16,
