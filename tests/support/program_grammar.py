@@ -80,6 +80,7 @@ def node_setting(method: str, *values: Any) -> Draw[Operation]:
 
 EVALUATE = of("evaluate", one("no_grad", "inference", ""))
 FUNCTIONAL = of("functional", one("whole", "trained"), one(1, 1, 2))
+CHANGE = of("change", numbers, one("freed", "operator", "rows"))
 # What may be done where gradients or a graph are held.
 IN_BETWEEN = one_of(
     (
@@ -131,7 +132,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
     "weights": (
         of("state_dict", one("sharded", "whole", "files", "assigned")),
         of("replaced", numbers),
-        of("change", numbers),
+        CHANGE,
         FUNCTIONAL,
         EVALUATE,
         of("gather", numbers, flag),
@@ -141,7 +142,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("freeze", numbers),
         setting("set_keep_frozen_gathered", 0, 100, 10**6),
         EVALUATE,
-        of("change", numbers),
+        CHANGE,
     ),
     "models": (
         of("copy"),

@@ -281,14 +281,18 @@ class Run(Backwards):
             if mine is not None and other.grad is not None:
                 assert_same(mine, average_over_ranks(other.grad), f"gradient of given {name}")
 
-    def change(self, number: int) -> None:
-        """The user writes into a sharded parameter."""
-        self.free()
-        with torch.no_grad():
+    def change(self, number: int, how: str = "freed") -> None:
+        """The user writes into a sharded parameter: while all units are freed, or whatever is
+        gathered, by an operator on the DTensor or into the rows of each rank."""
+        if how == "freed":
+            self.free()
+        with self.sharded_shown(), torch.no_grad():
             for each in self.both():
                 parameters = list(each.parameters())
                 if parameters:
-                    parameters[number % len(parameters)].mul_(0.5)
+                    chosen = parameters[number % len(parameters)]
+                    rows = getattr(chosen, "_local_tensor", chosen)
+                    (rows if how == "rows" else chosen).mul_(0.5)
 
     def cast(self) -> None:
         """To a narrower dtype and back."""
