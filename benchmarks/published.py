@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,10 @@ from .published_models import GPT, T5, Llama
 from .report import row, write_readme
 
 BF16 = torch.bfloat16
+
+
+# Figures that tell a speed; the last one is relative.
+SPEEDS = ("tokens/s/GPU", "TFLOPS/GPU", "relative TFLOPS/GPU")
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,13 @@ def simulate(run: Run) -> SimulatedStep:
     return simulator.run(trace, make_setup(units, run.num_gpus, mp_policy=policy))
 
 
+def efficiency(run: Run) -> float:
+    """FLOP/s of the simulated step, with recomputation, as a part of the data sheet."""
+    step = simulate(run)
+    peak = find_hardware(run.hardware).matmul_flops[BF16]
+    return step.flops / step.seconds / peak
+
+
 def predict(published: Row) -> float:
     """The simulated value of a published figure."""
     run = published.run
@@ -187,6 +201,57 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: list[dict[str, Any]]) -> str:
+    """How good the predictions are, in sentences: errors of what nothing was chosen to meet, of
+    each kind of GPU, and the order of runs."""
+    lines = []
+    for kind, name in (("a100", "A100"), ("h100", "H100")):
+        held_out = [
+            each
+            for each in results
+            if each["row"]["run"]["hardware"].startswith(kind) and not each["row"]["calibrated"]
+        ]
+        for figures, told in ((SPEEDS, "speed"), (("GiB",), "memory")):
+            errors = sorted(abs(e["error"]) for e in held_out if e["row"]["what"] in figures)
+            if errors:
+                largest = errors[math.ceil(0.9 * len(errors)) - 1]
+                lines.append(
+                    f"{name}, {told}, {plural(len(errors), 'row')} held out: median error "
+                    f"{100 * statistics.median(errors):.1f} %, 90th "
+                    f"percentile {100 * largest:.1f} %."
+                )
+    # What is relative to another run has no efficiency of its own.
+    timed = [each for each in results if each["row"]["what"] in SPEEDS[:2]]
+    found = [(each["efficiency"] / (1 + each["error"]), each["efficiency"]) for each in timed]
+    lines.append(
+        f"Rank correlation of the efficiency of {plural(len(found), 'run')}, calibrated rows "
+        f"included: {rank_correlation(found):.2f}."
+    )
+    pairs = [
+        (mine["predicted"] - other["predicted"]) * (published - mine["row"]["published"]) < 0
+        for mine, other in combinations(timed, 2)
+        for published in [other["row"]["published"]]
+        if mine["row"]["run"]["model"] == other["row"]["run"]["model"]
+        and max(published, mine["row"]["published"])
+        > 1.03 * min(published, mine["row"]["published"])
+    ]
+    lines.append(
+        f"Of pairs of runs of one model whose speeds differ by more than 3 %, {sum(pairs)} of "
+        f"{len(pairs)} are in the right order."
+    )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's: the correlation of the ranks of both, ties having the mean of theirs."""
+    return statistics.correlation(*(ranks_of(values) for values in zip(*pairs, strict=True)))
+
+
+def ranks_of(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
@@ -205,6 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "row": asdict(published),
                 "predicted": predicted,
                 "error": predicted / published.published - 1,
+                "efficiency": efficiency(published.run),
                 "step_s": step.seconds,
                 "exposed_s": step.exposed_s,
                 "reserved_bytes": step.reserved,
@@ -216,11 +282,12 @@ def main(arguments: list[str] | None = None) -> int:
     record = {"name": "published", **machine.describe(), "results": results}
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "published.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(results))
+    made = f"{table(results)}\n\n{summary(results)}"
+    print(made)
     if options.write_docs:
         page = machine.REPOSITORY / "docs" / "planning.md"
         markers = ("<!-- published:begin -->", "<!-- published:end -->")
-        write_readme(page, table(results), *markers)
+        write_readme(page, made, *markers)
     return 0
 
 

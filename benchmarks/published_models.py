@@ -113,8 +113,12 @@ def llama_405b() -> Llama:
     return Llama(width=16384, hidden=53248, num_layers=126, num_heads=128)
 
 
-def parallelize_llama(model: Llama, mesh: DeviceMesh) -> None:
-    """Tensor parallelism with norms and residuals on parts of the sequence, as in torchtitan."""
+def parallelize_llama(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism with norms and residuals on parts of the sequence, as in torchtitan.
+
+    ``model``: all of it, or a stage.
+    """
+    model.sequence_parts = mesh.size()
     ends = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -144,11 +148,12 @@ class LlamaStage(nn.Module):
         ends = last == len(model.layers)
         self.norm, self.output = (model.norm, model.output) if ends else (None, None)
         self.register_buffer("rotation", model.rotation, persistent=False)
+        self.sequence_parts = 1  # a rank has one of them between its blocks
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
-        rotation = self.rotation[None, : x.shape[1], None, :]
+        rotation = self.rotation[None, : x.shape[1] * self.sequence_parts, None, :]
         for block in self.layers:
             x = block(x, rotation)
         return x if self.output is None else self.output(self.norm(x))

@@ -27,6 +27,7 @@ from benchmarks import (
     performance,
     phases,
     policies,
+    published,
     report,
     suite,
     uneven,
@@ -417,3 +418,32 @@ def test_batches_by_speed_are_compared_within_rounds() -> None:
     assert first == "| equal batches | 12 + 12 | 4000 | 0e+00 |"
     assert second == "| batches by speed | 16 + 8 | 2400, 0.60 (0.50 to 0.75) | 2e-07 |"
     assert last.endswith("take 0.60 of the time of equal ones; the plan said 0.66.")
+
+
+def _published(hardware: str, what: str, measured: float, found: float, **row: Any) -> Any:
+    run = {"hardware": hardware, "model": "m"}
+    row = {"run": run, "what": what, "published": measured, "calibrated": False, **row}
+    return {
+        "row": row,
+        "predicted": found,
+        "error": found / measured - 1,
+        "efficiency": found / 100,
+    }
+
+
+def test_published_rows_are_summed_up_without_those_that_were_fitted() -> None:
+    speed = "TFLOPS/GPU"
+    rows = [
+        _published("a100-x", speed, 10, 15, calibrated=True),
+        _published("a100-x", speed, 20, 22),
+        _published("a100-y", speed, 40, 30),
+        _published("h100", "GiB", 80, 72),
+    ]
+    told = published.summary(rows)
+    assert "A100, speed, 2 rows held out: median error 17.5 %, 90th percentile 25.0 %." in told
+    assert "H100, memory, 1 row held out: median error 10.0 %, 90th percentile 10.0 %." in told
+    assert "efficiency of 3 runs, calibrated rows included: 1.00." in told
+    assert "3 of 3 are in the right order" in told
+    rows[2] = _published("a100-y", speed, 40, 14)
+    assert "1 of 3 are in the right order" in published.summary(rows)
+    assert published.rank_correlation([(1, 1), (2, 3), (2, 2), (4, 4)]) == pytest.approx(0.9486833)
