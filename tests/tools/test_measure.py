@@ -246,6 +246,7 @@ def test_copies_of_a_workload_are_run_forward_before_any_backward() -> None:
     assert order == ["forward"] * 3 + ["backward"] * 3
 
 
+@pytest.mark.long
 def test_ranks_that_measure_from_python_do_not_wait_for_one_that_failed(tmp_path: Path) -> None:
     script = """
 if rank == 1:

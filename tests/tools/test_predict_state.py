@@ -268,7 +268,9 @@ def test_a_step_takes_its_copies_where_they_are_longer() -> None:
 # -- uneven rows ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 64, 96])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(1, marks=pytest.mark.long), 64, pytest.param(96, marks=pytest.mark.long)]
+)
 def test_shards_of_blocks_of_rows_need_and_send_what_was_estimated(rows: int) -> None:
     case = Case("transformer", (3,), granularity=rows)
     predicted = predict_case(case)

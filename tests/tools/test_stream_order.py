@@ -99,7 +99,9 @@ def with_policy(seed: int, policy: str, **options: Any) -> Plan:
     return dataclasses.replace(plan, direct_min_bytes=min(plan.direct_min_bytes, 16))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [p if p == "both" else pytest.param(p, marks=pytest.mark.long) for p in POLICIES]
+)
 def test_generated_schedules_in_fewer_bytes(policy: str) -> None:
     plans = [with_policy(seed, policy) for seed in range(2)]
     plans += [with_policy(2, policy, mesh=(4,), reshard=2), with_policy(3, policy, mesh=(2, 2))]
