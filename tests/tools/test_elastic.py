@@ -97,13 +97,22 @@ def test_goes_on_with_other_ranks_and_says_what_is_lost(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import errno, runpy, sys
+import errno, runpy, sys, time
 sys.path.insert(0, {examples!r})
 from common.elastic import Commits
 def save(self, step, **state):
     with self._told(step):
         raise OSError(errno.ENOSPC, "No space left on device")
 Commits.save = save
+from common.elastic import MemorySnapshots
+after_step = MemorySnapshots.after_step
+def waits_first(self, step, **state):
+    for _ in range(600):  # on a busy machine this one would be left out otherwise
+        if self.rank or self._look_at_pending():
+            break
+        time.sleep(0.1)
+    after_step(self, step, **state)
+MemorySnapshots.after_step = waits_first
 runpy.run_path({examples!r} + "/train_lm.py", run_name="__main__")
 """
 
