@@ -489,7 +489,10 @@ class FSDPModule(_Base):
         # ``fn`` must find the sharded parameters: what it did to gathered ones the next free would
         # take away.
         if unit.runtime is not None:
-            runtime_of(unit).reshard(unit)
+            runtime = runtime_of(unit)
+            if not runtime.in_backward:  # what is attached after this would not be cast
+                runtime.reductions.complete(runtime.streams)
+            runtime.reshard(unit)
         # ``nn.Module._apply`` casts gradients with their parameters, and loses a ``grad_dtype``
         # that a user set: both are taken off and put back.
         unit.param_group.note_grad_dtypes()

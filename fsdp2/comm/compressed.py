@@ -348,6 +348,7 @@ class NarrowSecondaryShards(SecondaryShards):
 
     def __init__(self, of: SecondaryShards, policy: CommPolicy) -> None:
         assert policy.secondary is not None
+        self.in_full = of
         self.layout = of.layout
         self.plan = of.plan
         self.locals = []

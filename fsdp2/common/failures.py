@@ -103,3 +103,13 @@ def accumulation_lost(names: Sequence[str]) -> RuntimeError:
         "iteration again from the first one. To skip an iteration whose backward raised, call "
         "reset_iter_state() where you catch the exception: it drops all gradients"
     )
+
+
+def parameters_are_gone(name: str) -> RuntimeError:
+    """What to raise where backward reaches a forward of unit ``name`` with former parameters."""
+    return RuntimeError(
+        f"Backward reached a forward of unit '{name}', whose parameters were moved, cast or "
+        "replaced since (model.to(), load_state_dict(assign=True), a new nn.Parameter): the graph "
+        "of that forward reads memory that is gone. Change parameters between steps, after "
+        "backward or before forward"
+    )

@@ -54,6 +54,7 @@ class ParamGroup:
         is_trained: whether each of ``params`` requires a gradient.
         dirty: sharded parameters were replaced: plan again before the next use.
         materialized: whether everything that a gather needs has been made.
+        num_plans: how often it has: graphs refer to the storages of one time.
         incomplete: whether the next gather makes unsharded parameters (of tensor subclasses).
         generation: a counter that grows when unsharded parameters are made, frozen or thawed.
         reduce_plans: those that backwards have needed so far; each key begins with the index of the
@@ -85,6 +86,7 @@ class ParamGroup:
         self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
         self.initial: InitialValues | None = None  # what was sharded, until the first forward
         self.materialized = False
+        self.num_plans = 0
         self.incomplete = False
         self.generation = 0
         self.reduce_plans: dict[tuple[int, bool, torch.dtype, tuple[int, ...]], ReducePlan] = {}
@@ -96,6 +98,7 @@ class ParamGroup:
         self._shown: list[nn.Parameter] = []
         self._trains: tuple[bool, ...] = ()
         self._versioned: list[torch.Tensor] = []
+        self._secondary_size: bool | int = False  # that of the last `materialize`
         # What the parameters to show were made for.
         self._secondary_for: tuple[int, list[bool]] | None = None
 
@@ -234,6 +237,7 @@ class ParamGroup:
             grad = (param.grad_dtype_is_set, param.grad_dtype)
             key = (param.mesh, param.compute_dtype, param.dtype, trained, grad, alone)
             groups.setdefault(key, []).append(param)
+        partial = {p: part for bucket in self.buckets for p, part in bucket.partial_parts()}
         self.buckets = [
             (ExtensionBucket if alone else self.bucket_type)(
                 params,
@@ -249,6 +253,8 @@ class ParamGroup:
             )
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
+        for bucket in self.buckets if partial else ():
+            bucket.take_over_partial(partial)
         self.keep_storage(config.keep_unsharded_storage)
         self._forget_plans()
 
@@ -307,13 +313,30 @@ class ParamGroup:
         """
         self.check_comm_policy(self.params, options)
         self._config.comm_options = options
-        # The next `materialize` keeps transports that are there, with the options they were made
-        # with. The plans depend on transports: on what these must copy in, and cast.
+        # Transports are made with these options, and the plans of reductions depend on transports:
+        # on what these must copy in, and cast.
         self.transports.clear()
-        self._forget_plans()
+        self.reduce_plans.clear()
         # Now, while all ranks are in this call: making a group is collective, and in the middle of
         # a forward it would take the buffers of its communicator at peak memory.
         self.make_groups(bucket.mesh for bucket in self.buckets)
+        if self.materialized:
+            self._follow_comm_options()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _follow_comm_options(self) -> None:
+        """Communicate anew what is there: storages and parameters stay."""
+        # Graphs refer to the unsharded parameters, which hold gradients of micro-batches as well.
+        self._make_transports()
+        for bucket, transports in zip(self.buckets, self.transports, strict=True):
+            transports.make_secondary(self._secondary_size)
+            bucket.forget_transports()
+            if bucket.secondary is not None:
+                bucket.secondary = bucket.secondary.in_full
+                self._narrow_secondary(bucket)
+        self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
+        self._secondary_for = None
 
     def make_groups(self, meshes: Iterable[DataParallelMesh]) -> None:
         """Make the process groups that gathers and reductions over ``meshes`` will use.
@@ -383,6 +406,7 @@ class ParamGroup:
         self._check_materialized()
         # The first forward may be an evaluation in inference mode: parameters that are made there
         # could never be trained.
+        self._secondary_size = secondary_size
         with torch.inference_mode(False), torch.no_grad():
             self._make_transports()
             for bucket, transports in zip(self.buckets, self.transports, strict=True):
@@ -393,7 +417,9 @@ class ParamGroup:
                 if bucket.secondary is not None:
                     self._narrow_secondary(bucket)
         self.secondary = [b.secondary for b in self.buckets if b.secondary is not None]
+        self._secondary_for = None
         self.materialized = True
+        self.num_plans += 1
         self.incomplete = any(param.unsharded is None for param in self.params)
         self._follow_unsharded()
 

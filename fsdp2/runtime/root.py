@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ..comm.streams import Event, Streams, streams_for
-from ..common.failures import accumulation_lost
+from ..common.failures import accumulation_lost, parameters_are_gone
 from ..common.steppers import registered as registered_steppers
 from .deferred_reductions import run_deferred
 from .early_steps import EarlySteps
@@ -319,6 +319,11 @@ class Runtime:
         """
         if self.in_backward and self._end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
+        group = unit.param_group
+        if forward is not None and (group.dirty or forward.num_plans != group.num_plans):
+            # What its graph has saved is memory that no gather fills any more, and its gradients
+            # would go to parameters that nothing reduces.
+            raise parameters_are_gone(unit.name)
         self.begin_backward()
         config = unit.config
         entered = self.forwards.enter(unit, forward)

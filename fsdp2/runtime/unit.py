@@ -97,10 +97,11 @@ class Forward:
         entered: backward has reached it.
         outermost: the unit in whose forward this one ran, directly or not; None until it has ended.
         number: how many such forwards had begun.
+        num_plans: of the parameters that it computed with: see `ParamGroup`.
     """
 
     __slots__ = (
-        "__weakref__", "entered", "noted", "number", "outermost", "previous", "unit",
+        "__weakref__", "entered", "noted", "num_plans", "number", "outermost", "previous", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, *, entered: bool = False) -> None:
@@ -110,6 +111,7 @@ class Forward:
         self.previous: Forward | None = None
         self.outermost: Unit | None = None
         self.number = 0
+        self.num_plans = unit.param_group.num_plans
 
     def unit_before(self) -> Unit | None:
         """The unit that backward will reach after this one; None if that is not known."""
@@ -331,6 +333,8 @@ class Unit:
         if self.runtime.budget is not None:
             self.runtime.budget.make_room(self, streams)  # to plan takes the memory for a moment
         self.drop_cache(streams)
+        if self.param_group.num_plans:
+            self.gradients.accumulate(leaves_params=True)
         self.materialize()
         self.runtime.choose_cached()
         streams.before_gathers()  # compute has just written the new shards

@@ -173,18 +173,23 @@ class UnitGrads:
                     dtype = None if keeps else bucket.gather_dtype
                 unsharded.grad_dtype = dtype  # None: autograd's; a sum takes terms of any dtype
 
-    def accumulate(self) -> None:
-        """After a backward without sync: add unsharded gradients up in the reduction's dtype."""
+    def accumulate(self, *, leaves_params: bool = False) -> None:
+        """After a backward without sync: add unsharded gradients up in the reduction's dtype.
+
+        Args:
+            leaves_params: also where autograd does that in ``.grad``, as these parameters are about
+                to be made anew.
+        """
         for bucket in self._param_group.buckets:
-            if bucket.reduce_dtype == bucket.gather_dtype:
+            if bucket.reduce_dtype == bucket.gather_dtype and not leaves_params:
                 continue  # autograd accumulates in .grad, in the right dtype
             for param in bucket.params:
-                grad = param.unsharded.grad  # type: ignore[union-attr]
-                if grad is None:
+                unsharded = param.unsharded
+                if unsharded is None or unsharded.grad is None:
                     continue
                 # Off the parameter: the next backward would add to it in the dtype of computation,
                 # and count it twice.
-                param.unsharded.grad = None  # type: ignore[union-attr]
+                grad, unsharded.grad = unsharded.grad, None
                 grad = param.local_gradient(grad.detach())  # (of backward(create_graph=True))
                 if id(param) in self.accumulated:
                     self.accumulated[id(param)].add_(grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -453,6 +453,14 @@ class Bucket:
         if self.plan.cast or self.layout.num_shards == 1:
             torch._foreach_copy_(self.plan.own, self.plan.source)
 
+    def forget_transports(self) -> None:
+        """Other transports are going to gather it: they keep nothing yet with the plans."""
+        plans = [] if self.gathered is None else [self.plan]
+        if self.secondary is not None:
+            plans.append(self.secondary.plan)
+        for plan in plans:
+            plan.forget_transports()
+
     def free_offload_buffer(self) -> None:
         if self.offload_buffer is not None:
             resize(self.offload_buffer.untyped_storage(), 0)
@@ -527,6 +535,27 @@ class Bucket:
         """Whether an earlier reduction of a parameter is in flight, or waits for an all-reduce."""
         return i in self.in_flight or i in self.partial_present
 
+    def partial_parts(self) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
+        """The sums that wait for an all-reduce: this rank's rows of each parameter, 1-D."""
+        if self.partial is not None:
+            for i in self.partial_present:
+                slot = self.layout.slots[i]
+                yield (
+                    self.params[i],
+                    self.partial.narrow(0, slot.shard_offset, slot.local_numel(self.rank)),
+                )
+
+    def take_over_partial(self, parts: Mapping[ShardedParam, torch.Tensor]) -> None:
+        """Wait on with such sums of buckets in whose place this one is."""
+        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            part = parts.get(param)
+            if part is None:
+                continue
+            if self.partial is None:
+                self.partial = part.new_zeros(self.layout.shard_numel)
+            self.partial.narrow(0, slot.shard_offset, len(part)).copy_(part)
+            self.partial_present.add(i)
+
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a gradient, ours or not."""
         # A loop: this runs in every forward and backward, and a generator costs a frame per item.
@@ -579,9 +608,14 @@ class Bucket:
 
 
 class SecondaryShards:
-    """Larger shards kept between forward and backward (``reshard_after_forward=int``)."""
+    """Larger shards kept between forward and backward (``reshard_after_forward=int``).
+
+    Attributes:
+        in_full: those that these are a narrower form of, or themselves.
+    """
 
     def __init__(self, layout: BucketLayout, rank: int, gathered: Segments) -> None:
+        self.in_full = self
         self.layout = layout
         self.shards = gathered.flats[0].new_empty(layout.shard_numel)
         self.storage = self.shards.untyped_storage()

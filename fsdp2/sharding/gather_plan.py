@@ -45,7 +45,7 @@ class GatherPlan:
         self, layout: BucketLayout, rank: int, shards: torch.Tensor, gathered: Gathered
     ) -> None:
         self.layout = layout
-        self.cast = shards.dtype != gathered.dtype
+        self.cast = self._casts = shards.dtype != gathered.dtype
         num_shards = layout.num_shards
         spans = [(layout.slots[i].shard_offset, layout.slots[i].shard_numel) for i in layout.direct]
         starts = [layout.slots[i].full_offset for i in layout.direct]
@@ -69,6 +69,12 @@ class GatherPlan:
         # for the cast shard. Without a cast, shards are read where they are: no copy at all.
         self.inputs = self.own if self.cast else self.source
         self._plan_unpack(layout, gathered)
+
+    def forget_transports(self) -> None:
+        """Forget how narrower numbers were sent."""
+        # The others are of the group, and of views that are counted (`Bucket.note_references`).
+        self.row = self.encoded = None
+        self.cast = self._casts
 
     def _plan_unpack(self, layout: BucketLayout, gathered: Gathered) -> None:
         """Views for copying packed parameters from the pack to their places."""

@@ -147,11 +147,11 @@ def _take(original: Any, gradients: UnitGrads, **kwargs: Any) -> Any:
     return taken
 
 
-def _accumulate(original: Any, gradients: UnitGrads) -> None:
+def _accumulate(original: Any, gradients: UnitGrads, **kwargs: Any) -> None:
     account = account_of(gradients)
     if account is not None:
         account.observe()
-    original()
+    original(**kwargs)
     if account is not None:
         account.accumulated(gradients.accumulated)
 

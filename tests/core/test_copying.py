@@ -482,8 +482,9 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     }  # fmt: skip
     planned = {
         "params", "buckets", "transports", "gather_tags", "reduce_tags", "unsharded", "is_trained",
-        "dirty", "materialized", "incomplete", "generation", "reduce_plans", "_gather_batches",
-        "_reserved_tags",
+        "dirty", "materialized", "num_plans", "incomplete", "generation", "reduce_plans",
+        "_gather_batches",
+        "_reserved_tags", "_secondary_size",
         "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
         "_planned", "_shown", "_trains",
     }  # fmt: skip
