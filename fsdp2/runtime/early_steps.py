@@ -84,7 +84,8 @@ class EarlySteps:
             self._free_gradients()
         if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
             return
-        if not tree.ends_iteration or tree.creates_graph:
+        # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
+        if not (tree.ends_iteration and unit.config.sync_grads) or tree.creates_graph:
             return
         if unit.awaits_backward or unit.gradients.deferred.groups:
             return

@@ -214,16 +214,17 @@ def test_shards_that_compute_are_left_to_the_step() -> None:
     assert_same(model, optimizer, right_model, right)
 
 
-@pytest.mark.parametrize("how", ["sync", "last", "manual"])
+@pytest.mark.parametrize("how", ["sync", "sharded", "last", "manual"])
 @distributed(2)
 def test_accumulation(how: str) -> None:
     model, optimizer, right_model, right = both()
     for each in (model, right_model):
         each.set_manual_backward_finalization(how == "manual")
+        each.set_accumulate_sharded(how == "sharded")
     for step in range(4):
         for each, stepping in ((model, optimizer), (right_model, right)):
             for micro in range(3):
-                if how == "sync":
+                if how in ("sync", "sharded"):
                     each.set_requires_gradient_sync(micro == 2)
                 elif how == "last":
                     each.set_is_last_backward(micro == 2)
@@ -237,7 +238,7 @@ def test_accumulation(how: str) -> None:
             elif each is model and step > 1:
                 # What the last backward does not use is left to the step.
                 assert "blocks.2.weight" in stepped(optimizer)
-                assert ("rare.weight" in stepped(optimizer)) == (how != "last")
+                assert ("rare.weight" in stepped(optimizer)) == (how == "sync")
             stepping.step()
             stepping.zero_grad()
     assert_same(model, optimizer, right_model, right)
