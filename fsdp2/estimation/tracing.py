@@ -404,6 +404,7 @@ class _TracedUnit:
         self.input_nodes: dict[int, Any] = {}
         self.runtime: Any = None
         self.registration = SimpleNamespace(overrides=())  # (of functional_call)
+        self.param_group = SimpleNamespace(num_plans=1)  # (never planned anew)
 
 
 class _Recorder:
