@@ -259,6 +259,8 @@ class Run(Backwards):
             self.free()  # or the first forward of the whole model would refuse this
         batch = self.batch()
         outputs, given = [], []
+        # (What was frozen while gathered, shards are told in the next forward.)
+        trains = {name: p.requires_grad for name, p in self.plain.named_parameters()}
         for each in self.both():
             # Shards on all ranks, or only some would take part in making them whole: a rank need
             # not have gathered what it has not used.
@@ -266,7 +268,7 @@ class Run(Backwards):
                 named = dict(list(each.named_parameters())[::every])
                 others = {n: (p if trained else whole(p)) * 0.9 for n, p in named.items()}
             for name, other in others.items():
-                other.requires_grad_(trained and named[name].requires_grad)
+                other.requires_grad_(trained and trains[name])
             given.append(others)
             with torch.set_grad_enabled(trained):
                 outputs.append(torch.func.functional_call(each, others, batch))
