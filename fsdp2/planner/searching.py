@@ -89,7 +89,7 @@ class Search:
         """The best configuration for ranks with these loads."""
         self.loads = loads
         self._replays: dict[Candidate, list[RankOfPipeline]] = {}
-        self._compared: dict[Candidate, list[StagesReplay]] = {}
+        self._kept_replays: dict[Candidate, list[StagesReplay]] = {}
         self.outcomes: dict[Candidate, Outcome] = {}
         self._estimated: set[Candidate] = set()  # of these outcomes
         self._too_large: dict[Candidate, GatherBudgetError] = {}
@@ -259,10 +259,10 @@ class Search:
         if candidate.degrees.pipeline > 1:
             return self._pipeline_steps(candidate, simulator, by)
         # Of the few configurations that are compared so, replays are kept: only times change.
-        replays = self._compared.get(candidate)
+        replays = self._kept_replays.get(candidate)
         if replays is None:
             setup = self.setup(candidate)
-            replays = self._compared[candidate] = [
+            replays = self._kept_replays[candidate] = [
                 simulator.replay_step(self._trace_of(candidate, load), setup) for load in self.loads
             ]
         return slowest_first(

@@ -197,9 +197,8 @@ class ShardedParam:
         if self.tensor_parallel is not None:
             self._check_tensor_parallel_blocks(granularity, self.tensor_parallel, self.dim)
         size, num = self.full_shape[self.dim], self.mesh.num_shards
-        if entries_per_part(size, num, granularity) == entries_per_part(size, num):
-            return 1
-        return granularity
+        same = entries_per_part(size, num, granularity) == entries_per_part(size, num)
+        return 1 if same else granularity
 
     def _check_tensor_parallel_blocks(self, granularity: int, others: TensorSpec, dim: int) -> None:
         """Raises ValueError if tensor parallelism leaves any rank a part of a block."""

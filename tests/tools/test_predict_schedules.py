@@ -23,6 +23,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, predict
 from fsdp2.estimation.events import Gradient
 from fsdp2.estimation.paged_state import NOTHING
 from fsdp2.estimation.pipeline import Part, replay_rank
+from fsdp2.estimation.replay import Replay
 from fsdp2.estimation.schedules import SPLIT, STAGES_PER_RANK, actions_of, order_of, rank_of_stage
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.trace_options import TraceOptions
@@ -30,7 +31,7 @@ from fsdp2.planner import find_hardware
 from fsdp2.planner.pipeline_times import RankTimes, begins
 from fsdp2.planner.stages import StagedSteps
 from harness import cached_mesh, distributed
-from traffic import counting, noting_messages
+from traffic import Traffic, counting, noting_messages
 
 LOOPED = [name for name, allowed in STAGES_PER_RANK.items() if 2 in allowed]
 MICRO_BATCHES = 4
@@ -96,6 +97,26 @@ def parts_of(schedule: str, reshard: bool) -> list[Part]:
     ]  # fmt: skip
 
 
+def assert_same_traffic(made: Replay, own: list[Part], traffic: Traffic, sent: list[int]) -> None:
+    """Of a rank with the stages ``own``: gathers, reductions, and messages between stages."""
+    gathers = [t for t in made.transfers if t.kind == "all_gather"]
+    reductions = [t for t in made.transfers if t.kind == "reduce_scatter"]
+    assert traffic.num_gathers == len(gathers)
+    assert traffic.gathered == sum(t.sent for t in gathers)
+    assert traffic.reduced == pytest.approx(sum(t.sent for t in reductions))
+    here = {part.number for part in own}
+    messages = [
+        nbytes
+        for part in own
+        for nbytes, there in (
+            (part.trace.sent_bytes, part.number + 1),
+            (part.trace.returned_bytes, part.number - 1),
+        )
+        if nbytes and there not in here
+    ]
+    assert sorted(sent) == sorted(messages * MICRO_BATCHES)
+
+
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
 @pytest.mark.parametrize("schedule", LOOPED)
 @distributed(4)
@@ -104,22 +125,7 @@ def test_a_run_sends_and_needs_what_was_predicted(schedule: str, reshard: bool) 
     own = [p for p in parts_of(schedule, reshard) if rank_of_stage(schedule, p.number, 2) == rank]
     order = order_of(schedule, rank, 2, MICRO_BATCHES, 2)
     made = replay_rank(own, order, optimizer=NOTHING).replay
-    gathers = [t for t in made.transfers if t.kind == "all_gather"]
-    reductions = [t for t in made.transfers if t.kind == "reduce_scatter"]
-    assert traffic.num_gathers == len(gathers)
-    assert traffic.gathered == sum(t.sent for t in gathers)
-    assert traffic.reduced == pytest.approx(sum(t.sent for t in reductions))
-    other = {part.number for part in own}
-    messages = [
-        nbytes
-        for part in own
-        for nbytes, there in (
-            (part.trace.sent_bytes, part.number + 1),
-            (part.trace.returned_bytes, part.number - 1),
-        )
-        if nbytes and there not in other
-    ]
-    assert sorted(sent) == sorted(messages * MICRO_BATCHES)
+    assert_same_traffic(made, own, traffic, sent)
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
         return  # schedules of older torch hold what they receive and send for longer
     # Of the two shards, one holds a little less of what gloo sends.
