@@ -16,7 +16,7 @@ if harness.RUNS_ON_TORCH:
 
 from test_predict_context import Block as Attention
 from test_predict_context import Sent, attend, batch
-from test_predict_expert_stages import BF16, H100, Mixture
+from test_predict_expert_stages import BF16, H100, Mixture, Words
 from test_predict_pipeline import split
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
@@ -51,7 +51,7 @@ class Block(nn.Module):
         return self.mixture(self.attention(x))
 
 
-class Model(nn.Module):
+class Model(Words):
     def __init__(
         self,
         width: int = WIDTH,
@@ -60,18 +60,9 @@ class Model(nn.Module):
         num_experts: int = 8,
         attention: Any = attend,
     ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(48, width)
-        self.blocks = nn.ModuleList(
-            Block(width, head, attention, num_experts) for _ in range(num_blocks)
+        super().__init__(
+            width, (Block(width, head, attention, num_experts) for _ in range(num_blocks))
         )
-        self.head = nn.Linear(width, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def on_meta(**sizes: Any) -> Model:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,13 @@ class Mixture(nn.Module):
         return x + exchange.combine(rows, torch.sigmoid(self.gate(flat))).view_as(x)
 
 
-class Model(nn.Module):
-    """Dense blocks, then those with experts, as in DeepSeek-V3."""
+class Words(nn.Module):
+    """Token ids to logits of as many words, through ``blocks``."""
 
-    def __init__(
-        self, num_blocks: int = 4, num_dense: int = 1, width: int = 64, num_experts: int = 8
-    ) -> None:
+    def __init__(self, width: int, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(48, width)
-        self.blocks = nn.ModuleList(
-            Dense(width) if i < num_dense else Mixture(width, num_experts)
-            for i in range(num_blocks)
-        )
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 48)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,6 +86,18 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Model(Words):
+    """Dense blocks, then those with experts, as in DeepSeek-V3."""
+
+    def __init__(
+        self, num_blocks: int = 4, num_dense: int = 1, width: int = 64, num_experts: int = 8
+    ) -> None:
+        kinds = (i < num_dense for i in range(num_blocks))
+        super().__init__(
+            width, (Dense(width) if dense else Mixture(width, num_experts) for dense in kinds)
+        )
 
 
 def on_meta(**sizes: Any) -> Model:
