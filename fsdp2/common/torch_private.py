@@ -280,6 +280,11 @@ TRACING = (
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
     ),
     *_names(
+        "results of operators on fake tensors, made anew",
+        "torch._C._DisableTorchDispatch",
+        "torch._ops.OpOverload",
+    ),
+    *_names(
         "attention in a graph that is traced for a compiler",
         "torch._subclasses.functional_tensor.FunctionalTensor",
     ),

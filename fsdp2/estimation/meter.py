@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .events import Compute, Operation, Uncosted
-from .op_costs import cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
+from .known_results import KnownResults
+from .op_costs import Cost, cost_of, has_no_kernel, may_copy, nbytes_of, operator_name
 from .workspaces import with_float32_gradients, with_workspace
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -72,6 +73,7 @@ class StorageMeter(TorchDispatchMode):
         self._memory: list[tuple[int, int]] = []  # as `Compute.memory`
         self._num_storages = 0
         self._free: dict[Any, bool] = {}
+        self._known = KnownResults()
         self._paused = False
 
     def __torch_dispatch__(
@@ -87,25 +89,35 @@ class StorageMeter(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if self._in_flight and not self._paused:
             self._wait_for(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if self._paused:
-            return result
-        if func.namespace == "_c10d_functional":
-            self._collective(func, args, result)
-            return result
+        call = self._known.call_of(func, args, kwargs)
+        known = None if call is None else self._known.find(call)
+        if call is not None and known is not None:
+            result, cost = known.make(call.tensors), known.cost
+        else:
+            result = func(*args, **kwargs)
+            if self._paused:
+                return result
+            if func.namespace == "_c10d_functional":
+                self._collective(func, args, result)
+                return result
+            result = with_workspace(func, args, kwargs, result)
+            if self._device_type == "cpu":
+                result = with_float32_gradients(func, args, result)
+            cost = None if self._is_free(func) else cost_of(func, args, kwargs, result)
+            if call is not None:
+                self._known.keep(call, result, cost)
+        if not self._paused:
+            self._count_call(func, result, cost)
+        return result
+
+    def _count_call(self, func: Any, result: Any, cost: Cost | None) -> None:
         if self._on_operator is not None:
             self._on_operator(func, result)
-        result = with_workspace(func, args, kwargs, result)
-        if self._device_type == "cpu":
-            result = with_float32_gradients(func, args, result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.track(tensor)
-        if not self._is_free(func):
-            cost = cost_of(func, args, kwargs, result)
-            if cost is not None:
-                self.count(cost.operation, None if cost.known else operator_name(func))
-        return result
+        if cost is not None:
+            self.count(cost.operation, None if cost.known else operator_name(func))
 
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
         name = operator_name(func).partition("::")[2].rstrip("_")
