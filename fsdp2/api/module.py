@@ -498,12 +498,14 @@ class FSDPModule(_Base):
         unit.param_group.note_grad_dtypes()
         kept = unit.param_group.detach_gradients()
         made = to_be_made(fn, own_modules(self, recurse), unit.params)
+        before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
         unit.param_group.adopt_replaced()
         unit.param_group.attach_gradients(kept)
-        # Always: the Parameter objects stay the same where their local tensors are new ones,
-        # outside of the storage of the bucket.
-        unit.param_group.dirty = True
+        # The Parameter objects stay the same where their local tensors are new ones, outside of
+        # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand
+        # between forward and backward.
+        unit.param_group.dirty |= unit.param_group.where_shards_are() != before
         unit.param_group.unwritten += write_pattern(made)
         return result
 

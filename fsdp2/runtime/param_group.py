@@ -275,13 +275,20 @@ class ParamGroup:
             return self._reduce_dtype_of(param)
         return _own_grad_dtype(param)
 
+    def where_shards_are(self) -> list[object]:
+        """What differs for each parameter after a move or cast of it, and after nothing else."""
+        return [
+            (id(p.sharded), p.local.dtype, t.untyped_storage()._cdata, t.storage_offset())
+            for p in self.params
+            for t in inner_tensors(p.local)
+        ]
+
     def note_grad_dtypes(self) -> None:
         """Take over a ``grad_dtype`` that users set on sharded parameters before the first use."""
         before = [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
         for param in self.params:
             param.note_grad_dtype(param.sharded)
-        if before != [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]:
-            self.dirty = True
+        self.dirty |= before != [(p.grad_dtype_is_set, p.grad_dtype) for p in self.params]
 
     def detach_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
         """Detach gradients whose dtype a user set: a cast of the parameters must not cast them."""

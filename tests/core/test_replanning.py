@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp2
 from fsdp2 import FSDPModule
+from fsdp2.runtime.unit import unit_of
 from harness import cached_mesh, distributed, ours_only
 from models import MLP
 from program_operations import CustomGather, CustomReduceScatter
-from reference import assert_same, assert_same_gradients, pair, run_both
+from reference import assert_same, assert_same_gradients, average_gradients, pair, run_both
 
 
 def reduce_by_hand(model: FSDPModule) -> None:
@@ -50,6 +52,16 @@ def change_units(model: nn.Module, change: Callable[[FSDPModule], None]) -> None
     for module in model.modules():
         if isinstance(module, FSDPModule):
             change(module)
+
+
+def move(model: nn.Module) -> None:
+    """Put all parameters elsewhere in memory, as `nn.Module.to` does for another device."""
+    model._apply(torch.clone)
+
+
+def num_plans(model: nn.Module) -> list[int]:
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return [unit_of(m).param_group.num_plans for m in units]
 
 
 @ours_only("torch keeps nothing that depends on these settings")
@@ -124,7 +136,7 @@ def test_micro_batches_before_a_move_or_cast_count(dtype: torch.dtype) -> None:
     model.set_requires_gradient_sync(False)
     run_both(MLP, model, plain, 0, average=False)
     for each in (plain, model):
-        each.to("cpu", dtype)
+        each.to("cpu", dtype) if dtype == torch.float32 else move(each)
     model.set_requires_gradient_sync(True)
     run_both(MLP, model, plain, 1, dtype=dtype)
     assert_same_gradients(model, plain)
@@ -140,11 +152,36 @@ def test_sums_before_a_move_reach_the_all_reduce(completes: bool) -> None:
     model.set_is_last_backward(completes)
     run_both(MLP, model, plain, 0, average=False)
     for each in (plain, model):
-        each.to("cpu")
+        move(each)
     model.set_requires_all_reduce(True)
     model.set_is_last_backward(True)
     run_both(MLP, model, plain, 1)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(1, 2)
+def test_a_move_that_moves_nothing_costs_nothing(reshard: bool) -> None:
+    """Between forward and backward, too, and between micro-batches."""
+    model, plain = pair(MLP, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    run_both(MLP, model, plain, 0, average=False)
+    model.set_requires_gradient_sync(True)
+    plans = num_plans(model)
+    batch = MLP.batch(1, dist.get_rank(), torch.float64)
+    losses = [MLP.loss(each, *batch) for each in (plain, model)]
+    for each in (plain, model):
+        each.to("cpu", torch.float64)
+    for loss in losses:
+        loss.backward()
+    average_gradients(plain)
+    assert_same_gradients(model, plain)
+    for each in (plain, model):
+        each.to("cpu").zero_grad()
+    run_both(MLP, model, plain, 2)
+    assert_same_gradients(model, plain)
+    assert num_plans(model) == plans
 
 
 @ours_only("torch reads memory that is gone")
@@ -154,7 +191,7 @@ def test_a_backward_of_parameters_that_were_moved_since_is_an_error(again: bool)
     model, plain = pair(MLP)
     batch = MLP.batch(0, 0, torch.float64)
     loss = MLP.loss(model, *batch)
-    model.to("cpu")
+    move(model)
     if again:  # and planned anew
         MLP.loss(model, *batch)
     with pytest.raises(RuntimeError, match="moved, cast or replaced since"):

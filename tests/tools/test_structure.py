@@ -73,9 +73,10 @@ def test_the_core_stays_small() -> None:
     # 1 for the head of a file that was a part of another; 25 and 2 for backwards that raise after
     # they have added to gradients; 48 and 6 for ranks that agree, whatever one of them holds or has
     # used, on what to gather and reduce, and for gradients written after such backwards; 59 and 5
-    # for what units that are planned anew in the middle of a step still hold.
-    assert core().code_lines <= 9906
-    assert core().functions <= 1056
+    # for what units that are planned anew in the middle of a step still hold; 4 and 1 for moves
+    # that move nothing.
+    assert core().code_lines <= 9910
+    assert core().functions <= 1057
 
 
 def test_no_function_of_the_core_is_long() -> None:
