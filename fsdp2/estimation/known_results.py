@@ -57,10 +57,15 @@ class KnownResults:
     """The memory of one trace.
 
     Example:
-        >>> known = KnownResults()
-        >>> call = known.call_of(func, args, kwargs)
-        >>> found = known.find(call)  # None
-        >>> known.keep(call, func(*args, **kwargs), cost=None)
+        >>> import torch
+        >>> from torch._subclasses import FakeTensorMode
+        >>> known, func = KnownResults(), torch.ops.aten.neg.default
+        >>> with FakeTensorMode():
+        ...     call = known.call_of(func, (torch.ones(2, 3),), {})
+        ...     known.keep(call, func(*call.args), cost=None)
+        ...     other = known.call_of(func, (torch.zeros(2, 3),), {})
+        ...     known.find(other).make(other.tensors).shape
+        torch.Size([2, 3])
     """
 
     def __init__(self) -> None:

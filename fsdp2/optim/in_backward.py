@@ -336,7 +336,9 @@ class _Begun:
         self.grad = param.grad
         self.local_grad: Tensor | None = local_part(param.grad)  # type: ignore[arg-type]
         self.param_version = param._version  # which a step of the plain tensor leaves as it is
+        self.version_before = stand.source._version
         self.version_after = -1  # of the plain tensor, after its step
+        self.is_written = False  # whether somebody else wrote to it before the thread came to it
         self.is_replaced = False  # whether ``.grad`` was assigned to meanwhile
 
     def difference(self) -> str | None:
@@ -345,7 +347,7 @@ class _Begun:
             return "gradient was replaced"
         if local_part(self.param) is not self.stand.source:
             return "memory was replaced"
-        if _versions(self.param) != (self.param_version, self.version_after):
+        if self.is_written or _versions(self.param) != (self.param_version, self.version_after):
             return "value was changed"
         return None
 
@@ -401,6 +403,9 @@ class _Part:
     def run(self, wait: Callable[[], None]) -> None:
         """In the thread: step."""
         wait()
+        # Writes while the step runs count as its own: nothing tells them apart.
+        for each in self.begun:
+            each.is_written = each.stand.source._version != each.version_before
         raw_step(type(self._inner))(self._inner)
         for each in self.begun:
             each.version_after = each.stand.source._version

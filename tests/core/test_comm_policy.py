@@ -351,7 +351,7 @@ def test_error_feedback(node: int | None) -> None:
         assert torch.equal(value, second[name])
     assert not torch.equal(first["first.weight"], second["first.weight"])
     # Storages that are planned anew begin without, too.
-    again.float()
+    again._apply(torch.clone)
     again.zero_grad()
     loss_of(again).backward()
     for name, value in whole_gradients(again).items():

@@ -26,6 +26,7 @@ from fsdp2 import (
 )
 from fsdp2.common.steppers import registered
 from fsdp2.optim import clip_grad_norm_, flat_step, local_step, step_in_backward
+from fsdp2.optim.in_backward import _STEPS
 from fsdp2.runtime.unit import unit_of
 from harness import cached_mesh, cpu_only, distributed, ours_only
 
@@ -559,6 +560,24 @@ def test_what_is_changed_after_the_step_began_is_an_error(change: Any, what: str
     optimizer.zero_grad()
     vars(optimizer).pop("grad_scale", None)
     train(model, optimizer, range(3, 5))  # said once
+
+
+@pytest.mark.parametrize("change", [_write, _write_locally])
+@distributed(2)
+def test_what_is_changed_before_the_thread_comes_to_it_is_an_error(change: Any) -> None:
+    """Whether a rank's thread is fast makes no difference."""
+    model = sharded()
+    optimizer = step_in_backward(adam(model))
+    train(model, optimizer, range(3))
+    go_on = threading.Event()
+    vars(optimizer)[_STEPS]._worker.submit(go_on.wait)
+    loss_of(model, 3).backward()
+    change(model, optimizer)
+    go_on.set()
+    with pytest.raises(RuntimeError, match=r"'blocks.2.weight' .* value was changed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(4, 6))
 
 
 class Pieces(nn.Module):

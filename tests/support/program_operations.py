@@ -305,5 +305,7 @@ class Run(Backwards):
         self.optimizer("sgd", "plain")
 
     def move(self) -> None:
+        """Elsewhere in memory, as to another device; then a move that moves nothing."""
         for each in self.both():
+            each._apply(torch.clone)
             each.to("cpu")

@@ -80,7 +80,7 @@ class Step:
     event: bool = False
     set_to_none: bool = True
     keep_gradient: bool = False
-    moves: bool = False  # model.float(): storages are made anew
+    moves: bool = False  # as model.to(device) does: storages are made anew
     reloads: bool = False
     clips: bool = False
     writes_frozen: bool = False  # their shards, beside the optimizer
@@ -319,7 +319,7 @@ class Training:
 
     def step(self, step: Step) -> None:
         if step.moves:
-            self.model.float()
+            self.model._apply(torch.clone)
         if step.thaws:
             for param in self.frozen:
                 param.requires_grad_(not param.requires_grad)
