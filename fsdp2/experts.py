@@ -10,6 +10,7 @@ experts, two per rank::
                        efsdp 1      rank 4      rank 5      rank 6      rank 7
                        experts      0, 1        2, 3        4, 5        6, 7
 
+Tensor-parallel ranks are ranks of this mesh like others, with parts of the same batch.
 `shard_experts` shards the parameters; `TokenExchange` moves the tokens of one batch. Nothing else
 in this package knows about experts.
 """
@@ -42,26 +43,40 @@ __all__ = ["TokenExchange", "local_experts", "shard_experts"]
 # -- parameters ----------------------------------------------------------------------------------
 
 
-def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **options: Any) -> Any:
+def shard_experts(
+    module: Any,
+    *,
+    mesh: DeviceMesh,
+    expert_dim: str = "ep",
+    data_ranks: int | None = None,
+    **options: Any,
+) -> Any:
     """Keep this rank's experts of ``module``, sharded over the ranks that have the same experts.
 
     Dim 0 of every parameter is the expert, for example (num_experts, in, out). It is split along
     ``expert_dim`` of ``mesh`` like ``torch.chunk``, without communication; then `fully_shard` is
     called with the other dims. Call this before `fully_shard` of the enclosing block.
 
-    Gradients are summed over all ranks that have an expert and divided by ``mesh.size()``. Each
+    Gradients are summed over all ranks that have an expert and divided by ``data_ranks``. Each
     expert sees the tokens of a whole row of the mesh, so this is the mean over all data-parallel
     ranks, as for other parameters. Experts without tokens get zero gradients, and backward still
     runs through them, so that all ranks make the same gathers and reductions. Forward must be
     called on every rank, with zero rows if there are none.
 
+    The rest of a model may be tensor-parallel. Then ``mesh`` has the tensor-parallel ranks too, and
+    each of these sends its part of the tokens of their batch, so that none is computed twice.
+    ``data_ranks`` is then the number of tensor-parallel groups. Experts themselves are whole.
+
     Args:
         module: the experts; ``forward`` sees parameters that are DTensors over ``expert_dim``,
             and computes with `local_experts` of them.
-        mesh: all data-parallel ranks, with one dim named ``expert_dim``. One more dim: shard
+        mesh: all ranks that send tokens, with one dim named ``expert_dim``. One more dim: shard
             over it; two more: replicate over the first, shard over the second. The data-parallel
             mesh of the rest of the model need not be a slice of it.
         expert_dim: name of the dim over which experts are distributed.
+        data_ranks: over how many data-parallel ranks gradients are averaged: ``mesh.size()`` //
+            (tensor-parallel ranks) where these send parts of the tokens of one batch. None:
+            ``mesh.size()``, for ranks that each send all tokens of their batch.
         options: passed on to `fully_shard`. Without ``shard_placement_fn``, parameters are
             sharded on dim 0 if there are as many local experts as shards, else on dim 1.
 
@@ -69,8 +84,9 @@ def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **op
         ``module``.
 
     Raises:
-        ValueError: for a mesh without that dim or with too few or too many others, or parameters
-            that do not have one dim 0 in common.
+        ValueError: for a mesh without that dim or with too few or too many others, a number of
+            data-parallel ranks that does not divide its size, and parameters that do not have one
+            dim 0 in common, or are distributed already.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
@@ -86,8 +102,15 @@ def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **op
             f"shard_experts needs a mesh with a dim '{expert_dim}' and one or two more, to shard "
             f"or to replicate and shard over; got dims {names} (a dim may have size 1)"
         )
+    data_ranks = mesh.size() if data_ranks is None else data_ranks
+    if data_ranks < 1 or mesh.size() % data_ranks:
+        raise ValueError(
+            f"data_ranks must divide the {mesh.size()} ranks of the mesh of experts, got "
+            f"{data_ranks}: the others are tensor-parallel ranks with parts of the same batches"
+        )
     num_experts = _num_experts(module)
     expert_mesh = mesh[expert_dim]
+    _check_not_distributed(module, expert_mesh)
     _deal_out(module, expert_mesh)
     num_shards = mesh.size(names.index(others[-1]))
     num_local = -(-num_experts // expert_mesh.size())
@@ -98,7 +121,7 @@ def shard_experts(module: Any, *, mesh: DeviceMesh, expert_dim: str = "ep", **op
     options.setdefault("shard_placement_fn", place)
     module.register_forward_hook(_connect_output, with_kwargs=True)  # before those of the unit
     fully_shard(module, mesh=mesh[others], **options)
-    module.set_gradient_divide_factor(float(mesh.size()))
+    module.set_gradient_divide_factor(float(data_ranks))
     module.set_reduce_scatter_unused_params(True)
     return module
 
@@ -129,6 +152,18 @@ def _deal_out(module: nn.Module, mesh: DeviceMesh) -> None:
                 whole = dtensor_over(own, mesh, [Shard(0)], shape, stride)
                 made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
             setattr(owner, name, made[param])
+
+
+def _check_not_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, param in module.named_parameters():
+        if not isinstance(param, DTensor):
+            continue
+        if param.device_mesh != mesh or tuple(param.placements) != (Shard(0),):
+            raise ValueError(
+                f"Parameter '{name}' of shard_experts is a DTensor over {param.device_mesh} with "
+                f"placements {tuple(param.placements)}: experts are distributed whole, so leave "
+                "them out of what makes the model tensor-parallel"
+            )
 
 
 def _connect_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.store_exchange import name_ranks
 from ..sharding.param import ShardedParam, TensorSpec
@@ -138,7 +139,7 @@ def all_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, str]]
         for param in unit.params:
             # As bytes: NaNs count as equal if their bits are, and NumPy has no bfloat16.
             local = param.local.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-            part = _part_held(unit, param)
+            part = _part(param.sharded_spec, unit.mesh.mesh)
             found.setdefault(part, {})[_values_key(param, part, names)] = _checksum(local.numpy())
     return found
 
@@ -150,7 +151,7 @@ def sampled_values(units: Iterable[Unit], names: Names) -> dict[str, dict[str, s
     found: dict[str, dict[str, str]] = {}
     for (unit, param), sample in zip(held, samples, strict=True):
         if sample:
-            part = _part_held(unit, param)
+            part = _part(param.sharded_spec, unit.mesh.mesh)
             found.setdefault(part, {})[_values_key(param, part, names)] = _checksum(sample)
     return found
 
@@ -177,22 +178,23 @@ def _has_replicas(param: ShardedParam) -> bool:
     )
 
 
-def _part(spec: TensorSpec | None) -> str:
-    """The part of a tensor that this rank has: "1 of mesh dim 0"; empty: all of it."""
+def _part(spec: TensorSpec | None, usual: DeviceMesh | None = None) -> str:
+    """The part of a tensor that this rank has: "1 of mesh dim 0"; empty: all of it.
+
+    Args:
+        usual: the mesh that needs no mention; None: each has one, but not its ranks.
+    """
     if spec is None:
         return ""
     place = spec.mesh.get_coordinate() or ()
     cuts = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
-    return ", ".join(f"{place[dim]} of mesh dim {dim}" for dim in cuts)
-
-
-def _part_held(unit: Unit, param: ShardedParam) -> str:
-    spec = param.sharded_spec
-    part = _part(spec)
-    # Ranks compare per topic: the same coordinate in the mesh of other experts is another shard.
-    if spec.mesh != unit.mesh.mesh:
-        part += " over " + name_ranks(spec.mesh.mesh.flatten().tolist())
-    return part
+    part = ", ".join(f"{place[dim]} of mesh dim {dim}" for dim in cuts)
+    if spec.mesh == usual:
+        return part
+    # Ranks compare per topic: the same coordinate in another mesh, be it of the same ranks (experts
+    # beside tensor parallelism), is a part that other ranks have.
+    part += f" in {spec.mesh.mesh_dim_names} = {tuple(spec.mesh.shape)}"
+    return part if usual is None else f"{part} over {name_ranks(spec.mesh.mesh.flatten().tolist())}"
 
 
 def _values_key(param: ShardedParam, part: str, names: Names) -> str:
