@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,6 +199,8 @@ class Ledger(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 continue
             local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, AsyncCollectiveTensor):  # a wrapper, without memory of its own
+                local = local.elem
             storage = local.untyped_storage()
             reference = StorageWeakRef(storage)
             if reference.cdata not in self._live:

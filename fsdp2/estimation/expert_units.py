@@ -17,7 +17,7 @@ class InnerTopology(Topology):
     """The placement of ranks where a mesh has one more dim, the last, of consecutive ranks.
 
     Attributes:
-        experts: ranks over which experts are distributed.
+        experts: ranks over which experts are distributed, of all, tensor-parallel ones too.
         tensor: ranks that share the operators of a tensor-parallel model; the other dims count
             such groups.
         context: ranks, or such groups, that have parts of the same sequences: consecutive ones of
@@ -34,6 +34,10 @@ class InnerTopology(Topology):
         """As in `Topology`; also over "tensor", "context", "pipeline", "experts", and "expert
         shard": ranks with the same ones."""
         data_ranks = self.num_shards * self.num_replicas
+        if group in ("experts", "expert shard"):
+            alike = data_ranks * self.tensor // self.experts
+            mesh = Topology(self.experts, alike, self.ranks_per_node)
+            return mesh.ring("shard" if group == "experts" else "replicate")
         if group == "pipeline":
             stage = Topology(data_ranks * self.tensor, self.pipeline, self.ranks_per_node)
             return stage.ring("replicate")
@@ -54,11 +58,7 @@ class InnerTopology(Topology):
             return Topology(self.context, data_ranks // self.context, self.ranks_per_node).ring(
                 "shard"
             )
-        if group not in ("experts", "expert shard"):
-            return super().ring(group, secondary_size)
-        alike = self.num_shards * self.num_replicas // self.experts
-        mesh = Topology(self.experts, alike, self.ranks_per_node)
-        return mesh.ring("shard" if group == "experts" else "replicate")
+        return super().ring(group, secondary_size)
 
 
 def experts_of(model: nn.Module, experts: Any) -> list[str]:

@@ -183,7 +183,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
     expert_mesh: Any = DataParallelMesh(
         mesh=None,  # type: ignore[arg-type]
         shard_group="expert shard" if alike > 1 else None,  # type: ignore[arg-type]
-        shard_rank=setup.rank // setup.expert_ranks,
+        shard_rank=setup.expert_shard_rank,
         num_shards=alike,
         replicate_group=None,
         num_replicas=1,

@@ -83,10 +83,11 @@ def make_setup(
         raise ValueError("Strategy 'hybrid' needs a mesh of two dims: (replicas, shards)")
     if not chosen.sharded:
         replicas, shards = replicas * shards, 1
-    if replicas * shards % expert_ranks:
+    all_ranks = replicas * shards * options.get("tensor_ranks", 1)
+    if all_ranks % expert_ranks:
         of = "ranks of a stage" if options.get("pipeline_ranks", 1) > 1 else "ranks"
         raise ValueError(
-            f"expert_ranks={expert_ranks} must divide the number of {of}, {replicas * shards}: "
+            f"expert_ranks={expert_ranks} must divide the number of {of}, {all_ranks}: "
             "their mesh is (ranks // expert_ranks, expert_ranks)"
         )
 

@@ -38,7 +38,8 @@ class Setup:
         comm_policy: of all units.
         ranks_per_node: which determines what leaves a node.
         expert_ranks: over which experts are distributed, of the parameters that the trace says
-            belong to experts; these are sharded over the ranks that have the same ones.
+            belong to experts; these are sharded over the ranks that have the same ones, with
+            ``tensor_ranks`` among them.
         tensor_ranks: that share the operators of a tensor-parallel model, beside ``num_ranks``.
         context_ranks: of ``num_ranks``, those that have parts of the same sequences.
         max_device_bytes: what `CPUOffloadPolicy` leaves on the device; None: nothing.
@@ -86,7 +87,12 @@ class Setup:
     @property
     def num_expert_shards(self) -> int:
         """Ranks that have the same experts."""
-        return self.num_ranks // self.expert_ranks
+        return self.num_ranks * self.tensor_ranks // self.expert_ranks
+
+    @property
+    def expert_shard_rank(self) -> int:
+        """The rank among these: of the tensor ranks that are ``rank``, the first."""
+        return self.rank * self.tensor_ranks // self.expert_ranks
 
     @property
     def topology(self) -> Topology:
@@ -135,7 +141,7 @@ def shard_shape(param: ParamInfo, setup: Setup) -> tuple[int, ...]:
 
 def shard_rank_of(param: ParamInfo, setup: Setup) -> int:
     """The rank of ``setup`` among those that share a parameter."""
-    return setup.rank if param.num_experts is None else setup.rank // setup.expert_ranks
+    return setup.rank if param.num_experts is None else setup.expert_shard_rank
 
 
 def with_rank(setup: Setup, rank: int) -> Setup:

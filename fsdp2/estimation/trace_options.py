@@ -86,6 +86,7 @@ class TraceOptions:
             raise ValueError(
                 "fake=False runs on one process, which has all experts: expert_ranks is 1"
             )
+        self._check_experts(model)
         self._check_saved()
         self._check_context()
         if self.compiled:
@@ -97,6 +98,16 @@ class TraceOptions:
                     "compiled= goes together neither with fake=False nor with tensor_ranks or "
                     "context_ranks"
                 )
+
+    def _check_experts(self, model: nn.Module) -> None:
+        for module in self.experts:
+            for name, param in model.get_submodule(module).named_parameters():
+                if isinstance(param, DTensor):
+                    raise ValueError(
+                        f"'{module}.{name}' is tensor-parallel, but belongs to experts, which are "
+                        "distributed whole, over tensor ranks too: leave experts out of "
+                        "parallelize"
+                    )
 
     def _check_saved(self) -> None:
         if self.max_saved_bytes is None:

@@ -125,8 +125,8 @@ def plan(
             ``activation_checkpointing``. Whatever is fixed, the rest is searched.
         experts: the modules that `shard_experts` gets, as in `predict`; None: there are none.
         expert_ranks: over which experts are distributed, or several numbers to choose from: those
-            that divide the ranks of a stage. None: the ranks of a node, as many as there can be,
-            and one in between.
+            that divide the ranks of a stage, with context and tensor ranks. None: the ranks of a
+            node, as many as there can be, and one in between.
         parallelize: makes the model tensor-parallel, as in `predict`; `Plan.apply` calls it, too.
         tensor_ranks: consecutive ranks that share the operators and one batch, or several numbers
             to choose from; divisors of ``num_ranks``. The meshes are of the other ranks, so a step

@@ -87,14 +87,15 @@ def predict(
         experts: the modules that `shard_experts` gets before the others become units: names,
             patterns or classes, as in ``wrap``. None: experts are parameters like others.
         expert_ranks: consecutive ranks over which experts are distributed, a divisor of the ranks
-            (of a stage, in a pipeline; context ranks count as well) and at most the number of
-            experts; those with the same experts shard them. Forward must make a `TokenExchange`
-            (without a mesh here), whose tokens are taken to be spread evenly over experts; each of
-            its all-to-alls is waited for.
+            (of a stage, in a pipeline; context and tensor ranks count as well) and at most the
+            number of experts; those with the same experts shard them. Forward must make a
+            `TokenExchange` (without a mesh here), whose tokens are taken to be spread evenly over
+            experts; each of its all-to-alls is waited for.
         parallelize: makes the model tensor-parallel: a function of the model (a copy of it on the
             meta device) and a mesh of ``tensor_ranks``, as the training script calls
             ``parallelize_module``; it may return the model. Operators and collectives of DTensors
-            are then those of one rank; each collective is waited for.
+            are then those of one rank; each collective is waited for. It leaves ``experts`` alone,
+            and tokens travel from each of these ranks: those that it gives a rank.
         tensor_ranks: consecutive ranks that share the operators, a divisor of ``num_ranks``. The
             other ranks are data-parallel; ``sample_input`` is the batch of one group of
             ``tensor_ranks``.

@@ -151,13 +151,16 @@ class Plan:
                 travel.
         """
         if self.experts:
-            whole, ranks = "the model", "ranks"
+            whole, ranks, first, more = "the model", "ranks", "", ""
             if self.pipeline_ranks > 1:
                 whole, ranks = "each stage of split_stages on this rank", "ranks of a stage"
+            if self.tensor_ranks > 1:
+                first = f"parallelize {whole} over {plural(self.tensor_ranks, 'rank')}, then "
+                more = f" (and data_ranks={prod(self.mesh_shape)}, if they send parts of a batch)"
             raise ValueError(
-                f"A plan with experts cannot be applied in one call: call shard_experts for "
+                f"A plan with experts cannot be applied in one call: {first}call shard_experts for "
                 f"'{self.experts[0]}' and the others with a mesh of ({ranks} // "
-                f"{self.expert_ranks}, {self.expert_ranks}), give {whole} mesh['ep'] for its "
+                f"{self.expert_ranks}, {self.expert_ranks}){more}, give {whole} mesh['ep'] for its "
                 f"TokenExchange, then fully_shard the blocks and {whole} (see fsdp2.experts)"
             )
         mesh = self.make_mesh() if mesh is None else mesh

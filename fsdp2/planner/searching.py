@@ -114,20 +114,20 @@ class Search:
             accumulations=choices.accumulations,
             fixed=choices.fixed,
             wrap=wraps[0],
-            degrees=self.degrees,
             pipeline_ranks=1 if "pipeline" in choices.asked else None,
         )
-        if not starts(modes):
+        if not starts(modes, degrees=self.degrees):
             if len(choices.pipeline_ranks) > 1:
                 return
             raise ValueError(self.no_mesh())
-        ranks = self._expert_ranks[0]
-        if len(self._expert_ranks) > 1:  # on one mesh and with the least activations
-            tried = starts(modes[-1:], expert_ranks=self._expert_ranks)
-            mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
-            self.simulate([c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried)
-            ranks = self._ranked()[0].candidate.expert_ranks if self.outcomes else ranks
-        self._first_round(starts(modes, expert_ranks=(ranks,)))
+        first = []
+        for pair in self.degrees:
+            ranks = self._expert_ranks[0]
+            if len(self._expert_ranks) > 1:  # with the least activations
+                tried = starts(modes[-1:], expert_ranks=self._expert_ranks, degrees=[pair])
+                ranks = self._best_expert_ranks(tried, ranks)
+            first += starts(modes, expert_ranks=(ranks,), degrees=[pair])
+        self._first_round(first)
         best = [o.candidate for o in self._ranked()[:3]]
         for start in best:
             own = max(1, node // (start.tensor_ranks or 1))
@@ -135,6 +135,16 @@ class Search:
         if best and len(self._expert_ranks) > 1:  # again, for how often they are gathered now
             chosen = self._ranked()[0].candidate
             self.simulate([replace(chosen, expert_ranks=each) for each in self._expert_ranks])
+
+    def _best_expert_ranks(self, tried: list[Candidate], usual: int | None) -> int | None:
+        """The number of expert ranks of the best of these on one mesh."""
+        if not tried:
+            return usual
+        mesh = next((c.mesh for c in tried if c.strategy != "none"), tried[0].mesh)
+        tried = [c for c in tried if c.mesh == mesh and c.strategy != "none"] or tried
+        self.simulate(tried)
+        found = [o.candidate.expert_ranks for o in self._ranked() if o.candidate in tried]
+        return found[0] if found else usual
 
     def _search_pipelines(self, modes: tuple[str, ...]) -> None:
         """Simulate the pipelines that may be the fastest, and at least one."""

@@ -231,8 +231,6 @@ def check_tensor_ranks(ranks: Any, traces: TracedSteps) -> None:
             f"tensor_ranks={ranks} needs parallelize=: a function of the model and a mesh of these "
             "ranks, as with torch's parallelize_module"
         )
-    if ranks > 1 and traces.experts:
-        raise ValueError("Experts on a mesh of their own and tensor parallelism do not go together")
 
 
 def _label(wrap: Any) -> str:
