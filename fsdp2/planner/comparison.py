@@ -123,7 +123,8 @@ def compare(
 
     Raises:
         ValueError: if either is something else, was made by an fsdp2 that left out what is needed,
-            or has no step; if the two are of different numbers of ranks or have no unit in common.
+            or has no step; if the two are of different numbers of ranks, of other stages of a
+            pipeline, or have no unit in common.
 
     Example:
         >>> with torch.device("meta"):
@@ -154,6 +155,7 @@ def _compare(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Compa
             f"The prediction is for {predicted['num_ranks']} ranks, the profile of {ranks}: "
             "predict with --world-size of the run"
         )
+    _check_stage(predicted, measured)
     theirs = {unit["name"]: unit for unit in predicted["units"] if unit["name"] != OUTSIDE}
     ours = {unit["name"]: unit for unit in measured["units"]}
     common = [name for name in ours if name in theirs]
@@ -203,6 +205,17 @@ def _check(data: object, key: str | None, name: str, source: str) -> None:
     if version != 1:
         raise ValueError(
             f"The {name} has format {version!r}, this fsdp2 reads 1: make it again, or update"
+        )
+
+
+def _check_stage(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
+    """In a pipeline, predicted units are those of the stages of its first rank."""
+    first = predicted["num_ranks"] // predicted.get("pipeline_ranks", 1)
+    rank = measured.get("rank", 0)
+    if rank >= first:
+        raise ValueError(
+            f"The profile is of rank {rank}, which has other stages than the prediction: compare "
+            f"that of a rank below {first}, the ranks of the first stage"
         )
 
 

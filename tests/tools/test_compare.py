@@ -115,6 +115,58 @@ def test_what_is_counted_is_as_predicted(
     assert all(each.measured > 0 for each in made.step if each.kind == "seconds")
 
 
+def of_pipeline(folder: Path) -> None:
+    """Write a profile of two steps of a pipeline with experts, of two stages over two ranks."""
+    import test_predict_expert_stages as tests
+    from torch.distributed.pipelining import Schedule1F1B
+
+    mesh = cached_mesh(2, 2, names=("pipeline", "shard"))
+    rank, group = mesh.get_local_rank("pipeline"), mesh.get_group("pipeline")
+    torch.manual_seed(0)
+    stage = tests.sharded(tests.split(tests.Model(), 2)[rank], 2, True)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    run = Schedule1F1B(
+        tests.PipelineStage(stage, rank, 2, device, group=group), 8, loss_fn=tests.loss
+    )
+    optimizer = torch.optim.AdamW(stage.parameters(), foreach=False)
+    tokens = torch.zeros(16, 16, dtype=torch.long)
+
+    def step() -> None:
+        if rank == 0:
+            run.step(tokens, return_outputs=False)
+        else:
+            run.step(target=tokens, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(stage) as p:
+        for _ in range(2):
+            step()
+    p.save_json(folder / f"profile{torch.distributed.get_rank()}.json")
+
+
+def test_experts_in_a_pipeline(tmp_path: Path) -> None:
+    import test_predict_expert_stages as tests
+
+    harness.run_on(4, of_pipeline, tmp_path)
+    target = torch.zeros(32, dtype=torch.long)
+    prediction = predict(
+        tests.on_meta(), tests.batch(), "h100", 4, pipeline_ranks=2, micro_batches=8,
+        split_stages=tests.split, experts=tests.Experts, expert_ranks=2,
+        wrap=[tests.Dense, tests.Mixture], loss_fn=lambda y: tests.loss(y, target),
+    )  # fmt: skip
+    for rank in (0, 1):
+        made = compare(prediction, json.loads((tmp_path / f"profile{rank}.json").read_text()))
+        assert errors(made, *COUNTED) == dict.fromkeys(COUNTED, 0.0)
+        assert {each.unit for each in made.units} == {
+            *("(root)", "blocks.0", "blocks.1", "blocks.1.experts")
+        }
+        assert [w for w in made.warnings if "timed on the host" not in w] == []
+    with pytest.raises(ValueError, match=r"is of rank 2, .* a rank below 2"):
+        compare(prediction, json.loads((tmp_path / "profile2.json").read_text()))
+
+
 # -- the figures of a simulated step ---------------------------------------------------------------
 
 
@@ -291,6 +343,10 @@ def broken(data: dict[str, Any]) -> dict[str, Any]:
         (lambda p, m: (p, [m]), "The profile is a list, not an object"),
         (lambda p, m: (p, {**m, "steps": []}), "has no step"),
         (lambda p, m: (p, {**m, "num_ranks": 8}), "is for 2 ranks, the profile of 8"),
+        (
+            lambda p, m: ({**p, "pipeline_ranks": 2}, {**m, "rank": 1}),
+            "is of rank 1, which has other stages .* of a rank below 1",
+        ),
         (lambda p, m: (p, renamed(m)), "no name in common.*'blocks.0'.*'other.blocks.0'"),
         (lambda p, m: (without(p, "units"), m), "The prediction has no 'units'.*this version"),
         (lambda p, m: (p, without(m, "total")), "The profile has no 'total'"),
