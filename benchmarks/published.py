@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fsdp2
 from fsdp2 import Kernels, MixedPrecisionPolicy
 from fsdp2.estimation.estimating import default_checkpoint_modules
 from fsdp2.estimation.events import StepTrace
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import SimulatedStep, Simulator, find_hardware
+from fsdp2.planner import Prediction, SimulatedStep, Simulator, find_hardware
 from fsdp2.render.text import plural
 from fsdp2.wrap import UnitDescription, units_of
 
 from . import machine
 from .models import lm_loss
+from .published_megatron import (
+    SIZES as MEGATRON,
+)
+from .published_megatron import (
+    MegatronBlock,
+    MegatronGPT,
+    cores_of,
+    parallelize_megatron,
+    split_megatron,
+)
 from .published_models import GPT, T5, Llama
 from .report import row, write_readme
 
@@ -43,7 +54,7 @@ BF16 = torch.bfloat16
 
 
 # Figures that tell a speed; the last one is relative.
-SPEEDS = ("tokens/s/GPU", "TFLOPS/GPU", "relative TFLOPS/GPU")
+SPEEDS = ("tokens/s/GPU", "TFLOPS/GPU", "s/step", "relative TFLOPS/GPU")
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,12 @@ class Run:
     """A published run.
 
     Attributes:
-        batch: sequences per GPU.
+        batch: sequences per GPU; with tensor or pipeline parallelism, of a micro-batch.
         reduce_dtype: of gradients.
         compiled: whether each block is compiled.
+        tensor_ranks, pipeline_ranks: GPUs that share operators, and that have other stages.
+        stages_per_rank, micro_batches: of the pipeline, whose schedule is 1F1B, interleaved if a
+            rank has several stages.
     """
 
     model: str
@@ -63,6 +77,10 @@ class Run:
     checkpointing: str
     reduce_dtype: str = "float32"
     compiled: bool = False
+    tensor_ranks: int = 1
+    pipeline_ranks: int = 1
+    stages_per_rank: int = 1
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,8 @@ class Row:
     """A published figure.
 
     Attributes:
-        what: "tokens/s/GPU", "TFLOPS/GPU", "GiB" (reserved) or "relative TFLOPS/GPU" (to ``base``).
+        what: "tokens/s/GPU", "TFLOPS/GPU", "s/step", "GiB" (reserved) or "relative TFLOPS/GPU" (to
+            ``base``).
         calibrated: whether a number of the hardware was chosen to meet this row: the efficiency of
             each kind of GPU, and the jitter.
         remark: why the prediction is off, if it is.
@@ -97,6 +116,18 @@ def _t5(num_gpus: int) -> Run:
     return Run("T5-11B", "a100-fsdp-paper", num_gpus, 8, "full", "bfloat16")
 
 
+def _megatron(
+    model: str, num_gpus: int, batch: int, recomputed: str, pipeline: tuple[int, int, int]
+) -> Run:
+    stages = dict(
+        zip(("pipeline_ranks", "stages_per_rank", "micro_batches"), pipeline, strict=True)
+    )
+    return Run(model, "a100-80", num_gpus, batch, recomputed, tensor_ranks=8, **stages)
+
+
+_22B = partial(_megatron, "Megatron 22B", 8, 4, pipeline=(1, 1, 1))
+_175B = partial(_megatron, "Megatron 175B", 64, 1, pipeline=(8, 3, 64))
+
 CONTENTION = "collectives take multiprocessors, and nothing else; no allocator retries"
 HIDDEN = (
     "in the simulation all but the first and last communication is hidden; stragglers, but no "
@@ -115,6 +146,10 @@ ROWS = [
     Row("FSDP paper", _gpt(512, 2), "TFLOPS/GPU", 186),
     Row("FSDP paper", _gpt(128, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
     Row("FSDP paper", _gpt(512, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
+    Row("Megatron", _22B("full"), "s/step", 1.42),
+    Row("Megatron", _22B("attention"), "s/step", 1.10),
+    Row("Megatron", _175B("full"), "s/step", 18.13),
+    Row("Megatron", _175B("attention"), "s/step", 13.75),
     Row("FSDP paper", _t5(512), "relative TFLOPS/GPU", 0.93, base=_t5(8), remark=HIDDEN),
 ]
 
@@ -163,26 +198,77 @@ def simulate(run: Run) -> SimulatedStep:
     return simulator.run(trace, make_setup(units, run.num_gpus, mp_policy=policy))
 
 
+@cache
+def in_stages(run: Run) -> Prediction:
+    """A step of a run with tensor and pipeline parallelism."""
+    width, num_layers, num_heads = MEGATRON[run.model]
+    with torch.device("meta"):
+        model = MegatronGPT(width, num_layers, num_heads)
+    num_stages = run.pipeline_ranks * run.stages_per_rank
+    blocks = [f"layers.{i}" for i in range(num_layers // num_stages)]
+    if run.checkpointing == "attention":
+        blocks = cores_of(len(blocks))
+    pipeline: dict[str, Any] = {}
+    if run.pipeline_ranks > 1:
+        pipeline = {
+            "split_stages": split_megatron,
+            "pipeline_ranks": run.pipeline_ranks,
+            "schedule": "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B",
+            "stages_per_rank": run.stages_per_rank,
+        }
+    return fsdp2.predict(
+        model,
+        torch.zeros(run.batch, 2048, dtype=torch.long),
+        run.hardware,
+        run.num_gpus,
+        strategy="none",
+        wrap=MegatronBlock,
+        mp_policy=MixedPrecisionPolicy(torch.float16, getattr(torch, run.reduce_dtype)),
+        activation_checkpointing="full",
+        checkpoint_modules=blocks,
+        parallelize=parallelize_megatron,
+        tensor_ranks=run.tensor_ranks,
+        micro_batches=run.micro_batches,
+        loss_fn=torch.mean,
+        **pipeline,
+    )
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """Seconds, FLOPs with recomputation and bytes of a step of one rank."""
+    made = in_stages(run) if run.tensor_ranks > 1 else simulate(run)
+    step = made.step if isinstance(made, Prediction) else made
+    return {
+        "step_s": made.seconds,
+        "exposed_s": made.exposed_s,
+        "flops": step.flops,
+        "reserved_bytes": made.reserved_bytes if isinstance(made, Prediction) else step.reserved,
+        "peak_parts": step.peak.parts,
+    }
+
+
 def efficiency(run: Run) -> float:
     """FLOP/s of the simulated step, with recomputation, as a part of the data sheet."""
-    step = simulate(run)
+    step = figures(run)
     peak = find_hardware(run.hardware).matmul_flops[BF16]
-    return step.flops / step.seconds / peak
+    return step["flops"] / step["step_s"] / peak
 
 
 def predict(published: Row) -> float:
     """The simulated value of a published figure."""
     run = published.run
-    step = simulate(run)
+    step = figures(run)
     if published.what == "GiB":
-        return step.reserved / 2**30
+        return step["reserved_bytes"] / 2**30
+    if published.what == "s/step":
+        return step["step_s"]
     if published.what == "tokens/s/GPU":
-        return run.batch * _MODELS[run.model][2] / step.seconds
-    rate = step.flops / step.seconds / 1e12
+        return run.batch * _MODELS[run.model][2] / step["step_s"]
+    rate = step["flops"] / step["step_s"]
     if published.base is not None:
-        base = simulate(published.base)
-        return rate / (base.flops / base.seconds / 1e12)
-    return rate
+        base = figures(published.base)
+        return rate / (base["flops"] / base["step_s"])
+    return rate / 1e12
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -193,6 +279,9 @@ def table(results: list[dict[str, Any]]) -> str:
         run = result["row"]["run"]
         batch = plural(run["batch"], "sequence")
         name = f"{run['model']}, {run['num_gpus']} GPUs, {batch} each"
+        if run["tensor_ranks"] > 1:
+            name += f", TP {run['tensor_ranks']}, PP {run['pipeline_ranks']}"
+            name += f", {run['checkpointing']} recomputed"
         name += ", compiled" * run["compiled"]
         note = "calibrated on this row" if result["row"]["calibrated"] else result["row"]["remark"]
         cells = [result["row"]["source"], name, result["row"]["what"]]
@@ -221,8 +310,12 @@ def summary(results: list[dict[str, Any]]) -> str:
                     f"percentile {100 * largest:.1f} %."
                 )
     # What is relative to another run has no efficiency of its own.
-    timed = [each for each in results if each["row"]["what"] in SPEEDS[:2]]
-    found = [(each["efficiency"] / (1 + each["error"]), each["efficiency"]) for each in timed]
+    timed = [each for each in results if each["row"]["what"] in SPEEDS[:3]]
+    found = []
+    for each in timed:
+        ratio = 1 + each["error"]
+        speed = 1 / ratio if each["row"]["what"] == "s/step" else ratio
+        found.append((each["efficiency"] / speed, each["efficiency"]))
     lines.append(
         f"Rank correlation of the efficiency of {plural(len(found), 'run')}, calibrated rows "
         f"included: {rank_correlation(found):.2f}."
@@ -264,17 +357,13 @@ def main(arguments: list[str] | None = None) -> int:
     for published in ROWS:
         start = time.perf_counter()
         predicted = predict(published)
-        step = simulate(published.run)
         results.append(
             {
                 "row": asdict(published),
                 "predicted": predicted,
                 "error": predicted / published.published - 1,
                 "efficiency": efficiency(published.run),
-                "step_s": step.seconds,
-                "exposed_s": step.exposed_s,
-                "reserved_bytes": step.reserved,
-                "peak_parts": step.peak.parts,
+                **figures(published.run),
                 "simulation_s": time.perf_counter() - start,
             }
         )

@@ -420,14 +420,21 @@ def test_batches_by_speed_are_compared_within_rounds() -> None:
     assert last.endswith("take 0.60 of the time of equal ones; the plan said 0.66.")
 
 
-def _published(hardware: str, what: str, measured: float, found: float, **row: Any) -> Any:
+def _published(
+    hardware: str,
+    what: str,
+    measured: float,
+    found: float,
+    efficiency: float | None = None,
+    **row: Any,
+) -> Any:
     run = {"hardware": hardware, "model": "m"}
     row = {"run": run, "what": what, "published": measured, "calibrated": False, **row}
     return {
         "row": row,
         "predicted": found,
         "error": found / measured - 1,
-        "efficiency": found / 100,
+        "efficiency": found / 100 if efficiency is None else efficiency,
     }
 
 
@@ -446,4 +453,11 @@ def test_published_rows_are_summed_up_without_those_that_were_fitted() -> None:
     assert "3 of 3 are in the right order" in told
     rows[2] = _published("a100-y", speed, 40, 14)
     assert "1 of 3 are in the right order" in published.summary(rows)
+    # Of seconds, less is more.
+    rows = [
+        _published("a100-x", "s/step", 2, 1, efficiency=0.8),
+        _published("a100-x", "s/step", 4, 3, efficiency=0.5),
+        _published("a100-x", speed, 30, 30, efficiency=0.3),
+    ]
+    assert "efficiency of 3 runs, calibrated rows included: 1.00." in published.summary(rows)
     assert published.rank_correlation([(1, 1), (2, 3), (2, 2), (4, 4)]) == pytest.approx(0.9486833)
