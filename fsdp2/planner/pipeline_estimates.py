@@ -13,6 +13,7 @@ from ..estimation.events import Compute, StartOfBackward
 from ..estimation.pipeline import Part
 from ..estimation.schedules import Action, actions_of, rank_of_stage
 from .candidates import Pipeline
+from .costs import stragglers_s
 from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of
 from .simulate import Simulator
 
@@ -27,7 +28,8 @@ class StageAlone(NamedTuple):
         forward_s, backward_s: of the others.
         input_s, weight_s: of the parts of a backward that is split; 0 if none is.
         end_s: from its last backward to the end of its reductions.
-        optimizer_s, stragglers_s: as of `SimulatedStep`.
+        kernels_s: of both micro-batches, if nothing slows kernels down.
+        optimizer_s: as of `SimulatedStep`.
         two_bytes: that the allocator holds with two micro-batches in flight.
         kept_bytes: of the activations of each micro-batch in flight.
         library_bytes: that CUDA, cuBLAS and NCCL hold besides.
@@ -39,8 +41,8 @@ class StageAlone(NamedTuple):
     input_s: float
     weight_s: float
     end_s: float
+    kernels_s: float
     optimizer_s: float
-    stragglers_s: float
     two_bytes: int
     kept_bytes: int
     library_bytes: int
@@ -73,8 +75,8 @@ def stage_alone(simulator: Simulator, part: Part, speed: float) -> StageAlone:
         input_s=of_input,
         weight_s=of_weight,
         end_s=end_of(step) - (first + forward + before + backward),
+        kernels_s=step.compute_s - step.contention_s,
         optimizer_s=step.optimizer_s,
-        stragglers_s=step.stragglers_s,
         two_bytes=step.reserved,
         kept_bytes=_kept(part),
         library_bytes=step.libraries,
@@ -122,7 +124,9 @@ def estimate_pipeline(
     # What all ranks do at the end, the slowest of them; of several stages, one after the other.
     per_rank = pipeline.stages_per_rank
     late = per_rank * max(stage.optimizer_s for stage in stages)
-    wait = setup.micro_batches / 2 * per_rank * max(stage.stragglers_s for stage in stages)
+    kernels_s = setup.micro_batches / 2 * per_rank * max(stage.kernels_s for stage in stages)
+    num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
+    wait = stragglers_s(kernels_s, num_ranks, simulator.hardware)
     return PipelineEstimate(max(ends) + late + wait, max(needed))
 
 
