@@ -50,11 +50,12 @@ def begins(
     ended: dict[Action, float] = {}
     found: list[list[float]] = [[] for _ in ranks]
     free = [0.0] * len(ranks)
+    steady = [_steady(rank.actions) for rank in ranks]
     left = sum(len(rank.actions) for rank in ranks)
     while left:
         before = left
         for number, rank in enumerate(ranks):
-            first, last = _steady(rank.actions)
+            first, last = steady[number]
             done = found[number]
             while len(done) < len(rank.actions):
                 i = len(done)
