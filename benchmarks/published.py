@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ from fsdp2.wrap import UnitDescription, units_of
 from . import machine
 from .models import lm_loss
 from .published_megatron import (
-    SIZES as MEGATRON,
-)
-from .published_megatron import (
+    SIZES_OF_MEGATRON,
     MegatronBlock,
     MegatronGPT,
     cores_of,
@@ -116,17 +114,23 @@ def _t5(num_gpus: int) -> Run:
     return Run("T5-11B", "a100-fsdp-paper", num_gpus, 8, "full", "bfloat16")
 
 
-def _megatron(
-    model: str, num_gpus: int, batch: int, recomputed: str, pipeline: tuple[int, int, int]
-) -> Run:
-    stages = dict(
-        zip(("pipeline_ranks", "stages_per_rank", "micro_batches"), pipeline, strict=True)
+def _22b(recomputed: str) -> Run:
+    return Run("Megatron 22B", "a100-80", 8, 4, recomputed, tensor_ranks=8)
+
+
+def _175b(recomputed: str) -> Run:
+    return Run(
+        "Megatron 175B",
+        "a100-80",
+        64,
+        1,
+        recomputed,
+        tensor_ranks=8,
+        pipeline_ranks=8,
+        stages_per_rank=3,
+        micro_batches=64,
     )
-    return Run(model, "a100-80", num_gpus, batch, recomputed, tensor_ranks=8, **stages)
 
-
-_22B = partial(_megatron, "Megatron 22B", 8, 4, pipeline=(1, 1, 1))
-_175B = partial(_megatron, "Megatron 175B", 64, 1, pipeline=(8, 3, 64))
 
 CONTENTION = "collectives take multiprocessors, and nothing else; no allocator retries"
 HIDDEN = (
@@ -146,10 +150,10 @@ ROWS = [
     Row("FSDP paper", _gpt(512, 2), "TFLOPS/GPU", 186),
     Row("FSDP paper", _gpt(128, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
     Row("FSDP paper", _gpt(512, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
-    Row("Megatron", _22B("full"), "s/step", 1.42),
-    Row("Megatron", _22B("attention"), "s/step", 1.10),
-    Row("Megatron", _175B("full"), "s/step", 18.13),
-    Row("Megatron", _175B("attention"), "s/step", 13.75),
+    Row("Megatron", _22b("full"), "s/step", 1.42),
+    Row("Megatron", _22b("attention"), "s/step", 1.10),
+    Row("Megatron", _175b("full"), "s/step", 18.13),
+    Row("Megatron", _175b("attention"), "s/step", 13.75),
     Row("FSDP paper", _t5(512), "relative TFLOPS/GPU", 0.93, base=_t5(8), remark=HIDDEN),
 ]
 
@@ -201,7 +205,7 @@ def simulate(run: Run) -> SimulatedStep:
 @cache
 def in_stages(run: Run) -> Prediction:
     """A step of a run with tensor and pipeline parallelism."""
-    width, num_layers, num_heads = MEGATRON[run.model]
+    width, num_layers, num_heads = SIZES_OF_MEGATRON[run.model]
     with torch.device("meta"):
         model = MegatronGPT(width, num_layers, num_heads)
     num_stages = run.pipeline_ranks * run.stages_per_rank
@@ -234,22 +238,27 @@ def in_stages(run: Run) -> Prediction:
     )
 
 
-def figures(run: Run) -> dict[str, Any]:
+def step_figures(run: Run) -> dict[str, Any]:
     """Seconds, FLOPs with recomputation and bytes of a step of one rank."""
-    made = in_stages(run) if run.tensor_ranks > 1 else simulate(run)
-    step = made.step if isinstance(made, Prediction) else made
+    made: Prediction | SimulatedStep
+    if run.tensor_ranks > 1:
+        made = in_stages(run)
+        step, reserved = made.step, made.reserved_bytes
+    else:
+        made = step = simulate(run)
+        reserved = step.reserved
     return {
         "step_s": made.seconds,
         "exposed_s": made.exposed_s,
         "flops": step.flops,
-        "reserved_bytes": made.reserved_bytes if isinstance(made, Prediction) else step.reserved,
+        "reserved_bytes": reserved,
         "peak_parts": step.peak.parts,
     }
 
 
 def efficiency(run: Run) -> float:
     """FLOP/s of the simulated step, with recomputation, as a part of the data sheet."""
-    step = figures(run)
+    step = step_figures(run)
     peak = find_hardware(run.hardware).matmul_flops[BF16]
     return step["flops"] / step["step_s"] / peak
 
@@ -257,7 +266,7 @@ def efficiency(run: Run) -> float:
 def predict(published: Row) -> float:
     """The simulated value of a published figure."""
     run = published.run
-    step = figures(run)
+    step = step_figures(run)
     if published.what == "GiB":
         return step["reserved_bytes"] / 2**30
     if published.what == "s/step":
@@ -266,7 +275,7 @@ def predict(published: Row) -> float:
         return run.batch * _MODELS[run.model][2] / step["step_s"]
     rate = step["flops"] / step["step_s"]
     if published.base is not None:
-        base = figures(published.base)
+        base = step_figures(published.base)
         return rate / (base["flops"] / base["step_s"])
     return rate / 1e12
 
@@ -363,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "predicted": predicted,
                 "error": predicted / published.published - 1,
                 "efficiency": efficiency(published.run),
-                **figures(published.run),
+                **step_figures(published.run),
                 "simulation_s": time.perf_counter() - start,
             }
         )

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp2 import register_cost
 
 # Width, blocks and heads of models of "Reducing Activation Recomputation", table 3.
-SIZES = {"Megatron 22B": (6144, 48, 64), "Megatron 175B": (12288, 96, 96)}
+SIZES_OF_MEGATRON = {"Megatron 22B": (6144, 48, 64), "Megatron 175B": (12288, 96, 96)}
 
 # -- collectives of tensor parallelism -------------------------------------------------------------
 

@@ -87,30 +87,15 @@ class StorageMeter(TorchDispatchMode):
         if may_copy(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if self._in_flight and not self._paused:
+        if self._paused:
+            return func(*args, **kwargs)
+        if self._in_flight:
             self._wait_for(func, args, kwargs)
-        call = self._known.call_of(func, args, kwargs)
-        known = None if call is None else self._known.find(call)
-        if call is not None and known is not None:
-            result, cost = known.make(call.tensors), known.cost
-        else:
+        if func.namespace == "_c10d_functional":
             result = func(*args, **kwargs)
-            if self._paused:
-                return result
-            if func.namespace == "_c10d_functional":
-                self._collective(func, args, result)
-                return result
-            result = with_workspace(func, args, kwargs, result)
-            if self._device_type == "cpu":
-                result = with_float32_gradients(func, args, result)
-            cost = None if self._is_free(func) else cost_of(func, args, kwargs, result)
-            if call is not None:
-                self._known.keep(call, result, cost)
-        if not self._paused:
-            self._count_call(func, result, cost)
-        return result
-
-    def _count_call(self, func: Any, result: Any, cost: Cost | None) -> None:
+            self._collective(func, args, result)
+            return result
+        result, cost = self._result_and_cost(func, args, kwargs)
         if self._on_operator is not None:
             self._on_operator(func, result)
         for tensor in tree_iter(result):
@@ -118,6 +103,21 @@ class StorageMeter(TorchDispatchMode):
                 self.track(tensor)
         if cost is not None:
             self.count(cost.operation, None if cost.known else operator_name(func))
+        return result
+
+    def _result_and_cost(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, Cost | None]:
+        """What an operator returns on the device, and what it costs; None: there is no kernel."""
+        call = self._known.call_of(func, args, kwargs)
+        known = None if call is None else self._known.find(call)
+        if call is not None and known is not None:
+            return known.make(call.tensors), known.cost
+        result = with_workspace(func, args, kwargs, func(*args, **kwargs))
+        if self._device_type == "cpu":
+            result = with_float32_gradients(func, args, result)
+        cost = None if self._is_free(func) else cost_of(func, args, kwargs, result)
+        if call is not None:
+            self._known.keep(call, result, cost)
+        return result, cost
 
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
         name = operator_name(func).partition("::")[2].rstrip("_")

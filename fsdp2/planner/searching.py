@@ -116,10 +116,6 @@ class Search:
             wrap=wraps[0],
             pipeline_ranks=1 if "pipeline" in choices.asked else None,
         )
-        if not starts(modes, degrees=self.degrees):
-            if len(choices.pipeline_ranks) > 1:
-                return
-            raise ValueError(self.no_mesh())
         first = []
         for pair in self.degrees:
             ranks = self._expert_ranks[0]
@@ -127,6 +123,10 @@ class Search:
                 tried = starts(modes[-1:], expert_ranks=self._expert_ranks, degrees=[pair])
                 ranks = self._best_expert_ranks(tried, ranks)
             first += starts(modes, expert_ranks=(ranks,), degrees=[pair])
+        if not first:
+            if len(choices.pipeline_ranks) > 1:
+                return
+            raise ValueError(self.no_mesh())
         self._first_round(first)
         best = [o.candidate for o in self._ranked()[:3]]
         for start in best:
