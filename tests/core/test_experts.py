@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,20 @@ def train(
     model = build(Block, num_experts, favourite, recompute).double()
     plain = build(PlainBlock, num_experts, favourite).double()
     shard(model, mesh, data, **options)
+    # Different numbers of tokens on different ranks, one of them with none at times.
+    numbers = [7 * dist.get_rank() % 5 if step % 2 else 7 for step in range(steps)]
+    batches = [batch(step, dist.get_rank(), n) for step, n in enumerate(numbers)]
+    train_beside(model, plain, batches, lambda y: y.square().sum())
+    return model
+
+
+def train_beside(
+    model: nn.Module, plain: nn.Module, batches: list[Tensor], loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    """A step of both on each of this rank's batches; ``plain`` averages its gradients."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
-    for step in range(steps):
-        # Different numbers of tokens on different ranks, one of them with none at times.
-        num_tokens = 7 * dist.get_rank() % 5 if step % 2 else 7
-        x = batch(step, dist.get_rank(), num_tokens)
-        loss, expected = model(x).square().sum(), plain(x).square().sum()
+    for step, x in enumerate(batches):
+        loss, expected = loss_of(model(x)), loss_of(plain(x))
         assert_same(loss, expected, f"loss of step {step}")
         loss.backward()
         expected.backward()
@@ -153,7 +162,6 @@ def train(
             optimizer.zero_grad()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_same(whole(a), whole(b), name)
-    return model
 
 
 @pytest.mark.parametrize(

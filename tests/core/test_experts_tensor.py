@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_experts import DIM, Block, Experts, PlainBlock, compare, expert_mesh
+from test_experts import DIM, Block, Experts, PlainBlock, expert_mesh, train_beside
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp2 import fully_shard
 from fsdp2.experts import shard_experts
 from harness import cached_mesh, distributed, ours_only, run_on
-from reference import assert_same, average_gradients, gathering, whole
+from reference import gathering
 
 pytestmark = [ours_only("experts")]
 
@@ -101,24 +101,13 @@ def train(
     model, plain = build(Block, num_experts), build(PlainBlock, num_experts)
     shard(model, experts, dense, in_parts=in_parts)
     batch = dist.get_rank() // dense["tp"].size()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + batch)
-        x = torch.randn(3, LENGTH, DIM, generator=generator, dtype=torch.float64)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            loss = model(x).square().mean()
-        expected = plain(x).square().mean()
-        assert_same(loss, expected, f"loss of step {step}")
-        loss.backward()
-        expected.backward()
-        average_gradients(plain)
-        compare(model, plain, "gradient")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_same(whole(a), whole(b), name)
+    generators = [torch.Generator().manual_seed(10 * step + batch) for step in range(3)]
+    batches = [
+        torch.randn(3, LENGTH, DIM, generator=each, dtype=torch.float64) for each in generators
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        train_beside(model, plain, batches, lambda y: y.square().mean())
 
 
 @pytest.mark.parametrize(

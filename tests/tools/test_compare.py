@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import harness
-from fsdp2 import fully_shard, profile
+from fsdp2 import Profile, fully_shard, profile
 from fsdp2.cli.main import main
 from fsdp2.planner import Comparison, Hardware, compare, find_hardware, plan, predict, sweep
 from fsdp2.planner.unit_figures import unit_figures, waited_s
@@ -67,15 +68,21 @@ def profiled(micro_batches: int = 1, recomputes: bool = False, **options: Any) -
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    with profile(model) as p:
-        for _ in range(2):
-            step()
+    p = profile_of_two(model, step)
     made = p.as_dict()
     p.save_json(path := Path(f"profile{made['rank']}.json"))
     saved = json.loads(path.read_text())
     assert saved == json.loads(json.dumps({"fsdp2_profile": 1, "num_ranks": 2, **made}))
     return saved
+
+
+def profile_of_two(model: nn.Module, step: Callable[[], None]) -> Profile:
+    """Of two steps, after one that is not in it."""
+    step()
+    with profile(model) as made:
+        for _ in range(2):
+            step()
+    return made
 
 
 def errors(made: Comparison, *whats: str) -> dict[str, float | None]:
@@ -139,10 +146,7 @@ def of_pipeline(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    with profile(stage) as p:
-        for _ in range(2):
-            step()
+    p = profile_of_two(stage, step)
     p.save_json(folder / f"profile{torch.distributed.get_rank()}.json")
 
 

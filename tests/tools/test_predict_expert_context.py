@@ -16,13 +16,12 @@ if harness.RUNS_ON_TORCH:
 
 from test_predict_context import Block as Attention
 from test_predict_context import Sent, attend, batch
-from test_predict_expert_stages import BF16, H100, Mixture, Words
+from test_predict_expert_stages import BF16, H100, Mixture, Words, transfers
 from test_predict_pipeline import split
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
 from fsdp2.comm.topology import Ring
 from fsdp2.estimation.context import ContextParallel
-from fsdp2.estimation.device import Transfer
 from fsdp2.estimation.events import Exchange
 from fsdp2.estimation.expert_units import InnerTopology, with_experts
 from fsdp2.estimation.replay import replay
@@ -166,34 +165,33 @@ SIZES = {"width": 1024, "head": 128, "num_experts": 32}
 COMMON: dict[str, Any] = {"mp_policy": BF16, "experts": "blocks.*.mixture.experts"}
 
 
-def transfers(made: Any, group: str) -> list[Transfer]:
-    found = [launch.work for launch in made.step.launches if isinstance(launch.work, Transfer)]
-    return [work for work in found if work.group == group]
-
-
-def test_degrees_side_by_side() -> None:
+def check_degrees_side_by_side(kind: str, model: nn.Module, **given: Any) -> None:
+    """Of one rank and four that share sequences ("context") or operators ("tensor"), on 64."""
     made = sweep(
-        on_meta(**SIZES), batch(1, 4096), H100, 64, context_ranks=[1, 4], expert_ranks=[8, 32],
-        **COMMON,
-    )  # fmt: skip
+        model, batch(1, 4096), H100, 64, **{f"{kind}_ranks": [1, 4]}, expert_ranks=[8, 32], **given
+    )
     assert not made.failed
-    table = {(p.context_ranks, p.choices["expert_ranks"]): p for p in made.predictions}
+    table = {(getattr(p, f"{kind}_ranks"), p.choices["expert_ranks"]): p for p in made.predictions}
     whole, part, wide = table[1, 8], table[4, 8], table[4, 32]
-    # Parameters are sharded over all of the ranks in both cases.
+    # Experts are sharded over as many ranks in both cases.
     assert [t.nbytes for t in transfers(part, "expert shard")] == [
         t.nbytes for t in transfers(whole, "expert shard")
     ]
     tokens = [sum(t.nbytes for t in transfers(p, "experts")) for p in (whole, part, wide)]
     assert tokens[0] == 4 * tokens[1] == 4 * tokens[2] > 0
-    assert {"all-to-all", "context parallel"} <= set(part.step.stream_s)
+    assert {"all-to-all", f"{kind} parallel"} <= set(part.step.stream_s)
     assert part.step.stream_s["all-to-all"] < wide.step.stream_s["all-to-all"]
     assert part.peak_bytes < whole.peak_bytes
     assert part.samples_per_s == pytest.approx(16 / part.seconds)
     data = part.to_dict()
-    assert (data["context_ranks"], data["expert_ranks"], data["num_ranks"]) == (4, 8, 64)
-    assert {"Context ranks", "Expert ranks"} <= {
+    assert (data[f"{kind}_ranks"], data["expert_ranks"], data["num_ranks"]) == (4, 8, 64)
+    assert {f"{kind.capitalize()} ranks", "Expert ranks"} <= {
         title.strip() for title in str(made).split("\n")[0].split("  ") if title
     }
+
+
+def test_degrees_side_by_side() -> None:
+    check_degrees_side_by_side("context", on_meta(**SIZES), **COMMON)
 
 
 def test_beside_a_pipeline_too() -> None:

@@ -337,8 +337,10 @@ def predicted(**options: Any) -> Any:
     return predict(given.pop("model", on_meta(**SIZES)), batch(1, 2048), H100, ranks, **given)
 
 
-def transfers(made: Any) -> list[Transfer]:
-    return [launch.work for launch in made.step.launches if isinstance(launch.work, Transfer)]
+def transfers(made: Any, group: str | None = None) -> list[Transfer]:
+    """The collectives of a predicted step: all of them, or those of a group."""
+    found = [launch.work for launch in made.step.launches if isinstance(launch.work, Transfer)]
+    return [work for work in found if group in (None, work.group)]
 
 
 def test_degrees_side_by_side() -> None:

@@ -28,7 +28,8 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from test_predict_expert_stages import BF16, H100, Experts, Mixture, Words
+from test_predict_expert_context import SIZES, check_degrees_side_by_side
+from test_predict_expert_stages import BF16, H100, Experts, Mixture, Words, transfers
 from test_predict_pipeline import batch, split
 from test_predict_schedules import MICRO_BATCHES, assert_same_traffic
 from test_predict_tensor import Block as Attention
@@ -38,7 +39,6 @@ from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
 from fsdp2.comm.topology import Ring
-from fsdp2.estimation.device import Transfer
 from fsdp2.estimation.events import Exchange
 from fsdp2.estimation.expert_units import InnerTopology, with_experts
 from fsdp2.estimation.paged_state import NOTHING
@@ -292,40 +292,13 @@ def test_a_pipeline_sends_what_was_predicted(expert_ranks: int) -> None:
 
 # -- predictions -----------------------------------------------------------------------------------
 
-SIZES = {"width": 1024, "head": 128, "num_experts": 32}
 COMMON: dict[str, Any] = {
     "mp_policy": BF16, "experts": "blocks.*.mixture.experts", "parallelize": in_parts,
 }  # fmt: skip
 
 
-def transfers(made: Any, group: str) -> list[Transfer]:
-    found = [launch.work for launch in made.step.launches if isinstance(launch.work, Transfer)]
-    return [work for work in found if work.group == group]
-
-
 def test_degrees_side_by_side() -> None:
-    made = sweep(
-        on_meta(**SIZES), batch(1, 4096), H100, 64, tensor_ranks=[1, 4], expert_ranks=[8, 32],
-        **COMMON,
-    )  # fmt: skip
-    assert not made.failed
-    table = {(p.tensor_ranks, p.choices["expert_ranks"]): p for p in made.predictions}
-    alone, part, wide = table[1, 8], table[4, 8], table[4, 32]
-    # Experts are sharded over as many ranks, whether or not these share a batch.
-    assert [t.nbytes for t in transfers(part, "expert shard")] == [
-        t.nbytes for t in transfers(alone, "expert shard")
-    ]
-    tokens = [sum(t.nbytes for t in transfers(p, "experts")) for p in (alone, part, wide)]
-    assert tokens[0] == 4 * tokens[1] == 4 * tokens[2] > 0
-    assert {"all-to-all", "tensor parallel"} <= set(part.step.stream_s)
-    assert part.step.stream_s["all-to-all"] < wide.step.stream_s["all-to-all"]
-    assert part.peak_bytes < alone.peak_bytes
-    assert part.samples_per_s == pytest.approx(16 / part.seconds)
-    data = part.to_dict()
-    assert (data["tensor_ranks"], data["expert_ranks"], data["num_ranks"]) == (4, 8, 64)
-    assert {"Tensor ranks", "Expert ranks"} <= {
-        title.strip() for title in str(made).split("\n")[0].split("  ") if title
-    }
+    check_degrees_side_by_side("tensor", on_meta(**SIZES), **COMMON)
 
 
 def test_experts_may_be_over_more_ranks_than_there_are_batches() -> None:
