@@ -30,6 +30,8 @@ STAGES_PER_RANK = {
 SCHEDULES = tuple(STAGES_PER_RANK)
 # Those that compute gradients of inputs first, and those of weights later.
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+# Those that say when a stage is gathered and its gradients are reduced.
+LOOPED = tuple(name for name in SCHEDULES if name not in ("1F1B", "GPipe"))
 # The first rank has the first and the last stage.
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 

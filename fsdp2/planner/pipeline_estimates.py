@@ -1,51 +1,68 @@
 """About how fast a pipeline is and what it needs, from each of its stages alone.
 
-A simulation of a pipeline takes a time that grows with its micro-batches; this one does not: each
-kind of stage is simulated with two micro-batches, and all others are taken to be like the second.
+A simulation of a pipeline takes a time that grows with its micro-batches; this one does not. Each
+kind of stage is simulated with a few of them. How long an action takes depends on what its stage
+did before: after a forward its parameters may have to be gathered, after a backward they are; the
+first gradients are stored and later ones are added. So all actions are taken to be like those that
+came after the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from ..estimation.events import Compute, StartOfBackward
 from ..estimation.pipeline import Part
-from ..estimation.schedules import Action, actions_of, rank_of_stage
+from ..estimation.schedules import LOOPED, Action, order_of, rank_of_stage
 from .candidates import Pipeline
 from .costs import stragglers_s
 from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of
-from .simulate import Simulator
+from .simulate import SimulatedStep, Simulator
 
-_PARTS = ("input", "weight")  # of a backward
+# What a stage does alone, by micro-batch: every kind of action after every kind that schedules let
+# come before it, but with two micro-batches in flight at most.
+_WHOLE = "F0 F1 B0 F2 B1 B2"
+_SPLIT = "F0 F1 I0 W0 I1 W1 F2 F3 I2 F4 W2 I3 I4 W3 W4"
+_IN_FLIGHT = 2
+
+_KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 class StageAlone(NamedTuple):
     """What a stage takes and needs alone.
 
     Attributes:
-        first_s: of its first forward, which may gather more than others.
-        forward_s, backward_s: of the others.
-        input_s, weight_s: of the parts of a backward that is split; 0 if none is.
+        seconds: of each kind of action ("forward", "backward", and "input" and "weight" of a
+            backward that is split), by what the stage did before; "" is that of the first.
+        gather_s: of all its parameters, if a schedule asks for them before the first forward.
         end_s: from its last backward to the end of its reductions.
-        kernels_s: of both micro-batches, if nothing slows kernels down.
+        kernels_s: of a micro-batch, if nothing slows kernels down.
         optimizer_s: as of `SimulatedStep`.
-        two_bytes: that the allocator holds with two micro-batches in flight.
         kept_bytes: of the activations of each micro-batch in flight.
+        brief_bytes: of activations beside these, and of buffers of collectives, while it computes.
+        other_bytes: that the allocator holds besides, for parameters and gradients.
         library_bytes: that CUDA, cuBLAS and NCCL hold besides.
     """
 
-    first_s: float
-    forward_s: float
-    backward_s: float
-    input_s: float
-    weight_s: float
+    seconds: dict[tuple[str, str], float]
+    gather_s: float
     end_s: float
     kernels_s: float
     optimizer_s: float
-    two_bytes: int
     kept_bytes: int
+    brief_bytes: int
+    other_bytes: int
     library_bytes: int
+
+    def of(self, kind: str, before: str) -> float:
+        """The seconds of an action; of one that was not simulated, the mean of its kind."""
+        found = self.seconds.get((kind, before))
+        if found is None:
+            alike = [s for (other, after), s in self.seconds.items() if other == kind and after]
+            found = fmean(alike)
+        return found
 
 
 class PipelineEstimate(NamedTuple):
@@ -55,32 +72,69 @@ class PipelineEstimate(NamedTuple):
     needed_bytes: int
 
 
-def stage_alone(simulator: Simulator, part: Part, speed: float) -> StageAlone:
-    """Simulate a stage with two micro-batches."""
-    stage = part.number
-    actions = [Action(stage, i, forward) for forward in (True, False) for i in range(2)]
-    made = simulator.replay_stages([part], actions)
-    step = simulator.time_stages(made, speed=speed)
-    first, forward, before, backward = durations_of(step, made.ends)
-    of_input, of_weight = 0.0, 0.0
+def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -> StageAlone:
+    """Simulate a stage with a few micro-batches."""
+    looped = schedule in LOOPED
+    seconds, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
     if part.split is not None:
-        parts = [Action(stage, i, False, which) for i in range(2) for which in _PARTS]
-        apart = simulator.replay_stages([part], [*actions[:2], *parts])
-        ends = simulator.time_stages(apart, speed=speed)
-        *_, of_input, of_weight = durations_of(ends, apart.ends)
+        apart, end_s, _ = _run(simulator, part, _SPLIT, speed, looped=looped)
+        seconds |= apart
+    gather_s = 0.0
+    if looped:
+        gather_s = max(0.0, seconds["forward", ""] - seconds["forward", "backward"])
+    kept = _kept(part)
+    peak = step.peak.parts
+    brief = max(0, peak.get("activations", 0) - _IN_FLIGHT * kept)
+    brief += peak.get("communication buffers", 0)
     return StageAlone(
-        first_s=first,
-        forward_s=forward,
-        backward_s=min(before, backward),
-        input_s=of_input,
-        weight_s=of_weight,
-        end_s=end_of(step) - (first + forward + before + backward),
-        kernels_s=step.compute_s - step.contention_s,
+        seconds=seconds,
+        gather_s=gather_s,
+        end_s=end_s,
+        kernels_s=(step.compute_s - step.contention_s) / _WHOLE.count("F"),
         optimizer_s=step.optimizer_s,
-        two_bytes=step.reserved,
-        kept_bytes=_kept(part),
+        kept_bytes=kept,
+        brief_bytes=brief,
+        other_bytes=step.reserved - _IN_FLIGHT * kept - brief,
         library_bytes=step.libraries,
     )
+
+
+def _run(
+    simulator: Simulator, part: Part, order: str, speed: float, *, looped: bool
+) -> tuple[dict[tuple[str, str], float], float, SimulatedStep]:
+    """The seconds of actions in this order by kind, those of the reductions, and the step.
+
+    Of actions that come after the same, the last counts: what the first find may still be as it is
+    in no others.
+    """
+    stage, actions = part.number, []
+    for each in order.split():
+        what, number = _KINDS[each[0]], each[1:]
+        forward = what == "forward"
+        which = what if what in ("input", "weight") else ""
+        actions.append(Action(stage, int(number), forward, which))
+    managed = [Action(stage, -1, False, what) for what in ("unshard", "reduce", "reshard")]
+    whole = [managed[0], *actions, *managed[1:]] if looped else actions
+    made = simulator.replay_stages([part], whole)
+    step = simulator.time_stages(made, speed=speed)
+    durations = durations_of(step, made.ends)
+    found = dict(zip(_contexts(actions), durations, strict=True))
+    return found, end_of(step) - sum(durations), step
+
+
+def _contexts(actions: Sequence[Action]) -> list[tuple[str, str]]:
+    """Of each action its kind, and that of the one before of its stage; "" for the first of a
+    kind."""
+    last: dict[int, str] = {}
+    seen: set[tuple[int, str]] = set()
+    found = []
+    for action in actions:
+        stage = action.stage
+        kind = "forward" if action.is_forward else action.part or "backward"
+        found.append((kind, last[stage] if (stage, kind) in seen else ""))
+        seen.add((stage, kind))
+        last[stage] = kind
+    return found
 
 
 def _kept(part: Part) -> int:
@@ -106,16 +160,17 @@ def estimate_pipeline(
     ranks, schedule = setup.pipeline_ranks, pipeline.schedule
     times, tails, needed = [], [], []
     for rank in range(ranks):
-        actions = actions_of(schedule, rank, ranks, setup.micro_batches, pipeline.stages_per_rank)
+        order = order_of(schedule, rank, ranks, setup.micro_batches, pipeline.stages_per_rank)
         own = [
             stages[part.number]
             for part in parts
             if rank_of_stage(schedule, part.number, ranks) == rank
         ]
-        times.append(RankTimes(actions, [_seconds(action, stages) for action in actions]))
-        tails.append(sum(stage.end_s for stage in own))
-        held = sum(stage.two_bytes - 2 * stage.kept_bytes for stage in own)
-        needed.append(held + _most_kept(actions, stages) + own[0].library_bytes)
+        made, tail = _rank_times(order, stages)
+        times.append(made)
+        tails.append(tail if schedule in LOOPED else own[0].end_s)
+        held = sum(stage.other_bytes for stage in own) + max(stage.brief_bytes for stage in own)
+        needed.append(held + _most_kept(made.actions, stages) + own[0].library_bytes)
     found = begins(times, sends_of(simulator, parts, schedule), waits_for_sends=schedule == "1F1B")
     ends = [
         began[-1] + rank.durations[-1] + tail
@@ -124,17 +179,41 @@ def estimate_pipeline(
     # What all ranks do at the end, the slowest of them; of several stages, one after the other.
     per_rank = pipeline.stages_per_rank
     late = per_rank * max(stage.optimizer_s for stage in stages)
-    kernels_s = setup.micro_batches / 2 * per_rank * max(stage.kernels_s for stage in stages)
+    kernels_s = setup.micro_batches * per_rank * max(stage.kernels_s for stage in stages)
     num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
     wait = stragglers_s(kernels_s, num_ranks, simulator.hardware)
     return PipelineEstimate(max(ends) + late + wait, max(needed))
 
 
-def _seconds(action: Action, stages: Sequence[StageAlone]) -> float:
-    stage = stages[action.stage]
-    if not action.is_forward:
-        return {"": stage.backward_s, "input": stage.input_s, "weight": stage.weight_s}[action.part]
-    return stage.first_s if action.micro_batch == 0 else stage.forward_s
+def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[RankTimes, float]:
+    """How long each action of a rank takes, and the reductions after the last.
+
+    A schedule that says when gathers and reductions of a whole stage begin gathers stages one after
+    the other, and no action begins before its stage has come; what comes after a reduction waits
+    for its end.
+    """
+    actions = [action for action in order if action.computes]
+    contexts = iter(_contexts(actions))
+    durations: list[float] = []
+    gathered_s = reducing_s = now = 0.0
+    come: dict[int, float] = {}
+    for action in order:
+        stage = stages[action.stage]
+        if action.part == "unshard":
+            gathered_s += stage.gather_s
+            come[action.stage] = gathered_s
+        elif action.part == "reduce":
+            reducing_s += stage.end_s
+        elif action.computes:
+            kind, before = next(contexts)
+            late = come.pop(action.stage, None)
+            if late is None:
+                seconds = stage.of(kind, before)
+            else:
+                seconds = stage.of("forward", "backward") + max(0.0, late - now)
+            durations.append(seconds + reducing_s)
+            now, reducing_s = now + durations[-1], 0.0
+    return RankTimes(actions, durations), reducing_s
 
 
 def _most_kept(actions: Sequence[Action], stages: Sequence[StageAlone]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..estimation.pipeline import Part
-from ..estimation.schedules import SPLIT, check_schedule
+from ..estimation.schedules import LOOPED, SPLIT, check_schedule
 from ..render.text import plural
 from ..runtime.gather_budget import GatherBudgetError
 from .candidates import Candidate, Pipeline, first_round, reshards_of
@@ -49,14 +49,36 @@ class PipelineSearch:
         self._stages: dict[Candidate, tuple[list[Part], list[StageAlone]]] = {}
         self.estimates: dict[Candidate, PipelineEstimate] = {}
         self.refused: dict[str, None] = {}
+        self._needs = 1.0  # how much more is needed than estimated
 
     def paced_s(self, candidate: Candidate) -> float:
         """About the time of a step, as `Outcome.paced_s`."""
         return self.estimates[candidate].seconds * candidate.degrees.ranks_per_batch
 
+    def needed_bytes(self, candidate: Candidate) -> float:
+        """About the bytes that its fullest rank needs."""
+        return self._needs * self.estimates[candidate].needed_bytes
+
+    def learn(self, needed: Mapping[Candidate, int]) -> bool:
+        """Take from simulations how much more is needed than estimated.
+
+        Args:
+            needed: bytes by candidate, of any kind.
+
+        Returns:
+            Whether one that should fit does not, so that others may be the best now.
+        """
+        wrong = [
+            needed[candidate] / estimate.needed_bytes
+            for candidate, estimate in self.estimates.items()
+            if self.needed_bytes(candidate) <= self.budget < needed.get(candidate, 0)
+        ]
+        self._needs = max([self._needs, *wrong])
+        return bool(wrong)
+
     def rank(self, candidate: Candidate) -> tuple[bool, float]:
         """Orders candidates, the best first."""
-        needed = self.estimates[candidate].needed_bytes
+        needed = self.needed_bytes(candidate)
         if needed > self.budget:
             return True, needed
         return False, self.paced_s(candidate)
@@ -171,14 +193,16 @@ class PipelineSearch:
         return True
 
     def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
-        """Its stages, which do not depend on the schedule; those that are alike once."""
-        key = replace(candidate, schedule="split" if candidate.schedule in SPLIT else None)
+        """Its stages, which depend on the kind of schedule only; those that are alike once."""
+        schedule = candidate.pipeline.schedule
+        kind = f"{schedule in LOOPED} {schedule in SPLIT}"
+        key = replace(candidate, schedule=kind)
         if key not in self._stages:
             parts = self._parts(candidate)
             made: dict[int, StageAlone] = {}
             for part in parts:
                 if id(part.trace) not in made:
-                    made[id(part.trace)] = stage_alone(self.simulator, part, self.speed)
+                    made[id(part.trace)] = stage_alone(self.simulator, part, schedule, self.speed)
             self._stages[key] = (parts, [made[id(part.trace)] for part in parts])
         return self._stages[key]
 

@@ -147,7 +147,11 @@ class Search:
         return found[0] if found else usual
 
     def _search_pipelines(self, modes: tuple[str, ...]) -> None:
-        """Simulate the pipelines that may be the fastest, and at least one."""
+        """Simulate the pipelines that may be the fastest, and at least one.
+
+        If estimates said that one fits and it does not, others come next: those that fit although
+        all need more than estimated.
+        """
         search = PipelineSearch(
             self.simulator,
             self.choices,
@@ -156,7 +160,17 @@ class Search:
             self.steps.stage_wraps,
             min(load.speed for load in self.loads),
         )
-        for i, candidate in enumerate(search.best(modes, self.progress)):
+        for _ in range(_MOST_SIMULATED):
+            left_out = self._simulate_pipelines(search, search.best(modes, self.progress))
+            if not search.learn({c: o.needed_bytes for c, o in self.outcomes.items()}):
+                break
+        self.notes += left_out
+        self.notes += search.refused
+
+    def _simulate_pipelines(self, search: PipelineSearch, found: Sequence[Candidate]) -> list[str]:
+        """Simulate of these those that may be the fastest; says why others are not."""
+        left_out = []
+        for i, candidate in enumerate(found):
             fitting = [o.paced_s for o in self.outcomes.values() if o.fits]
             fastest = min(fitting, default=None)
             late, _ = search.rank(candidate)
@@ -165,12 +179,12 @@ class Search:
             if i == 0 or not late:
                 self.simulate([candidate])
                 continue
-            needed = search.estimates[candidate].needed_bytes
+            needed = search.needed_bytes(candidate)
             why = f"is {search.paced_s(candidate) / (fastest or 1.0):.2f} times as slow as the best"
             if needed > self.budget:
                 why = f"needs {show_bytes(needed)}, more than the budget"
-            self.notes.append(f"Not simulated, because it {why} by its stages alone: {candidate}")
-        self.notes += search.refused
+            left_out.append(f"Not simulated, because it {why} by its stages alone: {candidate}")
+        return left_out
 
     def no_mesh(self) -> str:
         choices = self.choices

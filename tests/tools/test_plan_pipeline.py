@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from test_predict_pipeline import Even, Model, Stage, even_stages, on_meta, spli
 
 from fsdp2 import MixedPrecisionPolicy, Plan, StateOffload, plan, predict
 from fsdp2.cli.main import main
-from fsdp2.planner import Hardware, find_hardware
+from fsdp2.estimation.pipeline import Part
+from fsdp2.estimation.schedules import SPLIT
+from fsdp2.estimation.setups import make_setup
+from fsdp2.estimation.trace_options import TraceOptions
+from fsdp2.planner import Hardware, Simulator, find_hardware, searching
+from fsdp2.planner.candidates import Pipeline
+from fsdp2.planner.model_steps import ModelSteps
+from fsdp2.planner.pipeline_estimates import estimate_pipeline, stage_alone
+from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
 from harness import distributed
 
 H100 = find_hardware("h100")
@@ -70,7 +79,10 @@ def test_within_a_node_it_is_none() -> None:
     assert (made.pipeline_ranks, made.schedule, made.stages) == (1, None, [])
     simulated = [o for o in made.outcomes if o.candidate.degrees.pipeline > 1]
     assert simulated
-    assert min(o.paced_s for o in simulated) >= made.chosen.paced_s * 0.995
+    fastest = min(simulated, key=lambda o: o.paced_s)
+    if fastest.paced_s < made.chosen.paced_s * 0.995:  # less than is known of the hardware
+        assert fastest.paced_s > made.chosen.paced_s * 0.97
+        assert any("Faster by so little" in reason for reason in made.reasons)
     assert "Pipeline: none; over" in str(made)
 
 
@@ -106,10 +118,9 @@ def test_what_the_plan_says(piped: Plan, tmp_path: Path) -> None:
     assert f"{piped.pipeline_ranks} x " in (tmp_path / "plan.svg").read_text()
 
 
-def test_estimates_from_stages_alone_are_near_simulations() -> None:
-    """What decides which pipelines are simulated is not far from what they then come to."""
-    from fsdp2.planner import searching
-
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The searches for pipelines of the plans of a test."""
     made: list[Any] = []
 
     class Noted(searching.PipelineSearch):
@@ -117,22 +128,99 @@ def test_estimates_from_stages_alone_are_near_simulations() -> None:
             super().__init__(*args)
             made.append(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "PipelineSearch", Noted)
-        # Of the last, steps take many seconds, in which what slows ranks down evens out.
-        uneven = replace(slow_network(), matmul_efficiency=1e-4, jitter=0.6)
-        plans = [planned(H100), planned(slow_network())]
-        plans.append(planned(uneven, micro_batches=32))
+    monkeypatch.setattr(searching, "PipelineSearch", Noted)
+    return made
+
+
+def test_estimates_from_stages_alone_are_near_simulations(searches: list[Any]) -> None:
+    """What decides which pipelines are simulated is not far from what they then come to."""
+    # Of the last, steps take many seconds, in which what slows ranks down evens out.
+    uneven = replace(slow_network(), matmul_efficiency=1e-4, jitter=0.6)
+    plans = [planned(H100), planned(slow_network())]
+    plans.append(planned(uneven, micro_batches=32))
     assert max(outcome.seconds for outcome in plans[-1].outcomes) > 4
-    for each, search in zip(plans, made, strict=True):
+    for each, search in zip(plans, searches, strict=True):
         checked = 0
         for outcome in each.outcomes:
             if outcome.candidate.degrees.pipeline > 1:
                 estimate = search.estimates[outcome.candidate]
-                assert estimate.seconds == pytest.approx(outcome.seconds, rel=0.15)
-                assert estimate.needed_bytes == pytest.approx(outcome.needed_bytes, rel=0.15)
+                assert estimate.seconds == pytest.approx(outcome.seconds, rel=0.05)
+                assert estimate.needed_bytes == pytest.approx(outcome.needed_bytes, rel=0.08)
                 checked += 1
         assert checked
+
+
+# Of schedules that split backwards: how far sums on shards may be off. Their reductions queue, and
+# how long depends on what other stages of the rank do meanwhile.
+QUEUES = 0.27
+
+
+@pytest.mark.parametrize("accumulation", ["unsharded", "sharded"])
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "reshard"),
+    [("full", 8, None), ("full", 8, False), ("hybrid", (8, 8), None), ("none", 8, None)],
+)
+@pytest.mark.parametrize(
+    "schedule",
+    ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble",
+     "DualPipeV"],
+)  # fmt: skip
+def test_an_estimate_of_each_schedule_is_near_its_simulation(
+    schedule: str, strategy: str, mesh: Any, reshard: bool | None, accumulation: str
+) -> None:
+    """Gathers, reductions and sums are small beside kernels nowhere here: each must be counted."""
+    pipeline = Pipeline(schedule, 1 if schedule in ("1F1B", "GPipe") else 2)
+    simulator = Simulator(H100)
+    parts = stages_of_even(pipeline, schedule, strategy, mesh, reshard, accumulation)
+    alone = [stage_alone(simulator, part, schedule, 1.0) for part in parts]
+    estimate = estimate_pipeline(simulator, parts, pipeline, alone)
+    replays = replay_pipeline(simulator, parts, schedule)
+    steps = simulate_pipeline(simulator, parts, schedule, replays)
+    queues = accumulation == "sharded" and strategy != "none"
+    rel = 0.03 if not queues else QUEUES if schedule in SPLIT else 0.15
+    assert estimate.seconds == pytest.approx(max(step.seconds for step in steps), rel=rel)
+    needed = max(step.needed_bytes for step in steps)
+    assert estimate.needed_bytes == pytest.approx(needed, rel=0.045)
+
+
+def stages_of_even(
+    pipeline: Pipeline, schedule: str, strategy: str, mesh: Any, reshard: Any, accumulation: str
+) -> list[Part]:
+    """The stages of a pipeline over four ranks with 16 micro-batches."""
+    steps = traced_even()
+    made = steps.get(4 * pipeline.stages_per_rank, "none", splits_backward=schedule in SPLIT)
+    return [
+        Part(
+            i,
+            stage.trace,
+            make_setup(
+                stage.units, mesh, strategy=strategy, reshard_after_forward=reshard, mp_policy=BF16,
+                accumulation=accumulation, pipeline_ranks=4, micro_batches=16,
+            ),
+            stage.split,
+        )
+        for i, stage in enumerate(made)
+    ]  # fmt: skip
+
+
+@cache
+def traced_even() -> ModelSteps:
+    return ModelSteps(
+        on_meta(Even, width=1024, num_blocks=16), tokens(), TraceOptions(mp_policy=BF16),
+        split_stages=even_stages, wrap="auto",
+    )  # fmt: skip
+
+
+def test_where_estimates_say_too_little_others_are_tried(searches: list[Any]) -> None:
+    """It fits by its stages alone and not in truth: the plan is another one, not an error."""
+    options: dict[str, Any] = {"micro_batches": 32, "pipeline_ranks": 4, "schedule": "1F1B"}
+    free = planned(slow_network(), **options).chosen
+    budget = free.needed_bytes - 1
+    assert searches[0].estimates[free.candidate].needed_bytes <= budget
+    made = planned(slow_network(), memory_budget=budget, **options)
+    assert made.chosen.fits
+    assert made.chosen.candidate != free.candidate
+    assert free.candidate in [outcome.candidate for outcome in made.outcomes]
 
 
 def test_fixed_choices_and_what_is_left_out() -> None:
@@ -164,7 +252,8 @@ def test_memory_decides_about_the_schedule() -> None:
     both = planned(
         slow_network(), pipeline_ranks=4, schedule=["GPipe", "1F1B"],
         memory_budget=free.chosen.needed_bytes - 1, strategy=free.kwargs["strategy"],
-        accumulation=(free.accumulation or "unsharded",),
+        accumulation=(free.accumulation or "unsharded",), wrap=free.kwargs["wrap"],
+        reshard_after_forward=free.kwargs["reshard_after_forward"],
     )  # fmt: skip
     assert both.schedule == "1F1B"
     assert both.chosen.needed_bytes < free.chosen.needed_bytes
