@@ -131,16 +131,22 @@ class ContextParallel:
             raise self.refused(f"the operator {name}")
         self._allowed.add(func)
 
-    def conclude(self) -> list[str]:
-        """What the trace assumes, as sentences.
+    def check_whole(self) -> None:
+        """Check, of all of a model, that it has attention to split.
 
         Raises:
-            ValueError: if there was no attention to split.
+            ValueError: if it has none.
         """
+        if not self.num_calls:
+            raise self.refused("this model, which calls no such attention")
+
+    def conclude(self) -> list[str]:
+        """What the trace assumes, as sentences; nothing without attention, as in a stage that
+        embeds tokens."""
         from torch.distributed.tensor.experimental._attention import _cp_options
 
         if not self.num_calls:
-            raise self.refused("this model, which calls no such attention")
+            return []
         method = _cp_options.rotate_method.name.lower().replace("_", "-")
         notes = [
             f"Context parallel: as torch's context_parallel, with keys and values by {method} "

@@ -178,6 +178,8 @@ def _conclude(
 ) -> None:
     trace.nbytes, trace.uncosted = meter.nbytes, dict(meter.uncosted)
     if options.context is not None:
+        if options.stage.is_first and options.stage.is_last:
+            options.context.check_whole()
         trace.notes += options.context.conclude()
     if options.fake and routing.num_exchanges:
         trace.notes.append("Tokens are taken to be spread evenly over experts (TokenExchange)")

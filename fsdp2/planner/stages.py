@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..estimation.estimating import default_checkpoint_modules
-from ..estimation.events import StepTrace
+from ..estimation.events import Exchange, StepTrace
 from ..estimation.expert_units import experts_of
 from ..estimation.stages import Shape, Stage
 from ..estimation.trace_options import TraceOptions
@@ -97,7 +97,8 @@ class StagedSteps:
 
         Raises:
             ValueError: if ``split_stages`` returns something else than that many stages, or stages
-                whose parameters, or experts, are not those of the model.
+                whose parameters, or experts, are not those of the model; for context ranks, if no
+                stage has attention.
         """
         stages = self._made.get(num_stages)
         if stages is None:
@@ -115,6 +116,11 @@ class StagedSteps:
                 split = steps.get(mode, size, own, names, apart, received)
             made.append(TracedStage(trace, steps.units_of(wrap), split, steps.expert_units))
             received = trace.outputs
+        if degrees.context > 1 and not any(_attends(stage.trace) for stage in made):
+            raise ValueError(
+                f"context_ranks={degrees.context}: no stage of the pipeline calls attention that "
+                "torch's context_parallel splits: predict with context_ranks=1"
+            )
         return made
 
     def _make(self, num_stages: int) -> list[TracedSteps]:
@@ -202,6 +208,11 @@ class StagedSteps:
             return blocks_in(stage, self._blocks)
         named = dict(stage.named_modules())
         return [name for name in self._checkpoint_modules if name in named]
+
+
+def _attends(trace: StepTrace) -> bool:
+    """Whether it has attention over parts of sequences."""
+    return any(isinstance(each, Exchange) and each.group == "context" for each in trace.events)
 
 
 def block_types(model: nn.Module) -> tuple[type, ...]:

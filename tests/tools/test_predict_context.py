@@ -514,3 +514,47 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     assert {o["context_ranks"] for o in json.loads(out)["outcomes"]} == {2, 4}
+
+
+# -- stages of a pipeline --------------------------------------------------------------------------
+
+
+def apart(model: Model, num_stages: int) -> list[nn.Module]:
+    """The embedding and the last layer are stages of their own: neither has attention."""
+    assert num_stages == 4
+    return [model.first, *model.blocks, model.last]
+
+
+def test_stages_without_attention_are_predicted() -> None:
+    options: dict[str, Any] = {
+        "mp_policy": BF16, "context_ranks": 2, "pipeline_ranks": 4, "micro_batches": 4,
+    }  # fmt: skip
+    made = predict(on_meta(), batch(), H100, 16, split_stages=apart, **options)
+    assert len(made.stages) == 4
+    assert any(note.startswith("Context parallel: ") for note in made.notes)
+    half = predict(
+        on_meta(), batch(), H100, 16, split_stages=lambda model, num: [
+            nn.Sequential(model.first, model.blocks[0]), nn.Sequential(model.blocks[1], model.last),
+        ],
+        **options | {"pipeline_ranks": 2},
+    )  # fmt: skip
+    # The same blocks in fewer stages: a rank of the middle sends what one of the halves does.
+    assert context_sends(half.step) > 0
+    whole = predict(on_meta(), batch(), H100, 16, mp_policy=BF16, context_ranks=2, micro_batches=4)
+    assert context_sends(whole.step) == 2 * context_sends(half.step)
+
+
+def context_sends(step: Any) -> int:
+    return sum(
+        launch.work.sent
+        for launch in step.launches
+        if isinstance(launch.work, Transfer) and launch.work.group == "context"
+    )
+
+
+def test_a_pipeline_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="context_ranks=2: no stage of the pipeline calls"):
+        predict(
+            on_meta(attention=lambda q, k, v: v), batch(), H100, 16, split_stages=apart,
+            context_ranks=2, pipeline_ranks=4, micro_batches=4, mp_policy=BF16,
+        )  # fmt: skip
