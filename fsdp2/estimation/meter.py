@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,15 +25,28 @@ from .workspaces import with_float32_gradients, with_workspace
 _DEVICE_OF = torch.ops.prim.device.default
 
 
+class Awaited(NamedTuple):
+    """A collective in flight.
+
+    Attributes:
+        number: by which it is known.
+        at_use: whether it is waited for when something reads its result, and not by
+            ``wait_tensor``: that is called for fake tensors as soon as they are made, where a run
+            has tensors that wait by themselves.
+    """
+
+    number: int
+    at_use: bool
+
+
 class StorageMeter(TorchDispatchMode):
     """Counts the storages allocated inside the context, and the cost of operations.
 
     Args:
         device_type: the device whose kernels fake tensors stand for.
         on_collective: called with the kind of each functional collective, the bytes of its whole
-            data and its group, after what came before it was counted. Returns a number if its
-            result is waited for when something reads it.
-        on_wait: called with that number, then.
+            data and its group, after what came before it was counted; says when it is waited for.
+        on_wait: called with its number, then.
         on_operator: called with every other operator and its result.
 
     Attributes:
@@ -53,7 +66,7 @@ class StorageMeter(TorchDispatchMode):
     def __init__(
         self,
         device_type: str = "cpu",
-        on_collective: Callable[[str, int, str], int | None] | None = None,
+        on_collective: Callable[[str, int, str], Awaited] | None = None,
         on_wait: Callable[[int], None] | None = None,
         on_operator: Callable[[Any, Any], None] | None = None,
     ) -> None:
@@ -61,7 +74,7 @@ class StorageMeter(TorchDispatchMode):
         self._on_collective = on_collective
         self._on_wait = on_wait
         self._on_operator = on_operator
-        self._in_flight: dict[int, int] = {}  # of a storage: the number of its collective
+        self._in_flight: dict[int, Awaited] = {}  # by the storage of the result
         self._device_type = device_type
         self.live = 0
         self.nbytes = 0
@@ -122,7 +135,11 @@ class StorageMeter(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
         name = operator_name(func).partition("::")[2].rstrip("_")
         if name == "wait_tensor":
-            self._continue(args[0].untyped_storage(), result.untyped_storage())
+            old = args[0].untyped_storage()
+            awaited = self._in_flight.get(old._cdata)
+            if awaited is not None and not awaited.at_use:
+                self._wait(old)
+            self._continue(old, result.untyped_storage())
             return
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         kind = next((each for each in kinds if name.startswith(each)), None)
@@ -132,22 +149,25 @@ class StorageMeter(TorchDispatchMode):
         whole = result if kind == "all_gather" else args[0]
         if kind == "all_to_all" and _goes_to_one_rank(args[2]):
             kind = "send"
-        number = self._on_collective(kind, nbytes_of(whole), args[-1])
+        awaited = self._on_collective(kind, nbytes_of(whole), args[-1])
         if isinstance(result, torch.Tensor):
             self.track(result)
-            if number is not None:
-                self._in_flight[result.untyped_storage()._cdata] = number
+            self._in_flight[result.untyped_storage()._cdata] = awaited
 
     def _wait_for(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Wait for the collectives whose results ``func`` reads."""
         if self._is_free(func) or operator_name(func).endswith("::wait_tensor"):
-            return  # fake tensors are waited for as soon as they are made; runs wait at the use
+            return
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
-                number = self._in_flight.pop(tensor.untyped_storage()._cdata, None)
-                if number is not None:
-                    assert self._on_wait is not None
-                    self._on_wait(number)
+                self._wait(tensor.untyped_storage())
+
+    def _wait(self, storage: torch.UntypedStorage) -> None:
+        """Wait for the collective whose result is there, if it is in flight."""
+        awaited = self._in_flight.pop(storage._cdata, None)
+        if awaited is not None:
+            assert self._on_wait is not None
+            self._on_wait(awaited.number)
 
     def _continue(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         """Count ``new`` instead: fake tensors have another storage where a run has the same."""

@@ -48,7 +48,7 @@ from .events import (
     StepTrace,
 )
 from .kernels import traced_kernels
-from .meter import StorageMeter
+from .meter import Awaited, StorageMeter
 from .offloaded import CountedOffload, counted_offload
 from .stages import Sent, run_stage
 from .trace_options import LossFn, TraceOptions
@@ -493,18 +493,20 @@ class _Recorder:
         self.flush()
         self.trace.events.append(event)
 
-    def collective(self, kind: str, nbytes: int, group: str) -> int | None:
-        """Record a collective of tensor parallelism, which is waited for at once, or one of context
-        parallelism; returns the number under which that is waited for."""
+    def collective(self, kind: str, nbytes: int, group: str) -> Awaited:
+        """Record a collective of tensor or of context parallelism.
+
+        Those of DTensors are waited for at once, others of tensor parallelism where the model calls
+        ``wait_tensor``; those of context parallelism when something reads what has come.
+        """
         self.flush()
-        if self._context is None or group != self._context.group:
-            self.trace.events.append(Exchange(nbytes, self._tensor_ranks, kind, "tensor"))
-            return None
         number = self._num_awaited
         self._num_awaited += 1
-        ranks = self._context.ranks
-        self.trace.events.append(Exchange(nbytes, ranks, kind, "context", number))
-        return number
+        shares = self._context is not None and group == self._context.group
+        ranks = self._context.ranks if self._context and shares else self._tensor_ranks
+        name = "context" if shares else "tensor"
+        self.trace.events.append(Exchange(nbytes, ranks, kind, name, number))
+        return Awaited(number, at_use=shares)
 
     def wait(self, number: int) -> None:
         """Record that compute waits for a collective."""

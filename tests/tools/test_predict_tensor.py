@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -31,7 +31,7 @@ if harness.RUNS_ON_TORCH:
 from fsdp2 import MixedPrecisionPolicy, Plan, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
 from fsdp2.comm.topology import Ring
-from fsdp2.estimation.events import Exchange
+from fsdp2.estimation.events import Compute, Exchange, ExchangeEnd
 from fsdp2.estimation.expert_units import InnerTopology
 from fsdp2.estimation.tracing import trace_step
 from fsdp2.planner import find_hardware
@@ -141,6 +141,80 @@ def test_a_rank_has_its_part_of_operators_and_parameters() -> None:
     whole = 2 * 16 * 32 * 4
     assert set(collectives(four)["all_reduce"]) == {whole}
     assert 8 <= len(collectives(four)["all_reduce"]) <= 2 * (2 + 4)
+
+
+class Columns(torch.autograd.Function):
+    """A linear layer whose backward multiplies while the gradient of the input is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str, late: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.late = group, late
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        summed = torch.ops._c10d_functional.all_reduce(grad @ weight, "sum", ctx.group)
+        if not ctx.late:
+            summed = torch.ops._c10d_functional.wait_tensor(summed)
+        of_weight = grad.flatten(0, 1).t() @ x.flatten(0, 1)
+        if ctx.late:
+            summed = torch.ops._c10d_functional.wait_tensor(summed)
+        return summed, of_weight, None, None
+
+
+class ByHand(nn.Linear):
+    group: str | None = None
+    late = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(x)
+        weight: Any = self.weight
+        return Columns.apply(x, weight.to_local(), self.group, self.late)
+
+
+def by_hand(late: bool) -> Any:
+    def distribute(model: nn.Module, mesh: DeviceMesh) -> None:
+        for layer in model.modules():
+            if isinstance(layer, ByHand):
+                layer.group, layer.late = mesh.get_group().group_name, late
+                own = distribute_tensor(layer.weight, mesh, [Shard(0)], src_data_rank=None)
+                layer.weight = nn.Parameter(own)
+
+    return distribute
+
+
+def test_what_is_waited_for_later_goes_on_beside_kernels() -> None:
+    """A model that calls ``wait_tensor`` itself decides where; DTensors wait at once."""
+    made = {}
+    for late in (True, False):
+        with torch.device("meta"):
+            model = nn.Sequential(*(ByHand(4096, 8 * 4096, bias=False) for _ in range(4)))
+            sample = torch.empty(4, 1024, 4096, requires_grad=True)
+        made[late] = predict(
+            model, sample, H100, 8, parallelize=by_hand(late), tensor_ranks=8, mp_policy=BF16,
+            loss_fn=torch.mean,
+        )  # fmt: skip
+    late, at_once = made[True], made[False]
+    sums = [x.step.stream_s["tensor parallel"] for x in (late, at_once)]
+    assert sums[0] == pytest.approx(sums[1], rel=0.05)
+    assert at_once.exposed_s > 0.9 * sums[1]
+    assert late.exposed_s < 0.4 * sums[0]
+    assert not any(operations_in_flight(traced(2)))
+
+
+def operations_in_flight(trace: Any) -> list[int]:
+    """The operations between the begin of each collective and the wait for it."""
+    found, events = [], trace.events
+    for i, event in enumerate(events):
+        if isinstance(event, Exchange):
+            end = events.index(ExchangeEnd(event.number), i)
+            meanwhile = [e for e in events[i:end] if isinstance(e, Compute)]
+            found.append(sum(len(each.operations) for each in meanwhile))
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
