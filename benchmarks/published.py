@@ -15,70 +15,23 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-import fsdp2
-from fsdp2 import Kernels, MixedPrecisionPolicy
-from fsdp2.estimation.estimating import default_checkpoint_modules
-from fsdp2.estimation.events import StepTrace
-from fsdp2.estimation.setups import make_setup
-from fsdp2.estimation.tracing import trace_step
-from fsdp2.planner import Prediction, SimulatedStep, Simulator, find_hardware
+from fsdp2.planner import find_hardware
 from fsdp2.render.text import plural
-from fsdp2.wrap import UnitDescription, units_of
 
 from . import machine
-from .models import lm_loss
-from .published_megatron import (
-    SIZES_OF_MEGATRON,
-    MegatronBlock,
-    MegatronGPT,
-    cores_of,
-    parallelize_megatron,
-    split_megatron,
-)
-from .published_models import GPT, T5, Llama
+from .published_runs import FAMILIES, Run, figures_of
 from .report import row, write_readme
 
-BF16 = torch.bfloat16
-
-
-# Figures that tell a speed; the last one is relative.
-SPEEDS = ("tokens/s/GPU", "TFLOPS/GPU", "s/step", "relative TFLOPS/GPU")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A published run.
-
-    Attributes:
-        batch: sequences per GPU; with tensor or pipeline parallelism, of a micro-batch.
-        reduce_dtype: of gradients.
-        compiled: whether each block is compiled.
-        tensor_ranks, pipeline_ranks: GPUs that share operators, and that have other stages.
-        stages_per_rank, micro_batches: of the pipeline, whose schedule is 1F1B, interleaved if a
-            rank has several stages.
-    """
-
-    model: str
-    hardware: str
-    num_gpus: int
-    batch: int
-    checkpointing: str
-    reduce_dtype: str = "float32"
-    compiled: bool = False
-    tensor_ranks: int = 1
-    pipeline_ranks: int = 1
-    stages_per_rank: int = 1
-    micro_batches: int = 1
+# Figures that tell a speed; the last two are of a part of a run, and relative.
+SPEEDS = ("tokens/s/GPU", "TFLOPS/GPU", "s/step", "ms/block", "relative TFLOPS/GPU")
 
 
 @dataclass(frozen=True)
@@ -86,8 +39,8 @@ class Row:
     """A published figure.
 
     Attributes:
-        what: "tokens/s/GPU", "TFLOPS/GPU", "s/step", "GiB" (reserved) or "relative TFLOPS/GPU" (to
-            ``base``).
+        what: "tokens/s/GPU", "TFLOPS/GPU", "s/step", "GiB" (reserved), "ms/block" (forward and
+            backward) or "relative TFLOPS/GPU" (to ``base``).
         calibrated: whether a number of the hardware was chosen to meet this row: the efficiency of
             each kind of GPU, and the jitter.
         remark: why the prediction is off, if it is.
@@ -114,22 +67,69 @@ def _t5(num_gpus: int) -> Run:
     return Run("T5-11B", "a100-fsdp-paper", num_gpus, 8, "full", "bfloat16")
 
 
-def _22b(recomputed: str) -> Run:
-    return Run("Megatron 22B", "a100-80", 8, 4, recomputed, tensor_ranks=8)
+def _22b(recomputed: str, *, parts: bool = True, blocks: int | None = None) -> Run:
+    run = Run("Megatron 22B", "a100-80", 8, 4, recomputed, tensor_ranks=8)
+    return replace(run, parts=parts, blocks=blocks)
 
 
-def _175b(recomputed: str) -> Run:
+def _block(published: float, recomputed: str, *, parts: bool) -> Row:
+    """Of table 4 of "Reducing Activation Recomputation"."""
+    run = _22b(recomputed, parts=parts, blocks=4)
+    return Row("Megatron", run, "ms/block", published)
+
+
+def _piped(size: str, num_gpus: int, recomputed: str, *pipeline: int) -> Run:
+    """Of table 5 of "Reducing Activation Recomputation"."""
+    ranks, stages, micro_batches = pipeline
     return Run(
-        "Megatron 175B",
+        f"Megatron {size}",
         "a100-80",
-        64,
+        num_gpus,
         1,
         recomputed,
         tensor_ranks=8,
-        pipeline_ranks=8,
-        stages_per_rank=3,
-        micro_batches=64,
+        pipeline_ranks=ranks,
+        stages_per_rank=stages,
+        micro_batches=micro_batches,
     )
+
+
+def _of_2021(size: str, num_gpus: int, batch: int, micro_batch: int, *degrees: int) -> Run:
+    """Of "Efficient Large-Scale Language Model Training".
+
+    Args:
+        batch: sequences of all GPUs.
+        micro_batch: of a replica.
+        degrees: tensor ranks, pipeline ranks and stages of each.
+    """
+    tensor, ranks, stages = degrees
+    replicas, rest = divmod(num_gpus, tensor * ranks)
+    assert not rest, (size, num_gpus)
+    micro_batches, rest = divmod(batch, replicas * micro_batch)
+    assert not rest, (size, num_gpus)
+    return Run(
+        f"Megatron {size}",
+        "a100-80",
+        num_gpus,
+        micro_batch,
+        "full",
+        "float16",
+        tensor_ranks=tensor,
+        pipeline_ranks=ranks,
+        parts=False,
+        stages_per_rank=stages,
+        micro_batches=micro_batches,
+    )
+
+
+def _table_1(size: str, published: float, *settings: int) -> Row:
+    return Row("Megatron 2021", _of_2021(size, *settings), "TFLOPS/GPU", published)
+
+
+def _table_2(size: str, published: float, num_gpus: int) -> Row:
+    batch, ranks, stages = {"175B": (1536, 12, 1), "530B": (2240, 35, 3)}[size]
+    run = _of_2021(size, num_gpus, batch, 1, 8, ranks, stages)
+    return Row("Megatron 2021", run, "TFLOPS/GPU", published)
 
 
 CONTENTION = "collectives take multiprocessors, and nothing else; no allocator retries"
@@ -150,133 +150,71 @@ ROWS = [
     Row("FSDP paper", _gpt(512, 2), "TFLOPS/GPU", 186),
     Row("FSDP paper", _gpt(128, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
     Row("FSDP paper", _gpt(512, 1), "TFLOPS/GPU", 173, remark=CONTENTION),
+    _block(19.6, "none", parts=False),
+    _block(19.0, "none", parts=True),
+    _block(27.2, "full", parts=False),
+    _block(20.9, "attention", parts=False),
+    _block(20.3, "attention", parts=True),
     Row("Megatron", _22b("full"), "s/step", 1.42),
     Row("Megatron", _22b("attention"), "s/step", 1.10),
-    Row("Megatron", _175b("full"), "s/step", 18.13),
-    Row("Megatron", _175b("attention"), "s/step", 13.75),
+    Row("Megatron", _piped("175B", 64, "full", 8, 3, 64), "s/step", 18.13),
+    Row("Megatron", _piped("175B", 64, "attention", 8, 3, 64), "s/step", 13.75),
+    Row("Megatron", _piped("530B", 280, "full", 35, 3, 280), "s/step", 49.05),
+    Row("Megatron", _piped("530B", 280, "attention", 35, 3, 280), "s/step", 37.83),
+    Row("Megatron", _piped("530B", 2240, "attention", 35, 3, 280), "s/step", 39.15),
+    Row("Megatron", _piped("1T", 512, "full", 64, 1, 512), "s/step", 94.42),
+    Row("Megatron", _piped("1T", 512, "attention", 64, 1, 512), "s/step", 71.49),
+    # GPUs, batch, micro-batch, tensor ranks, pipeline ranks, stages of each.
+    _table_1("1.7B", 137, 32, 512, 16, 1, 1, 1),
+    _table_1("3.6B", 138, 64, 512, 16, 2, 1, 1),
+    _table_1("7.5B", 142, 128, 512, 16, 4, 1, 1),
+    _table_1("18.4B", 135, 256, 1024, 8, 8, 1, 1),
+    _table_1("39.1B", 138, 512, 1536, 4, 8, 2, 1),
+    _table_1("76.1B", 140, 1024, 1792, 2, 8, 4, 3),
+    _table_1("145.6B", 148, 1536, 2304, 2, 8, 8, 2),
+    _table_1("310.1B", 155, 1920, 2160, 1, 8, 16, 2),
+    _table_1("530B", 163, 2520, 2520, 1, 8, 35, 3),
+    _table_1("1T", 163, 3072, 3072, 1, 8, 64, 1),
+    _table_2("175B", 153, 384),
+    _table_2("175B", 149, 768),
+    _table_2("175B", 141, 1536),
+    _table_2("530B", 171, 560),
+    _table_2("530B", 167, 1120),
+    _table_2("530B", 159, 2240),
     Row("FSDP paper", _t5(512), "relative TFLOPS/GPU", 0.93, base=_t5(8), remark=HIDDEN),
 ]
 
-_MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    # name: the model, number of token tensors, tokens of each
-    "Llama 3 8B": (Llama, 1, 8192),
-    "GPT-175B": (GPT, 1, 2048),
-    "T5-11B": (T5, 2, 512),
-}
-
-
-def _loss(logits: Tensor) -> Tensor:
-    return lm_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long))
-
-
-@cache
-def _trace(
-    model_name: str, batch: int, checkpointing: str, reduce_dtype: str, compiled: bool
-) -> tuple[StepTrace, tuple[UnitDescription, ...]]:
-    make, num_inputs, length = _MODELS[model_name]
-    with torch.device("meta"):
-        model = make()
-        tokens = torch.empty(batch, length, dtype=torch.long)
-    units = tuple(units_of(model, "auto"))
-    blocks = default_checkpoint_modules(model, units)
-    trace = trace_step(
-        model,
-        (tokens,) * num_inputs,
-        [name for unit in units for name in unit.modules],
-        loss_fn=_loss,
-        mp_policy=MixedPrecisionPolicy(BF16, getattr(torch, reduce_dtype)),
-        activation_checkpointing=checkpointing,
-        checkpoint_modules=blocks,
-        compiled=blocks if compiled else (),
-        kernels=Kernels(fused_norms=False),  # torch had no fused RMS norm when these were made
-    )
-    return trace, units
-
-
-@cache
-def simulate(run: Run) -> SimulatedStep:
-    """A step of a published run."""
-    trace, units = _trace(run.model, run.batch, run.checkpointing, run.reduce_dtype, run.compiled)
-    policy = MixedPrecisionPolicy(BF16, getattr(torch, run.reduce_dtype))
-    simulator = Simulator(find_hardware(run.hardware))
-    return simulator.run(trace, make_setup(units, run.num_gpus, mp_policy=policy))
-
-
-@cache
-def in_stages(run: Run) -> Prediction:
-    """A step of a run with tensor and pipeline parallelism."""
-    width, num_layers, num_heads = SIZES_OF_MEGATRON[run.model]
-    with torch.device("meta"):
-        model = MegatronGPT(width, num_layers, num_heads)
-    num_stages = run.pipeline_ranks * run.stages_per_rank
-    blocks = [f"layers.{i}" for i in range(num_layers // num_stages)]
-    if run.checkpointing == "attention":
-        blocks = cores_of(len(blocks))
-    pipeline: dict[str, Any] = {}
-    if run.pipeline_ranks > 1:
-        pipeline = {
-            "split_stages": split_megatron,
-            "pipeline_ranks": run.pipeline_ranks,
-            "schedule": "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B",
-            "stages_per_rank": run.stages_per_rank,
-        }
-    return fsdp2.predict(
-        model,
-        torch.zeros(run.batch, 2048, dtype=torch.long),
-        run.hardware,
-        run.num_gpus,
-        strategy="none",
-        wrap=MegatronBlock,
-        mp_policy=MixedPrecisionPolicy(torch.float16, getattr(torch, run.reduce_dtype)),
-        activation_checkpointing="full",
-        checkpoint_modules=blocks,
-        parallelize=parallelize_megatron,
-        tensor_ranks=run.tensor_ranks,
-        micro_batches=run.micro_batches,
-        loss_fn=torch.mean,
-        **pipeline,
-    )
-
-
-def step_figures(run: Run) -> dict[str, Any]:
-    """Seconds, FLOPs with recomputation and bytes of a step of one rank."""
-    made: Prediction | SimulatedStep
-    if run.tensor_ranks > 1:
-        made = in_stages(run)
-        step, reserved = made.step, made.reserved_bytes
-    else:
-        made = step = simulate(run)
-        reserved = step.reserved
-    return {
-        "step_s": made.seconds,
-        "exposed_s": made.exposed_s,
-        "flops": step.flops,
-        "reserved_bytes": reserved,
-        "peak_parts": step.peak.parts,
-    }
-
 
 def efficiency(run: Run) -> float:
-    """FLOP/s of the simulated step, with recomputation, as a part of the data sheet."""
-    step = step_figures(run)
-    peak = find_hardware(run.hardware).matmul_flops[BF16]
-    return step["flops"] / step["step_s"] / peak
+    """FLOP/s of the step, with recomputation, as a part of the data sheet; of all ranks."""
+    step = figures_of(run)
+    peak = find_hardware(run.hardware).matmul_flops[torch.bfloat16]
+    return step.flops / step.step_s / peak
+
+
+def block_ms(run: Run) -> float:
+    """Milliseconds of a block's forward and backward: what another two add to a step of two."""
+    assert run.blocks == 4
+    four, two = (figures_of(replace(run, blocks=blocks)) for blocks in (4, 2))
+    return 500 * (four.step_s - four.optimizer_s - two.step_s + two.optimizer_s)
 
 
 def predict(published: Row) -> float:
-    """The simulated value of a published figure."""
+    """The planner's value of a published figure."""
     run = published.run
-    step = step_figures(run)
+    if published.what == "ms/block":
+        return block_ms(run)
+    step = figures_of(run)
     if published.what == "GiB":
-        return step["reserved_bytes"] / 2**30
+        return step.reserved_bytes / 2**30
     if published.what == "s/step":
-        return step["step_s"]
+        return step.step_s
     if published.what == "tokens/s/GPU":
-        return run.batch * _MODELS[run.model][2] / step["step_s"]
-    rate = step["flops"] / step["step_s"]
+        return run.batch * FAMILIES[run.model].length / step.step_s
+    rate = step.flops / step.step_s
     if published.base is not None:
-        base = step_figures(published.base)
-        return rate / (base["flops"] / base["step_s"])
+        base = figures_of(published.base)
+        return rate / (base.flops / base.step_s)
     return rate / 1e12
 
 
@@ -286,17 +224,24 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [row(header), row(["---"] * len(header))]
     for result in results:
         run = result["row"]["run"]
-        batch = plural(run["batch"], "sequence")
-        name = f"{run['model']}, {run['num_gpus']} GPUs, {batch} each"
-        if run["tensor_ranks"] > 1:
-            name += f", TP {run['tensor_ranks']}, PP {run['pipeline_ranks']}"
-            name += f", {run['checkpointing']} recomputed"
-        name += ", compiled" * run["compiled"]
+        cells = [result["row"]["source"], _told(run), result["row"]["what"]]
         note = "calibrated on this row" if result["row"]["calibrated"] else result["row"]["remark"]
-        cells = [result["row"]["source"], name, result["row"]["what"]]
         cells += [f"{result['row']['published']:,}", f"{result['predicted']:,.4g}"]
         lines.append(row([*cells, f"{100 * result['error']:+.1f} %", note]))
     return "\n".join(lines)
+
+
+def _told(run: dict[str, Any]) -> str:
+    """A run in words."""
+    batch = plural(run["batch"], "sequence")
+    name = f"{run['model']}, {plural(run['num_gpus'], 'GPU')}, {batch} each"
+    if run["model"].startswith("Megatron") or run["pipeline_ranks"] > 1:
+        name += f", TP {run['tensor_ranks']}, PP {run['pipeline_ranks']}"
+        name += f" x {run['stages_per_rank']}" * (run["stages_per_rank"] > 1)
+        name += f", {run['checkpointing']} recomputed"
+        if run["tensor_ranks"] > 1:
+            name += ", parts of sequences" if run["parts"] else ", whole sequences"
+    return name + ", compiled" * run["compiled"]
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -333,7 +278,7 @@ def summary(results: list[dict[str, Any]]) -> str:
         (mine["predicted"] - other["predicted"]) * (published - mine["row"]["published"]) < 0
         for mine, other in combinations(timed, 2)
         for published in [other["row"]["published"]]
-        if mine["row"]["run"]["model"] == other["row"]["run"]["model"]
+        if _kind(mine) == _kind(other)
         and max(published, mine["row"]["published"])
         > 1.03 * min(published, mine["row"]["published"])
     ]
@@ -341,7 +286,31 @@ def summary(results: list[dict[str, Any]]) -> str:
         f"Of pairs of runs of one model whose speeds differ by more than 3 %, {sum(pairs)} of "
         f"{len(pairs)} are in the right order."
     )
+    lines.append(fitting(results))
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _kind(result: dict[str, Any]) -> tuple[str, ...]:
+    """Equal for rows that can be compared: of other sources, programs differ, too."""
+    return result["row"]["source"], result["row"]["run"]["model"], result["row"]["what"]
+
+
+def fitting(results: list[dict[str, Any]]) -> str:
+    """Whether the planner says of all these runs, which were made, that they fit into memory."""
+    runs = {
+        tuple(each["row"]["run"].items()): each["needed_bytes"] / each["memory_bytes"]
+        for each in results
+        if each["row"]["what"] != "ms/block"  # of no run
+    }
+    refused = [
+        f"{_told(dict(run))} ({100 * part:.0f} % of its memory)"
+        for run, part in runs.items()
+        if part > 1
+    ]
+    most = f"the fullest GPU of one needs {100 * max(runs.values()):.0f} % of its memory"
+    if not refused:
+        return f"All {plural(len(runs), 'run')} fit: {most}."
+    return f"Of {plural(len(runs), 'run')}, these would be refused: {'; '.join(refused)}."
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
@@ -372,7 +341,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "predicted": predicted,
                 "error": predicted / published.published - 1,
                 "efficiency": efficiency(published.run),
-                **step_figures(published.run),
+                **figures_of(published.run)._asdict(),
+                "memory_bytes": find_hardware(published.run.hardware).memory_bytes,
                 "simulation_s": time.perf_counter() - start,
             }
         )

@@ -13,115 +13,38 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import register_cost
 
-# Width, blocks and heads of models of "Reducing Activation Recomputation", table 3.
-SIZES_OF_MEGATRON = {"Megatron 22B": (6144, 48, 64), "Megatron 175B": (12288, 96, 96)}
+from .published_layers import (
+    ColumnLinear,
+    CrossEntropy,
+    Embedding,
+    Parallel,
+    RowLinear,
+    received,
+    sent,
+)
 
-# -- collectives of tensor parallelism -------------------------------------------------------------
-
-
-def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The parts of the sequence of all ranks; returns before it has come."""
-    return torch.ops._c10d_functional.all_gather_into_tensor(
-        x.contiguous(), mesh.size(), mesh.get_group().group_name
-    )
-
-
-def _scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over ranks, of a part of the sequence; returns before it has come."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(
-        x.contiguous(), "sum", mesh.size(), mesh.get_group().group_name
-    )
-
-
-def _sum(x: Tensor, mesh: DeviceMesh, op: str = "sum") -> Tensor:
-    """The sum over ranks; returns before it has come."""
-    return torch.ops._c10d_functional.all_reduce(x, op, mesh.get_group().group_name)
-
-
-_wait = collectives.wait_tensor
-
-
-class _ToColumns(torch.autograd.Function):
-    """A linear layer of which each rank has some outputs.
-
-    With parts of sequences, these are gathered before it, and again in backward: what is kept is
-    the own part. That gather goes on beside the gradient of the input, whose sum goes on beside
-    that of the weight.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, parts: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.parts, ctx.has_bias = mesh, parts, bias is not None
-        return F.linear(_wait(_gather(x, mesh)) if parts else x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        come = _gather(x, ctx.mesh) if ctx.parts else x
-        of_input = (_scatter if ctx.parts else _sum)(grad @ weight, ctx.mesh)
-        rows = grad.flatten(0, 1)
-        whole = _wait(come) if ctx.parts else come
-        of_weight = rows.t() @ whole.flatten(0, 1)
-        of_bias = rows.sum(0) if ctx.has_bias else None
-        return _wait(of_input), of_weight, of_bias, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks: all of it, or a part of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
-        ctx.mesh, ctx.parts = mesh, parts
-        return _wait((_scatter if parts else _sum)(x, mesh))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        return (_wait(_gather(grad, ctx.mesh)) if ctx.parts else grad), None, None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Of each token, from logits of which each rank has some words: softmax is kept in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, mesh: DeviceMesh | None) -> Tensor:
-        def over_ranks(x: Tensor, op: str) -> Tensor:
-            return x if mesh is None else _wait(_sum(x, mesh, op))
-
-        words = logits.shape[-1]
-        first = 0 if mesh is None else mesh.get_local_rank() * words
-        scores = logits.float()
-        scores -= over_ranks(scores.amax(-1), "max").unsqueeze(-1)
-        own = targets - first
-        elsewhere = (own < 0) | (own >= words)
-        own = own.masked_fill(elsewhere, 0).unsqueeze(-1)
-        chosen = scores.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
-        total = over_ranks(scores.exp_().sum(-1), "sum")
-        losses = total.log() - over_ranks(chosen, "sum")
-        scores /= total.unsqueeze(-1)
-        ctx.save_for_backward(scores, own, elsewhere)
-        ctx.dtype = logits.dtype
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        softmax, own, elsewhere = ctx.saved_tensors
-        ones = torch.where(elsewhere, 0.0, -1.0).to(softmax.dtype).unsqueeze(-1)
-        grad = softmax.scatter_add(-1, own, ones)
-        grad *= grads[0].unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None
-
+# Width, blocks and heads: table 3 of "Reducing Activation Recomputation"; tables 1 and 2 of
+# "Efficient Large-Scale Language Model Training", where 530B and 1T are the same.
+SIZES_OF_MEGATRON = {
+    "Megatron 22B": (6144, 48, 64),
+    "Megatron 175B": (12288, 96, 96),
+    "Megatron 530B": (20480, 105, 128),
+    "Megatron 1T": (25600, 128, 160),
+    "Megatron 1.7B": (2304, 24, 24),
+    "Megatron 3.6B": (3072, 30, 32),
+    "Megatron 7.5B": (4096, 36, 32),
+    "Megatron 18.4B": (6144, 40, 48),
+    "Megatron 39.1B": (8192, 48, 64),
+    "Megatron 76.1B": (10240, 60, 80),
+    "Megatron 145.6B": (12288, 80, 96),
+    "Megatron 310.1B": (16384, 96, 128),
+}
 
 # -- one kernel ------------------------------------------------------------------------------------
 
@@ -165,82 +88,7 @@ for _name in ("published::bias_dropout_add", "published::dropped"):
     register_cost(_name)  # each reads and writes its tensors once
 
 
-# -- modules that know over which ranks they are ---------------------------------------------------
-
-
-class Parallel(nn.Module):
-    """A module that `parallelize` distributes.
-
-    Attributes:
-        mesh: of the ranks that share it; None: one has all of it.
-        parts: whether each rank has a part of the sequence before and after it.
-        dim: of its weight, of which each rank has a part.
-    """
-
-    dim = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mesh: DeviceMesh | None = None
-        self.parts = False
-
-    def distribute(self, mesh: DeviceMesh, parts: bool) -> None:
-        """Keep the part of this rank."""
-        self.mesh, self.parts = mesh, parts
-        for name, param in list(self.named_parameters(recurse=False)):
-            placed = distribute_tensor(param.detach(), mesh, [Shard(self.dim)], src_data_rank=None)
-            self.register_parameter(name, nn.Parameter(placed))
-
-
-def _own(param: Any) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-class ColumnLinear(Parallel):
-    """A linear layer of whose outputs each rank has some."""
-
-    def __init__(self, width: int, out: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out, width) * width**-0.5)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out)) if bias else None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = _own(self.weight), _own(self.bias)
-        if self.mesh is None:
-            return F.linear(x, weight, bias)
-        return _ToColumns.apply(x, weight, bias, self.mesh, self.parts)
-
-
-class RowLinear(Parallel):
-    """A linear layer of whose inputs each rank has some; without its bias."""
-
-    dim = 1
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out, width) * width**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = F.linear(x, _own(self.weight))
-        return made if self.mesh is None else _Summed.apply(made, self.mesh, self.parts)
-
-
-class Embedding(Parallel):
-    """Vectors of tokens and positions, of whose words each rank has some."""
-
-    def __init__(self, vocab: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(vocab, width) * 0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        weight, own = _own(self.weight), tokens.t()
-        if self.mesh is None:
-            return F.embedding(own, weight)
-        own = own - self.mesh.get_local_rank() * len(weight)
-        elsewhere = (own < 0) | (own >= len(weight))
-        made = F.embedding(own.masked_fill(elsewhere, 0), weight)
-        made = made.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return _Summed.apply(made, self.mesh, self.parts)
+# -- the model -------------------------------------------------------------------------------------
 
 
 class CoreAttention(nn.Module):
@@ -328,7 +176,9 @@ class MegatronStage(nn.Module):
         self.dropout = model.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.words is not None and self.positions is not None:
+        if self.words is None or self.positions is None:
+            x = received(x, self.layers[0].qkv)
+        else:
             positions = self.positions[: x.shape[1]]
             x = self.words(x)
             if len(x) < len(positions):  # this rank has a part of the sequence
@@ -340,10 +190,10 @@ class MegatronStage(nn.Module):
         for block in self.layers:
             x = block(x)
         if self.head is None or self.norm is None:
-            return x
+            return sent(x, self.layers[0].qkv)
         logits = self.head(self.norm(x))
         targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-        return _CrossEntropy.apply(logits, targets, self.head.mesh)
+        return CrossEntropy.apply(logits, targets, self.head.mesh)
 
 
 def split_megatron(model: MegatronGPT, num_stages: int) -> list[MegatronStage]:

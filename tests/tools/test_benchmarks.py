@@ -9,7 +9,7 @@ import ctypes
 import gc
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from benchmarks import (
 )
 from benchmarks.ledger import Ledger
 from benchmarks.models import LMConfig, StackConfig
+from benchmarks.published_runs import Run
 from benchmarks.ranks import run_ranks
 from benchmarks.steps import DisagreementError, check_agreement
 from benchmarks.variants import BASELINE, BEST_BASELINE, OURS, VARIANTS
@@ -426,11 +427,15 @@ def _published(
     measured: float,
     found: float,
     efficiency: float | None = None,
+    needed_bytes: int = 90,
     **row: Any,
 ) -> Any:
-    run = {"hardware": hardware, "model": "m"}
-    row = {"run": run, "what": what, "published": measured, "calibrated": False, **row}
+    run = asdict(Run("m", hardware, 8, 1, "none"))
+    row = {"what": what, "published": measured, "calibrated": False, "source": "s", **row}
+    row["run"] = run
     return {
+        "needed_bytes": needed_bytes,
+        "memory_bytes": 100,
         "row": row,
         "predicted": found,
         "error": found / measured - 1,
@@ -453,6 +458,8 @@ def test_published_rows_are_summed_up_without_those_that_were_fitted() -> None:
     assert "3 of 3 are in the right order" in told
     rows[2] = _published("a100-y", speed, 40, 14)
     assert "1 of 3 are in the right order" in published.summary(rows)
+    rows[2]["row"]["source"] = "another program"
+    assert "1 of 1 are in the right order" in published.summary(rows)
     # Of seconds, less is more.
     rows = [
         _published("a100-x", "s/step", 2, 1, efficiency=0.8),
@@ -460,4 +467,9 @@ def test_published_rows_are_summed_up_without_those_that_were_fitted() -> None:
         _published("a100-x", speed, 30, 30, efficiency=0.3),
     ]
     assert "efficiency of 3 runs, calibrated rows included: 1.00." in published.summary(rows)
+    assert "All 3 runs fit: the fullest GPU of one needs 90 % of its memory." in told
+    rows.append(_published("h100", "GiB", 80, 72, needed_bytes=104))
+    rows.append(_published("h100", "ms/block", 8, 9, needed_bytes=200))
+    refused = "Of 2 runs, these would be refused: m, 8 GPUs, 1 sequence each (104 % of its memory)."
+    assert refused in published.summary(rows)
     assert published.rank_correlation([(1, 1), (2, 3), (2, 2), (4, 4)]) == pytest.approx(0.9486833)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,30 @@ def test_losses_and_gradients_are_those_of_one_rank(parts: bool) -> None:
             found = param.grad.full_tensor().float()  # (losses are computed in float32)
             assert_same(found, expected.grad.float(), f"gradient of {name}")
     assert distributed_ones == 2 + 4 * 6  # (of what is plain, ranks have parts of the gradients)
+
+
+@distributed(2)
+def test_stages_send_parts_of_what_all_have() -> None:
+    """Ranks with all of the sequence send a part each, and put parts together."""
+    model, plain = _model(), _model()
+    parallelize_megatron(model, cached_mesh(2), parts=False)
+    tokens = torch.randint(12, (3, 6), generator=torch.Generator().manual_seed(1))
+    x: Any = tokens
+    sent: list[torch.Tensor] = []
+    for stage in split_megatron(model, 2):
+        x = stage(x)
+        sent.append(x)
+    assert sent[0].shape == (3, 3, 8)  # half of the sequence
+    losses = plain(tokens)
+    assert_same(x, losses, "losses")
+    x.mean().backward()
+    losses.mean().backward()
+    for found, expected in (
+        (model.layers[0].qkv.weight, plain.layers[0].qkv.weight),
+        (model.layers[0].norm1.weight, plain.layers[0].norm1.weight),
+    ):
+        grad = found.grad.full_tensor() if isinstance(found, DTensor) else found.grad
+        assert_same(grad.float(), expected.grad.float(), "gradient")
 
 
 def test_stages_one_after_the_other_are_the_model() -> None:

@@ -1,0 +1,235 @@
+"""Published training runs, and what the planner says of them.
+
+A run without a pipeline is simulated. A pipeline is estimated from its stages, as the planner does
+before it simulates: a simulation of hundreds of micro-batches over dozens of ranks takes minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import Kernels, MixedPrecisionPolicy
+from fsdp2.estimation.estimating import default_checkpoint_modules
+from fsdp2.estimation.pipeline import Part
+from fsdp2.estimation.setups import make_setup
+from fsdp2.estimation.trace_options import TraceOptions
+from fsdp2.planner import Simulator, find_hardware
+from fsdp2.planner.candidates import Degrees, Pipeline
+from fsdp2.planner.model_steps import ModelSteps
+from fsdp2.planner.pipeline_estimates import StageAlone, estimate_pipeline, stage_alone
+from fsdp2.wrap import units_of
+
+from .models import lm_loss
+from .published_llama import Llama405B, Llama405BBlock, parallelize_llama_405b, split_llama_405b
+from .published_megatron import (
+    SIZES_OF_MEGATRON,
+    MegatronBlock,
+    MegatronGPT,
+    cores_of,
+    parallelize_megatron,
+    split_megatron,
+)
+from .published_models import GPT, T5, Llama
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        batch: sequences per GPU; with tensor or pipeline parallelism, of a micro-batch.
+        checkpointing: "full" of each block, "attention" of what it does between its linear layers,
+            "selective" as of `estimate`, or "none".
+        reduce_dtype: of gradients.
+        compiled: whether each block is compiled.
+        tensor_ranks, pipeline_ranks: GPUs that share operators, and that have other stages.
+        parts: whether tensor ranks have parts of the sequence between linear layers.
+        stages_per_rank, micro_batches: of the pipeline, whose schedule is 1F1B, interleaved if a
+            rank has several stages.
+        blocks: of the model; None: all that it has.
+    """
+
+    model: str
+    hardware: str
+    num_gpus: int
+    batch: int
+    checkpointing: str
+    reduce_dtype: str = "float32"
+    compiled: bool = False
+    tensor_ranks: int = 1
+    pipeline_ranks: int = 1
+    parts: bool = True
+    stages_per_rank: int = 1
+    micro_batches: int = 1
+    blocks: int | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_ranks * self.stages_per_rank
+
+
+class Figures(NamedTuple):
+    """What the planner says of a step.
+
+    Attributes:
+        optimizer_s: the part of ``step_s`` that is the optimizer's.
+        flops: FLOPs with recomputation, of a rank; of a pipeline, of the mean rank.
+        needed_bytes: of the fullest GPU, with what CUDA, cuBLAS and NCCL hold.
+        reserved_bytes: without it, of the first rank; None for pipelines.
+    """
+
+    step_s: float
+    optimizer_s: float
+    flops: float
+    needed_bytes: int
+    reserved_bytes: int | None
+
+
+class Family(NamedTuple):
+    """How a source ran its models.
+
+    Attributes:
+        make: a model on the device of the context; gets a number of blocks, None: all.
+        length, num_inputs: tokens of a sequence, and how many tensors of tokens there are.
+        block: the class of the units; None: found by `units_of`.
+        split: makes stages of it.
+        parallelize: distributes it over tensor ranks; gets `Run.parts`.
+        strategy: of `shard_model`.
+        dtype: of compute.
+    """
+
+    make: Callable[[int | None], nn.Module]
+    length: int
+    num_inputs: int = 1
+    block: type[nn.Module] | None = None
+    split: Callable[..., Any] | None = None
+    parallelize: Callable[..., Any] | None = None
+    strategy: str = "full"
+    dtype: torch.dtype = torch.bfloat16
+    loss: Callable[[Tensor], Tensor] = torch.mean
+    kernels: Kernels = Kernels()
+    optimizer: Any = "adamw"
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return lm_loss(logits, torch.zeros(logits.shape[:-1], dtype=torch.long))
+
+
+def fused_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Reads and writes everything once, as apex's does."""
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+def _family_of_megatron(width: int, num_layers: int, num_heads: int) -> Family:
+    return Family(
+        lambda blocks: MegatronGPT(width, blocks or num_layers, num_heads),
+        2048,
+        block=MegatronBlock,
+        split=split_megatron,
+        parallelize=parallelize_megatron,
+        strategy="none",
+        dtype=torch.float16,
+        optimizer=fused_adamw,
+    )
+
+
+# torch had no fused RMS norm when these were made.
+_plain = partial(Family, loss=_loss, kernels=Kernels(fused_norms=False))
+FAMILIES: dict[str, Family] = {
+    "Llama 3 8B": _plain(lambda blocks: Llama(), 8192),
+    "GPT-175B": _plain(lambda blocks: GPT(), 2048),
+    "T5-11B": _plain(lambda blocks: T5(), 512, num_inputs=2),
+    "Llama 3 405B": Family(
+        lambda blocks: Llama405B(),
+        8192,
+        block=Llama405BBlock,
+        split=split_llama_405b,
+        parallelize=lambda model, mesh, parts: parallelize_llama_405b(model, mesh),
+        strategy="grad",
+        optimizer=fused_adamw,
+    ),
+    **{name: _family_of_megatron(*sizes) for name, sizes in SIZES_OF_MEGATRON.items()},
+}
+
+
+def policy_of(run: Run) -> MixedPrecisionPolicy:
+    """Its precision."""
+    return MixedPrecisionPolicy(FAMILIES[run.model].dtype, getattr(torch, run.reduce_dtype))
+
+
+@cache
+def _steps(
+    name: str, batch: int, checkpointing: str, policy: MixedPrecisionPolicy, parts: bool,
+    blocks: int | None,
+) -> ModelSteps:  # fmt: skip
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = family.make(blocks)
+        tokens = torch.empty(batch, family.length, dtype=torch.long)
+    wrap: Any = family.block or "auto"
+    recomputed = default_checkpoint_modules(model, units_of(model, wrap))
+    if checkpointing == "attention":
+        recomputed = cores_of(len(recomputed))
+    return ModelSteps(
+        model,
+        (tokens,) * family.num_inputs,
+        TraceOptions(loss_fn=family.loss, mp_policy=policy, kernels=family.kernels),
+        split_stages=family.split,
+        wrap=wrap,
+        checkpoint_modules=recomputed,
+        parallelize=family.parallelize and partial(family.parallelize, parts=parts),
+    )
+
+
+@cache
+def simulator_of(run: Run) -> Simulator:
+    """Of its hardware, with its optimizer."""
+    return Simulator(find_hardware(run.hardware), FAMILIES[run.model].optimizer)
+
+
+@cache
+def parts_of(run: Run) -> list[Part]:
+    """The stages of its pipeline, or all of its model."""
+    mode = "full" if run.checkpointing == "attention" else run.checkpointing
+    steps = _steps(run.model, run.batch, run.checkpointing, policy_of(run), run.parts, run.blocks)
+    degrees = Degrees(tensor=run.tensor_ranks, pipeline=run.pipeline_ranks)
+    stages = steps.get(run.num_stages, mode, degrees=degrees, compiled=run.compiled)
+    made: list[Part] = []
+    for stage in stages:
+        setup = make_setup(
+            stage.units,
+            run.num_gpus // (run.tensor_ranks * run.pipeline_ranks),
+            strategy=FAMILIES[run.model].strategy,
+            mp_policy=policy_of(run),
+            tensor_ranks=run.tensor_ranks,
+            pipeline_ranks=run.pipeline_ranks,
+            micro_batches=run.micro_batches,
+        )
+        made.append(Part(len(made), stage.trace, setup))
+    return made
+
+
+@cache
+def figures_of(run: Run) -> Figures:
+    """A step of a run."""
+    parts, simulator = parts_of(run), simulator_of(run)
+    if run.pipeline_ranks == 1:
+        step = simulator.run(parts[0].trace, parts[0].setup)
+        return Figures(step.seconds, step.optimizer_s, step.flops, step.needed_bytes, step.reserved)
+    alone: dict[int, StageAlone] = {}
+    for part in parts:
+        if id(part.trace) not in alone:
+            alone[id(part.trace)] = stage_alone(simulator, part, 1.0)
+    stages = [alone[id(part.trace)] for part in parts]
+    schedule = "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B"
+    pipeline = Pipeline(schedule, run.stages_per_rank)
+    made = estimate_pipeline(simulator, parts, pipeline, stages)
+    flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks
+    late = run.stages_per_rank * max(stage.optimizer_s for stage in stages)
+    return Figures(made.seconds, late, flops, made.needed_bytes, None)
