@@ -38,9 +38,10 @@ class Part(NamedTuple):
 
 
 class RankReplay(NamedTuple):
-    """The replay of a rank, and after how many launches each of its actions ends."""
+    """The replay of a rank, and after how many launches each of its actions starts and ends."""
 
     replay: Replay
+    starts: list[int]
     ends: list[int]
 
 
@@ -71,12 +72,17 @@ def replay_rank(
         player.prepare(part.split, _split_micro_batches(actions, part.number))
         players[part.number] = player
         streams = player.streams
+    starts: list[int] = []
     ends: list[int] = []
 
     looped = any(not action.computes for action in actions)
     sends = _Sends(state.account, players, late=sends_late, looped=looped)
 
+    def num_launches() -> int:
+        return 0 if state.device is None else len(state.device.launches)
+
     def step() -> None:
+        starts.clear()
         ends.clear()
         for player in players.values():
             player.is_finished = False
@@ -86,8 +92,9 @@ def replay_rank(
                 players[action.stage].manage(action.part)
                 continue
             sends.before(action, before)
+            starts.append(num_launches())
             players[action.stage].act(action)
-            ends.append(0 if state.device is None else len(state.device.launches))
+            ends.append(num_launches())
             sends.after(action)
             before = action
         if sends_late and setup.device_type != "cpu":  # gloo's works hold it until they are dropped
@@ -100,7 +107,7 @@ def replay_rank(
 
     micro_batches = len({action.micro_batch for action in actions if action.computes})
     made = play([*players.values()], step, optimizer, micro_batches=micro_batches)
-    return RankReplay(made, ends)
+    return RankReplay(made, starts, ends)
 
 
 class _Sends:

@@ -20,10 +20,17 @@ class RankTimes:
     Attributes:
         actions: in order.
         durations: of these, in seconds.
+        stalls: the first part of each duration in which compute waits for what the rank itself
+            asked for earlier, so that it passes while a message comes, too. None: there are none.
     """
 
     actions: Sequence[Action]
     durations: Sequence[float]
+    stalls: Sequence[float] | None = None
+
+    def come_to(self, i: int, come: float) -> float:
+        """When action ``i`` has to begin for its work to begin at ``come``."""
+        return come if self.stalls is None else come - self.stalls[i]
 
 
 def begins(
@@ -34,8 +41,9 @@ def begins(
 ) -> list[list[float]]:
     """When each action of each rank begins, in seconds after the first.
 
-    An action begins when the one before it on its rank has ended and what it needs has come: of a
-    forward, the output of the stage before; of a backward, the gradient from the stage after.
+    An action begins when the one before it on its rank has ended, and its work when what it needs
+    has come: of a forward, the output of the stage before; of a backward, the gradient from the
+    stage after.
 
     Args:
         sends: of each stage, the seconds in which it sends its output to the next one, and what it
@@ -63,7 +71,7 @@ def begins(
                 come = _come(action, ended, sends)
                 if come is None:
                     break
-                done.append(max(free[number], come))
+                done.append(max(free[number], rank.come_to(i, come)))
                 free[number] = done[-1] + rank.durations[i]
                 if action.part != "weight":  # what others wait for
                     ended[action._replace(part="")] = free[number]
@@ -148,15 +156,16 @@ def simulate_pipeline(
     """The steps of the ranks of a pipeline, which end together.
 
     Each rank is simulated as if nothing had to come from others (its kernels, gathers and
-    reductions, its memory), and then waits as `begins` says. What it gathers while it waits is not
-    counted as hidden.
+    reductions, its memory), and then waits as `begins` says. What it asked for before an action
+    (gathers of a stage, reductions of another one) goes on while it waits; what it gathers in the
+    action is not counted as hidden.
 
     Args:
         replays: from `replay_pipeline`, on hardware that differs in speeds alone.
     """
     alone = [simulator.time_stages(each.made, speed=speed) for each in replays]
     times = [
-        RankTimes(each.actions, durations_of(step, each.made.ends))
+        RankTimes(each.actions, durations_of(step, each.made.ends), stalls_of(step, each.made))
         for each, step in zip(replays, alone, strict=True)
     ]
     sends = sends_of(simulator, parts, schedule)
@@ -204,6 +213,24 @@ def durations_of(step: SimulatedStep, ends: Sequence[int]) -> list[float]:
         made.append(max(0.0, last - ended))
         ended, begin = max(ended, last), end
     return made
+
+
+def stalls_of(step: SimulatedStep, made: StagesReplay) -> list[float]:
+    """Of each action, the seconds that it would be shorter if all launched before it had ended."""
+    found, ended = [], 0.0
+    for start, end in zip(made.starts, made.ends, strict=True):
+        began, last = ended, ended
+        free: dict[str, float] = {}
+        ends: list[float] = []
+        for launch, span in zip(step.launches[start:end], step.spans[start:end], strict=True):
+            come = max((ends[j - start] for j in launch.after if j >= start), default=began)
+            free[launch.stream] = max(come, free.get(launch.stream, began)) + span.end - span.begin
+            ends.append(free[launch.stream])
+            if launch.stream == "compute":
+                ended = max(ended, span.end)
+                last = free["compute"]
+        found.append(max(0.0, ended - last))
+    return found
 
 
 def _in_pipeline(

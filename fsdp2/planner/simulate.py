@@ -90,12 +90,13 @@ class StagesReplay(NamedTuple):
     """The replay of a step, or of a rank of a pipeline, which hardware gives times.
 
     Attributes:
-        ends: after how many launches each action of the pipeline ends.
+        starts, ends: after how many launches each action of the pipeline starts and ends.
         optimizer: of all its stages.
         flops: of a step.
     """
 
     replay: Replay
+    starts: list[int]
     ends: list[int]
     optimizer: PlacedOptimizer
     flops: int
@@ -146,7 +147,7 @@ class Simulator:
             setup = self._on_device(setup)
             cost = self._cost_of_optimizer(trace, setup)
             made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
-            return StagesReplay(made, [], cost, trace.flops * setup.micro_batches)
+            return StagesReplay(made, [], [], cost, trace.flops * setup.micro_batches)
 
     def replay_stages(
         self,
@@ -166,9 +167,9 @@ class Simulator:
             costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
             cost = sum_of_placed(costs)
             options = {"sends_late": sends_late, **self._replay_options(keep_samples)}
-            made, ends = replay_rank(parts, actions, optimizer=cost, **options)
+            made, starts, ends = replay_rank(parts, actions, optimizer=cost, **options)
             flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
-            return StagesReplay(made, ends, cost, flops)
+            return StagesReplay(made, starts, ends, cost, flops)
 
     def time_stages(self, made: StagesReplay, *, speed: float = 1.0) -> SimulatedStep:
         """The same with the times of this hardware."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not predict", allow_module_level=True)
 
-from test_predict_pipeline import BF16, Block, Model, on_meta, split
+from test_predict_pipeline import BF16, Block, Even, Model, even_stages, on_meta, split
 
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, predict
@@ -24,11 +25,24 @@ from fsdp2.estimation.events import Gradient
 from fsdp2.estimation.paged_state import NOTHING
 from fsdp2.estimation.pipeline import Part, replay_rank
 from fsdp2.estimation.replay import Replay
-from fsdp2.estimation.schedules import SPLIT, STAGES_PER_RANK, actions_of, order_of, rank_of_stage
+from fsdp2.estimation.schedules import (
+    SPLIT,
+    STAGES_PER_RANK,
+    Action,
+    actions_of,
+    order_of,
+    rank_of_stage,
+)
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import find_hardware
-from fsdp2.planner.pipeline_times import RankTimes, begins
+from fsdp2.planner import SimulatedStep, Simulator, find_hardware
+from fsdp2.planner.pipeline_times import (
+    RankOfPipeline,
+    RankTimes,
+    begins,
+    replay_pipeline,
+    simulate_pipeline,
+)
 from fsdp2.planner.stages import StagedSteps
 from harness import cached_mesh, distributed
 from traffic import Traffic, counting, noting_messages
@@ -195,6 +209,78 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     split_apart = makespan("InterleavedZeroBubble", ranks, m, 1.0, 1.0)
     v_shaped = makespan("ZBVZeroBubble", ranks, m, 1.0, 1.0)
     assert split_apart == v_shaped == pytest.approx(work + ranks - 1)
+
+
+def ends_together(
+    replays: list[RankOfPipeline], alone: list[SimulatedStep], sends_s: float
+) -> float:
+    """When the last of all launches of all ranks ends, each as soon as it can.
+
+    What an action launches waits for the action of the other stage that it needs. That takes
+    ``sends_s``; the parts of an action take what they take on a rank alone.
+    """
+    computed: dict[Action, float] = {}
+    ends: list[list[float]] = [[] for _ in replays]
+    free: list[dict[str, float]] = [{} for _ in replays]
+    done = [0] * len(replays)
+
+    def launch(rank: int, until: int, come: float) -> float:
+        """Up to number ``until``, after ``come``; returns when its compute has ended."""
+        last = come
+        for i in range(len(ends[rank]), until):
+            each, span = alone[rank].launches[i], alone[rank].spans[i]
+            begin = max(
+                come, free[rank].get(each.stream, 0.0), *(ends[rank][j] for j in each.after)
+            )
+            ends[rank].append(begin + span.end - span.begin)
+            free[rank][each.stream] = ends[rank][-1]
+            last = ends[rank][-1] if each.stream == "compute" else last
+        return last
+
+    num_stages = 1 + max(a.stage for each in replays for a in each.actions)
+    while any(n < len(each.actions) for n, each in zip(done, replays, strict=True)):
+        for rank, each in enumerate(replays):
+            if done[rank] == len(each.actions):
+                continue
+            action = each.actions[done[rank]]
+            other = action.stage + (-1 if action.is_forward else 1)
+            needed = action._replace(stage=other)
+            if 0 <= other < num_stages and needed not in computed:
+                continue
+            launch(rank, each.made.starts[done[rank]], 0.0)
+            come = computed[needed] + sends_s if 0 <= other < num_stages else 0.0
+            computed[action] = launch(rank, each.made.ends[done[rank]], come)
+            done[rank] += 1
+    for rank, step in enumerate(alone):
+        launch(rank, len(step.launches), 0.0)
+    return max(map(max, ends))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
+def test_gathers_and_reductions_go_on_while_a_rank_waits(schedule: str) -> None:
+    """Of stages whose gathers take as long as a few micro-batches: what all launches of all ranks
+    together come to."""
+    even = replace(find_hardware("h100"), jitter=0.0, launch_s=0.0, call_host_s=0.0)
+    options = TraceOptions(mp_policy=BF16)
+    sample = torch.empty(1, 4096, 4096, device="meta", requires_grad=True)
+    model = on_meta(Even, width=4096, num_blocks=16)
+    steps = StagedSteps(model, sample, options, split_stages=even_stages, wrap="auto")
+    parts = [
+        Part(
+            i,
+            stage.trace,
+            make_setup(stage.units, 16, mp_policy=BF16, pipeline_ranks=4, micro_batches=8),
+        )
+        for i, stage in enumerate(steps.get(16, "none"))
+    ]
+    simulator = Simulator(even, None)
+    replays = replay_pipeline(simulator, parts, schedule)
+    alone = [simulator.time_stages(each.made) for each in replays]
+    made = simulate_pipeline(simulator, parts, schedule, replays)
+    sends_s = simulator.send_s(parts[1].trace.sent_bytes, parts[1].setup)
+    together = ends_together(replays, alone, sends_s)
+    assert together > 1.1 * max(step.seconds for step in alone)  # they wait
+    assert made[0].seconds == pytest.approx(together, rel=1e-3)
 
 
 # -- predictions -----------------------------------------------------------------------------------
