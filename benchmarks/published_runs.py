@@ -222,12 +222,12 @@ def figures_of(run: Run) -> Figures:
     if run.pipeline_ranks == 1:
         step = simulator.run(parts[0].trace, parts[0].setup)
         return Figures(step.seconds, step.optimizer_s, step.flops, step.needed_bytes, step.reserved)
+    schedule = "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B"
     alone: dict[int, StageAlone] = {}
     for part in parts:
         if id(part.trace) not in alone:
-            alone[id(part.trace)] = stage_alone(simulator, part, 1.0)
+            alone[id(part.trace)] = stage_alone(simulator, part, schedule, 1.0)
     stages = [alone[id(part.trace)] for part in parts]
-    schedule = "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B"
     pipeline = Pipeline(schedule, run.stages_per_rank)
     made = estimate_pipeline(simulator, parts, pipeline, stages)
     flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks

@@ -18,7 +18,7 @@ from ..estimation.pipeline import Part
 from ..estimation.schedules import LOOPED, Action, order_of, rank_of_stage
 from .candidates import Pipeline
 from .costs import stragglers_s
-from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of
+from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of, stalls_of
 from .simulate import SimulatedStep, Simulator
 
 # What a stage does alone, by micro-batch: every kind of action after every kind that schedules let
@@ -36,6 +36,7 @@ class StageAlone(NamedTuple):
     Attributes:
         seconds: of each kind of action ("forward", "backward", and "input" and "weight" of a
             backward that is split), by what the stage did before; "" is that of the first.
+        stalls: by the same, the part of these in which it waits for what it asked for earlier.
         gather_s: of all its parameters, if a schedule asks for them before the first forward.
         end_s: from its last backward to the end of its reductions.
         kernels_s: of a micro-batch, if nothing slows kernels down.
@@ -47,6 +48,7 @@ class StageAlone(NamedTuple):
     """
 
     seconds: dict[tuple[str, str], float]
+    stalls: dict[tuple[str, str], float]
     gather_s: float
     end_s: float
     kernels_s: float
@@ -56,13 +58,14 @@ class StageAlone(NamedTuple):
     other_bytes: int
     library_bytes: int
 
-    def of(self, kind: str, before: str) -> float:
-        """The seconds of an action; of one that was not simulated, the mean of its kind."""
-        found = self.seconds.get((kind, before))
-        if found is None:
-            alike = [s for (other, after), s in self.seconds.items() if other == kind and after]
-            found = fmean(alike)
-        return found
+    def of(self, kind: str, before: str) -> tuple[float, float]:
+        """The seconds of an action and its stall; of one that was not simulated, means of its
+        kind."""
+        key = (kind, before)
+        if key in self.seconds:
+            return self.seconds[key], self.stalls[key]
+        alike = [(other, after) for other, after in self.seconds if other == kind and after]
+        return fmean(self.seconds[k] for k in alike), fmean(self.stalls[k] for k in alike)
 
 
 class PipelineEstimate(NamedTuple):
@@ -75,10 +78,11 @@ class PipelineEstimate(NamedTuple):
 def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -> StageAlone:
     """Simulate a stage with a few micro-batches."""
     looped = schedule in LOOPED
-    seconds, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
+    seconds, stalls, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
     if part.split is not None:
-        apart, end_s, _ = _run(simulator, part, _SPLIT, speed, looped=looped)
+        apart, stalls_apart, end_s, _ = _run(simulator, part, _SPLIT, speed, looped=looped)
         seconds |= apart
+        stalls |= stalls_apart
     gather_s = 0.0
     if looped:
         gather_s = max(0.0, seconds["forward", ""] - seconds["forward", "backward"])
@@ -88,6 +92,7 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
     brief += peak.get("communication buffers", 0)
     return StageAlone(
         seconds=seconds,
+        stalls=stalls,
         gather_s=gather_s,
         end_s=end_s,
         kernels_s=(step.compute_s - step.contention_s) / _WHOLE.count("F"),
@@ -101,8 +106,9 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
 
 def _run(
     simulator: Simulator, part: Part, order: str, speed: float, *, looped: bool
-) -> tuple[dict[tuple[str, str], float], float, SimulatedStep]:
-    """The seconds of actions in this order by kind, those of the reductions, and the step.
+) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float], float, SimulatedStep]:
+    """The seconds of actions in this order by kind, their stalls, the seconds of the reductions,
+    and the step.
 
     Of actions that come after the same, the last counts: what the first find may still be as it is
     in no others.
@@ -118,8 +124,10 @@ def _run(
     made = simulator.replay_stages([part], whole)
     step = simulator.time_stages(made, speed=speed)
     durations = durations_of(step, made.ends)
-    found = dict(zip(_contexts(actions), durations, strict=True))
-    return found, end_of(step) - sum(durations), step
+    contexts = _contexts(actions)
+    found = dict(zip(contexts, durations, strict=True))
+    stalls = dict(zip(contexts, stalls_of(step, made), strict=True))
+    return found, stalls, end_of(step) - sum(durations), step
 
 
 def _contexts(actions: Sequence[Action]) -> list[tuple[str, str]]:
@@ -190,11 +198,12 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
 
     A schedule that says when gathers and reductions of a whole stage begin gathers stages one after
     the other, and no action begins before its stage has come; what comes after a reduction waits
-    for its end.
+    for its end. Both go on while the rank waits for others.
     """
     actions = [action for action in order if action.computes]
     contexts = iter(_contexts(actions))
     durations: list[float] = []
+    stalls: list[float] = []
     gathered_s = reducing_s = now = 0.0
     come: dict[int, float] = {}
     for action in order:
@@ -208,12 +217,15 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
             kind, before = next(contexts)
             late = come.pop(action.stage, None)
             if late is None:
-                seconds = stage.of(kind, before)
+                seconds, stall = stage.of(kind, before)
+                waits = reducing_s
             else:
-                seconds = stage.of("forward", "backward") + max(0.0, late - now)
-            durations.append(seconds + reducing_s)
+                seconds, stall = stage.of("forward", "backward")
+                waits = reducing_s + max(0.0, late - now)
+            durations.append(waits + seconds)
+            stalls.append(waits + stall)
             now, reducing_s = now + durations[-1], 0.0
-    return RankTimes(actions, durations), reducing_s
+    return RankTimes(actions, durations, stalls), reducing_s
 
 
 def _most_kept(actions: Sequence[Action], stages: Sequence[StageAlone]) -> int:
