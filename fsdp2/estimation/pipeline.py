@@ -51,6 +51,7 @@ def replay_rank(
     *,
     optimizer: PlacedOptimizer,
     sends_late: bool = False,
+    holds_sent: bool = True,
     keep_samples: bool = False,
     reserves: bool = True,
     in_order: bool = False,
@@ -62,6 +63,8 @@ def replay_rank(
     Args:
         sends_late: whether what is sent stays until all forwards are over, or all backwards, as
             torch's GPipe waits for sends no earlier.
+        holds_sent: whether schedules of several stages hold what they sent, as torch's do; others
+            free it at once.
     """
     setup = parts[0].setup
     state = new_state(setup, keep_samples=keep_samples, reserves=reserves, in_order=in_order)
@@ -75,7 +78,7 @@ def replay_rank(
     starts: list[int] = []
     ends: list[int] = []
 
-    looped = any(not action.computes for action in actions)
+    looped = holds_sent and any(not action.computes for action in actions)
     sends = _Sends(state.account, players, late=sends_late, looped=looped)
 
     def num_launches() -> int:

@@ -120,10 +120,19 @@ class RankOfPipeline(NamedTuple):
 
 
 def replay_pipeline(
-    simulator: Simulator, parts: Sequence[Part], schedule: str, *, keep_samples: bool = False
+    simulator: Simulator,
+    parts: Sequence[Part],
+    schedule: str,
+    *,
+    holds_sent: bool = True,
+    keep_samples: bool = False,
 ) -> list[RankOfPipeline]:
-    """The replays of all ranks of a pipeline, which do not depend on speeds; ``parts`` are all
-    stages."""
+    """The replays of all ranks of a pipeline, which do not depend on speeds.
+
+    Args:
+        parts: all stages.
+        holds_sent: as in `replay_rank`.
+    """
     setup = parts[0].setup
     ranks, stages_per_rank = setup.pipeline_ranks, len(parts) // setup.pipeline_ranks
     found = []
@@ -131,7 +140,11 @@ def replay_pipeline(
         order = order_of(schedule, rank, ranks, setup.micro_batches, stages_per_rank)
         own = stages_of(parts, schedule, rank)
         made = simulator.replay_stages(
-            own, order, sends_late=schedule == "GPipe", keep_samples=keep_samples
+            own,
+            order,
+            sends_late=schedule == "GPipe",
+            holds_sent=holds_sent,
+            keep_samples=keep_samples,
         )
         found.append(RankOfPipeline([a for a in order if a.computes], made))
     return found

@@ -155,19 +155,26 @@ class Simulator:
         actions: Sequence[Action],
         *,
         sends_late: bool = False,
+        holds_sent: bool = True,
         keep_samples: bool = False,
     ) -> StagesReplay:
         """What one rank of a pipeline does, as if it never waited for other ranks, without times.
 
         Args:
-            sends_late: as in `replay_rank`.
+            sends_late, holds_sent: as in `replay_rank`.
         """
         with one_collection():
             parts = [part._replace(setup=self._on_device(part.setup)) for part in parts]
             costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
             cost = sum_of_placed(costs)
-            options = {"sends_late": sends_late, **self._replay_options(keep_samples)}
-            made, starts, ends = replay_rank(parts, actions, optimizer=cost, **options)
+            made, starts, ends = replay_rank(
+                parts,
+                actions,
+                optimizer=cost,
+                sends_late=sends_late,
+                holds_sent=holds_sent,
+                **self._replay_options(keep_samples),
+            )
             flops = sum(part.trace.flops * part.setup.micro_batches for part in parts)
             return StagesReplay(made, starts, ends, cost, flops)
 

@@ -149,6 +149,17 @@ def test_a_run_sends_and_needs_what_was_predicted(schedule: str, reshard: bool) 
     assert int(most) == pytest.approx(made.account.peak.total, rel=0.1)
 
 
+def test_what_is_sent_may_be_freed_at_once() -> None:
+    """As schedules do that are not torch's: outputs are the most when all forwards are over."""
+    own = [parts_of("LoopedBFS", False)[stage] for stage in (0, 2)]
+    order = order_of("LoopedBFS", 0, 2, MICRO_BATCHES, 2)
+    held, freed = (
+        replay_rank(own, order, optimizer=NOTHING, holds_sent=holds).replay.account.peak
+        for holds in (True, False)
+    )
+    assert held.total - freed.total == 2 * MICRO_BATCHES * own[0].trace.sent_bytes > 0
+
+
 # -- the order ------------------------------------------------------------------------------------
 
 
