@@ -132,6 +132,22 @@ def _table_2(size: str, published: float, num_gpus: int) -> Row:
     return Row("Megatron 2021", run, "TFLOPS/GPU", published)
 
 
+def _405b(num_gpus: int, micro_batches: int) -> Run:
+    """Of table 4 of the paper; that a stage frees what it sent is in its section on pipelines."""
+    return Run(
+        "Llama 3 405B",
+        "h100",
+        num_gpus,
+        1,
+        "none",
+        tensor_ranks=8,
+        pipeline_ranks=16,
+        stages_per_rank=8,
+        micro_batches=micro_batches,
+        holds_sent=False,
+    )
+
+
 CONTENTION = "collectives take multiprocessors, and nothing else; no allocator retries"
 HIDDEN = (
     "in the simulation all but the first and last communication is hidden; stragglers, but no "
@@ -181,6 +197,8 @@ ROWS = [
     _table_2("530B", 171, 560),
     _table_2("530B", 167, 1120),
     _table_2("530B", 159, 2240),
+    Row("Llama 3", _405b(8192, 32), "TFLOPS/GPU", 430),
+    Row("Llama 3", _405b(16384, 16), "TFLOPS/GPU", 400),
     Row("FSDP paper", _t5(512), "relative TFLOPS/GPU", 0.93, base=_t5(8), remark=HIDDEN),
 ]
 

@@ -1,12 +1,12 @@
 """Published training runs, and what the planner says of them.
 
-A run without a pipeline is simulated. A pipeline is estimated from its stages, as the planner does
-before it simulates: a simulation of hundreds of micro-batches over dozens of ranks takes minutes.
+A run is simulated, as `predict` does it. Pipelines whose stages are replicated are estimated, as
+`plan` does it before it simulates: hundreds of micro-batches over dozens of ranks take minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,10 +19,11 @@ from fsdp2.estimation.estimating import default_checkpoint_modules
 from fsdp2.estimation.pipeline import Part
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.trace_options import TraceOptions
-from fsdp2.planner import Simulator, find_hardware
+from fsdp2.planner import SimulatedStep, Simulator, find_hardware
 from fsdp2.planner.candidates import Degrees, Pipeline
 from fsdp2.planner.model_steps import ModelSteps
 from fsdp2.planner.pipeline_estimates import StageAlone, estimate_pipeline, stage_alone
+from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
 from fsdp2.wrap import units_of
 
 from .models import lm_loss
@@ -52,6 +53,7 @@ class Run:
         parts: whether tensor ranks have parts of the sequence between linear layers.
         stages_per_rank, micro_batches: of the pipeline, whose schedule is 1F1B, interleaved if a
             rank has several stages.
+        holds_sent: whether a rank holds what it sent, as schedules of torch do with several stages.
         blocks: of the model; None: all that it has.
     """
 
@@ -67,6 +69,7 @@ class Run:
     parts: bool = True
     stages_per_rank: int = 1
     micro_batches: int = 1
+    holds_sent: bool = True
     blocks: int | None = None
 
     @property
@@ -81,7 +84,7 @@ class Figures(NamedTuple):
         optimizer_s: the part of ``step_s`` that is the optimizer's.
         flops: FLOPs with recomputation, of a rank; of a pipeline, of the mean rank.
         needed_bytes: of the fullest GPU, with what CUDA, cuBLAS and NCCL hold.
-        reserved_bytes: without it, of the first rank; None for pipelines.
+        reserved_bytes: without that; None for estimates.
     """
 
     step_s: float
@@ -219,10 +222,12 @@ def parts_of(run: Run) -> list[Part]:
 def figures_of(run: Run) -> Figures:
     """A step of a run."""
     parts, simulator = parts_of(run), simulator_of(run)
-    if run.pipeline_ranks == 1:
-        step = simulator.run(parts[0].trace, parts[0].setup)
-        return Figures(step.seconds, step.optimizer_s, step.flops, step.needed_bytes, step.reserved)
     schedule = "Interleaved1F1B" if run.stages_per_rank > 1 else "1F1B"
+    if run.pipeline_ranks == 1:
+        return _of_steps([simulator.run(parts[0].trace, parts[0].setup)])
+    if FAMILIES[run.model].strategy != "none":
+        replays = replay_pipeline(simulator, parts, schedule, holds_sent=run.holds_sent)
+        return _of_steps(simulate_pipeline(simulator, parts, schedule, replays))
     alone: dict[int, StageAlone] = {}
     for part in parts:
         if id(part.trace) not in alone:
@@ -233,3 +238,14 @@ def figures_of(run: Run) -> Figures:
     flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks
     late = run.stages_per_rank * max(stage.optimizer_s for stage in stages)
     return Figures(made.seconds, late, flops, made.needed_bytes, None)
+
+
+def _of_steps(steps: Sequence[SimulatedStep]) -> Figures:
+    """The figures of the ranks of a pipeline, or of one rank."""
+    return Figures(
+        max(step.seconds for step in steps),
+        max(step.optimizer_s for step in steps),
+        sum(step.flops for step in steps) / len(steps),
+        max(step.needed_bytes for step in steps),
+        max(step.reserved for step in steps),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.published import ROWS, block_ms
@@ -24,11 +26,25 @@ def test_a_pipeline_comes_to_what_its_simulation_says() -> None:
     replays = replay_pipeline(simulator, parts, "Interleaved1F1B")
     steps = simulate_pipeline(simulator, parts, "Interleaved1F1B", replays)
     found = figures_of(SMALL)
-    assert found.step_s == pytest.approx(max(step.seconds for step in steps), rel=0.1)
+    assert found.reserved_bytes is None  # an estimate: of replicated stages, as Megatron's
+    assert found.step_s == pytest.approx(max(step.seconds for step in steps), rel=0.03)
     assert found.flops == sum(step.flops for step in steps) / len(steps)
     assert steps[0].flops < found.flops < steps[-1].flops  # the first rank does less than the mean
     most = max(step.needed_bytes for step in steps)
     assert found.needed_bytes == pytest.approx(most, rel=0.1)
+
+
+def test_a_pipeline_of_sharded_stages_is_simulated_and_may_free_what_it_sent() -> None:
+    [run] = {r.run for r in ROWS if r.source == "Llama 3" and r.run.num_gpus == 16384}
+    frees, holds = figures_of(run), figures_of(replace(run, holds_sent=True))
+    assert frees.reserved_bytes is not None
+    assert frees.reserved_bytes < frees.needed_bytes
+    assert frees.step_s == holds.step_s
+    # A rank has at most as many outputs in flight as the last rank of a step's micro-batches, and
+    # what it returned: 16 of eight stages each, of 8,192 tokens over 8 ranks.
+    most = 2 * 16 * 8 * 8192 * 16384 * 2 // 8
+    assert 0.25 * most < holds.needed_bytes - frees.needed_bytes <= most
+    assert frees.needed_bytes < 80 * 2**30
 
 
 def test_flops_are_those_of_the_papers_formula() -> None:
