@@ -27,7 +27,7 @@ def test_a_pipeline_comes_to_what_its_simulation_says() -> None:
     steps = simulate_pipeline(simulator, parts, "Interleaved1F1B", replays)
     found = figures_of(SMALL)
     assert found.reserved_bytes is None  # an estimate: of replicated stages, as Megatron's
-    assert found.step_s == pytest.approx(max(step.seconds for step in steps), rel=0.03)
+    assert found.step_s == pytest.approx(max(step.seconds for step in steps), rel=0.04)
     assert found.flops == sum(step.flops for step in steps) / len(steps)
     assert steps[0].flops < found.flops < steps[-1].flops  # the first rank does less than the mean
     most = max(step.needed_bytes for step in steps)
