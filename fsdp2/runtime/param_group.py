@@ -52,6 +52,8 @@ class ParamGroup:
         unsharded: the parameters that compute, in the order of ``params``; None before the first
             gather.
         is_trained: whether each of ``params`` requires a gradient.
+        shown, trains: all that may be frozen, and what of it was trained when that was last looked
+            at; see `follow_freezing`.
         dirty: sharded parameters were replaced: plan again before the next use.
         materialized: whether everything that a gather needs has been made.
         num_plans: how often it has: graphs refer to the storages of one time.
@@ -82,6 +84,8 @@ class ParamGroup:
         self.reduce_tags: list[int] = []
         self.unsharded: list[nn.Parameter | None] = []
         self.is_trained: tuple[bool, ...] = ()
+        self.shown: list[nn.Parameter] = []
+        self.trains: tuple[bool, ...] = ()
         self.dirty = False
         self.unwritten: list[Mark] = []  # what `to_empty` made, until the next gather
         self.initial: InitialValues | None = None  # what was sharded, until the first forward
@@ -95,8 +99,6 @@ class ParamGroup:
         self._sharded: list[nn.Parameter] = []
         # What is compared to see what was frozen or thawed since: `is_trained` is of the first.
         self._planned: list[ShardedParam] = []
-        self._shown: list[nn.Parameter] = []
-        self._trains: tuple[bool, ...] = ()
         self._versioned: list[torch.Tensor] = []
         self._secondary_size: bool | int = False  # that of the last `materialize`
         # What the parameters to show were made for.
@@ -486,7 +488,8 @@ class ParamGroup:
 
     def plan_registration(self) -> None:
         """Make the lists over the present parameters, here and in the registration."""
-        self.take_freezing()
+        if self.take_freezing():
+            self.generation += 1
         self._registration.plan(self.params)
         self._sharded = [p.sharded for p in self.params]
         self.unsharded = [p.unsharded for p in self.params]
@@ -520,19 +523,27 @@ class ParamGroup:
                 param.make_secondary(secondary.locals[i], mesh, secondary.layout.slots[i])
         self.plan_registration()
 
-    def follow_freezing(self) -> bool:
+    def follow_freezing(self, *, midway: bool = False) -> bool:
         """Freeze and thaw what modules show instead of sharded parameters as users did with either.
+
+        Args:
+            midway: between a forward and its backward: autograd gives no gradients to what is
+                frozen then.
 
         Returns:
             Whether anything had changed.
         """
         # (All in one list: one comparison, however many kinds there are.)
-        if tuple(map(_requires_grad, self._shown)) == self._trains:
+        if tuple(map(_requires_grad, self.shown)) == self.trains:
             return False
         self.take_freezing()
-        # Hooks and autograd nodes were noted for what was trained before: they are looked up again.
-        self.generation += 1
         self._show_freezing()
+        # Hooks and autograd nodes were noted for what was trained before: they are looked up again.
+        # Not now, where the graph has those of before: the next forward sees a change as well.
+        if midway:
+            self.trains = ()
+        else:
+            self.generation += 1
         return True
 
     def take_freezing(self) -> bool:
@@ -541,7 +552,7 @@ class ParamGroup:
         Returns:
             Whether users have frozen or thawed either; `follow_freezing` then has to see it.
         """
-        if tuple(map(_requires_grad, self._shown)) == self._trains:
+        if tuple(map(_requires_grad, self.shown)) == self.trains:
             return False
         for param, was_trained in zip(self._planned, self.is_trained, strict=True):
             for shown in (param.unsharded, param.secondary):
@@ -556,16 +567,16 @@ class ParamGroup:
 
         All of them at once: one that was left behind would count as frozen or thawed by the user.
         """
-        self._planned, self._shown = list(self.params), list(self._sharded)
+        self._planned, self.shown = list(self.params), list(self._sharded)
         for param in self.params:
             for shown in (param.unsharded, param.secondary):
                 if shown is None or not shown.is_floating_point():
                     continue
-                self._shown.append(shown)
+                self.shown.append(shown)
                 if shown.requires_grad != param.sharded.requires_grad:
                     shown.requires_grad_(param.sharded.requires_grad)
         self.is_trained = tuple(map(_requires_grad, self._sharded))
-        self._trains = tuple(map(_requires_grad, self._shown))
+        self.trains = tuple(map(_requires_grad, self.shown))
 
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from .unwritten import warn_of_unwritten
 # On host-ordered devices little overlaps, and memory counts more.
 UNITS_IN_FLIGHT = 2
 UNITS_IN_FLIGHT_ON_HOST = 1
+_requires_grad = attrgetter("requires_grad")
 
 
 class Runtime:
@@ -382,6 +384,11 @@ class Runtime:
             self.early_steps.begin_backward()
         self.in_backward = True
         self.middle = None
+        for unit in self.units:  # what users have frozen since the forward
+            group = unit.param_group
+            if tuple(map(_requires_grad, group.shown)) != group.trains:
+                unit.gradients.are_accumulated()  # notes the nodes of what the forward trained
+                group.follow_freezing(midway=True)
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
         self._accumulates = False
@@ -524,6 +531,8 @@ class Runtime:
                     unit.register_unsharded()
             unit.backward_began = False
             gradients.holds_earlier = leave or not config.reduce_grads
+            if config.reduce_unused:
+                gradients.note_trained()
             gradients.holds_partial_sums = not config.all_reduce_grads
 
     def complete_iteration(self) -> None:

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from ..sharding.bucket import Bucket
+from ..sharding.param import ShardedParam
 from .deferred_reductions import DeferredReductions
 from .param_group import ParamGroup
 from .reduction import Reduction, reduced_without_graph
@@ -50,6 +51,7 @@ class UnitGrads:
         self.deferred = DeferredReductions()
         self.accumulators: list[Any] = []
         self._generation = -1  # of the parameters that these are of
+        self._trained: set[ShardedParam] = set()  # see `note_trained`
         self.widened = False
         self.holds_earlier = False
         self.holds_partial_sums = False
@@ -79,8 +81,11 @@ class UnitGrads:
             self._generation = param_group.generation
             self.accumulators = [
                 node
-                for param in param_group.unsharded
+                for param, trained in zip(
+                    param_group.unsharded, param_group.is_trained, strict=True
+                )
                 if param is not None
+                and trained
                 and param.requires_grad
                 and (node := _accumulator(param)) is not None
             ]
@@ -196,9 +201,17 @@ class UnitGrads:
                 else:
                     self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
 
+    def note_trained(self) -> None:
+        """At the end of a backward: other ranks may hold gradients of what users freeze next."""
+        if self.holds_earlier:
+            self._trained.update(p for p in self._param_group.params if p.sharded.requires_grad)
+        else:
+            self._trained.clear()
+
     def drop(self) -> None:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False
+        self._trained.clear()
         self.accumulated.clear()
         self.deferred.forget()
         for param in self._param_group.params:
@@ -275,7 +288,7 @@ class UnitGrads:
             )
         dtype = next(iter(grads.values())).dtype if grads else bucket.gather_dtype
         for i, param in enumerate(bucket.params):
-            if i not in grads and param.sharded.requires_grad:
+            if i not in grads and (param.sharded.requires_grad or param in self._trained):
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
 
 

@@ -178,6 +178,13 @@ def step_after_freezing(model: Any, odd: bool) -> None:
     step_with(model, 1)
 
 
+def step_frozen_after_its_forward(model: Any, odd: bool) -> None:
+    loss = loss_of(model, 1)
+    if odd:
+        model.layers[3].bias.requires_grad_(False)
+    loss.backward()
+
+
 def step_of_a_pipeline(model: Any, odd: bool) -> None:
     """Gathers between forward and backward, where gradients of weights are computed apart."""
     loss = loss_of(model, 1)
@@ -187,11 +194,10 @@ def step_of_a_pipeline(model: Any, odd: bool) -> None:
     loss.backward()
 
 
+REDUCES = r"reduce 'layers.3' \(weight, bias\) \(rank 0\), reduce 'layers.3' \(weight\) \(rank 1\)"
 ODD: dict[str, tuple[Any, str]] = {
-    "freezing": (
-        step_after_freezing,
-        r"reduce 'layers.3' \(weight, bias\) \(rank 0\), reduce 'layers.3' \(weight\) \(rank 1\)",
-    ),
+    "freezing": (step_after_freezing, REDUCES),
+    "freezing after a forward": (step_frozen_after_its_forward, REDUCES),
     "a pipeline's gather": (
         step_of_a_pipeline,
         r"gather 'layers.2' in backward \(rank 0\), gather 'unused' in forward \(rank 1\)",
