@@ -165,13 +165,13 @@ class Backwards(Pair):
         if self.recomputes("selective"):
             return
         losses = self.forward(*self.batch())
-        if losses[0].requires_grad:
+        self.had_backward = losses[0].requires_grad
+        if self.had_backward:
             for loss in losses:
                 loss.backward(create_graph=True)
             for parameter in self.plain.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach()
-            self.had_backward = True
             self.after_backward()
             if "again" not in modes:
                 losses = self.forward(*self.batch())
@@ -481,25 +481,7 @@ class Backwards(Pair):
             self.after_backward()
         self.zero()
 
-    # -- what comes in between ---------------------------------------------------------------
-
-    def between(self, mode: str, what: Operation) -> None:
-        """Something is done after a micro-batch, before the last one."""
-        self.micro(mode)
-        self.do(what)
-        losses = self.forward(*self.batch())
-        self.backward(*losses)
-        if losses[0].requires_grad:
-            self.after_backward()
-        self.zero()
-
-    def before_backward(self, what: Operation) -> None:
-        """Something is done between a forward and its backward."""
-        losses = self.forward(*self.batch())
-        self.do(what)
-        self.backward(*losses)
-        self.after_backward()
-        self.zero()
+    # -- limits -------------------------------------------------------------------------------
 
     def budget(self, what: Operation) -> None:
         """The least limit on gathered bytes that works, as errors tell it."""

@@ -81,6 +81,23 @@ def node_setting(method: str, *values: Any) -> Draw[Operation]:
 EVALUATE = of("evaluate", one("no_grad", "inference", ""))
 FUNCTIONAL = of("functional", one("whole", "trained"), one(1, 1, 2))
 CHANGE = of("change", numbers, one("freed", "operator", "rows"))
+FREEZE = of("freeze", numbers)
+SETTINGS = (
+    setting("set_reshard_after_forward", False, True),
+    setting("set_reshard_after_backward", False, True),
+    setting("set_reduce_scatter_max_input_buffers", 1, 2, 8),
+    setting("set_keep_unsharded_storage", False, True),
+    node_setting("set_reshard_after_forward", False, True),
+)
+KEEP_FROZEN = setting("set_keep_frozen_gathered", 0, 100, 10**6)
+COMMUNICATION = (
+    of("custom", numbers, flag, flag),
+    of("comm_policy", numbers, one(None, *COMM_POLICIES)),
+    node_setting("set_force_sum_reduction_for_comms", False, True),
+    setting("set_separate_reduce_scatter_group", True, False),
+    of("prefetch", numbers, just("set_modules_to_forward_prefetch"), numbers),
+    of("prefetch", numbers, just("set_modules_to_backward_prefetch"), numbers, numbers),
+)
 # What may be done where gradients or a graph are held.
 IN_BETWEEN = one_of(
     (
@@ -90,15 +107,28 @@ IN_BETWEEN = one_of(
         of("drop"),
         FUNCTIONAL,
         of("stumble", numbers, one(*(p for p in (*FAULTS, *HOOK_FAULTS) if "forw" in p))),
+        FREEZE,
+        one_of((*SETTINGS, KEEP_FROZEN, *COMMUNICATION)),
+        of("move"),
     )
 )
+
+
+def in_between(name: str, *arguments: Draw[Any]) -> Draw[Operation]:
+    """An operation whose last arguments are one or two others, done in the middle of it."""
+    others = several(IN_BETWEEN, 1, 2)
+    return lambda chance: (*of(name, *arguments)(chance), *others(chance))
+
+
 STEP = with_modes("step")
 # By what they exercise. A program keeps to a few of these families, so that it comes to cases that
 # take several operations of one kind.
 FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
     "accumulation": (
         STEP,
-        of("between", mode, IN_BETWEEN),
+        in_between("between", mode),
+        of("between", mode, one_of((CHANGE, of("state_dict", one("sharded", "whole"))))),
+        of("set_late", mode),
         with_modes("finalized", flag),
         with_modes("unused", numbers),
         of("abandoned", mode, flag),
@@ -121,7 +151,7 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("inputs"),
         of("saved", one("identity", "copies", "on cpu", "budget")),
         of("watched", numbers),
-        of("before_backward", IN_BETWEEN),
+        in_between("before_backward"),
         of("alone", numbers, one("forward", "encode")),
     ),
     "failures": (
@@ -139,8 +169,8 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
         of("drop"),
     ),
     "freezing": (
-        of("freeze", numbers),
-        setting("set_keep_frozen_gathered", 0, 100, 10**6),
+        FREEZE,
+        KEEP_FROZEN,
         EVALUATE,
         CHANGE,
     ),
@@ -157,21 +187,10 @@ FAMILIES: dict[str, tuple[Draw[Operation], ...]] = {
     ),
     "memory": (
         of("budget", one_of((STEP, EVALUATE, of("forwards", just(2), just(""))))),
-        setting("set_reshard_after_forward", False, True),
-        setting("set_reshard_after_backward", False, True),
-        setting("set_reduce_scatter_max_input_buffers", 1, 2, 8),
-        setting("set_keep_unsharded_storage", False, True),
-        node_setting("set_reshard_after_forward", False, True),
+        *SETTINGS,
         of("lookup", numbers),
     ),
-    "communication": (
-        of("custom", numbers, flag, flag),
-        of("comm_policy", numbers, one(None, *COMM_POLICIES)),
-        node_setting("set_force_sum_reduction_for_comms", False, True),
-        setting("set_separate_reduce_scatter_group", True, False),
-        of("prefetch", numbers, just("set_modules_to_forward_prefetch"), numbers),
-        of("prefetch", numbers, just("set_modules_to_backward_prefetch"), numbers, numbers),
-    ),
+    "communication": COMMUNICATION,
     "compilation": (
         of("compiled", numbers, one("model", "module", "layer"), one("eager", "aot_eager")),
     ),

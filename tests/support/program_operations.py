@@ -16,7 +16,7 @@ from fsdp2 import FSDPModule, optim
 from fsdp2.checkpoint import Checkpointer, load_model, save_model
 from fsdp2.runtime.unit import unit_of
 from harness import shared_folder
-from program_backwards import Backwards
+from program_between import InBetween
 from program_pair import Operation, has_one_mesh
 from random_models import Node, nodes
 from reference import assert_same, assert_same_parameters, average_over_ranks, whole
@@ -52,7 +52,7 @@ class CustomReduceScatter(CustomGather):
         )
 
 
-class Run(Backwards):
+class Run(InBetween):
     """Both models in the middle of a program; every method without a ``_`` is an operation."""
 
     def __init__(
