@@ -210,7 +210,7 @@ class BackwardSteps(Stepper):
     def _stand_of(self, param: Any, name: str) -> Stand:
         stand = self._stands.get(id(param))
         if stand is None or stand.param is not param or stand.source is not param._local_tensor:
-            stand = self._stands[id(param)] = Stand(param)
+            stand = self._stands[id(param)] = Stand(param, counts_apart=True)
             self._gradients[id(param)] = SteppedGradient(param, name)
         return stand
 
@@ -335,10 +335,8 @@ class _Begun:
         self.param, self.name, self.stand, self.group = param, name, stand, group
         self.grad = param.grad
         self.local_grad: Tensor | None = local_part(param.grad)  # type: ignore[arg-type]
-        self.param_version = param._version  # which a step of the plain tensor leaves as it is
-        self.version_before = stand.source._version
-        self.version_after = -1  # of the plain tensor, after its step
-        self.is_written = False  # whether somebody else wrote to it before the thread came to it
+        self.versions = _versions(param)  # which the step leaves as they are: see `Stand`
+        self.is_written = False  # whether somebody else wrote to it meanwhile
         self.is_replaced = False  # whether ``.grad`` was assigned to meanwhile
 
     def difference(self) -> str | None:
@@ -347,7 +345,7 @@ class _Begun:
             return "gradient was replaced"
         if local_part(self.param) is not self.stand.source:
             return "memory was replaced"
-        if self.is_written or _versions(self.param) != (self.param_version, self.version_after):
+        if self.is_written:
             return "value was changed"
         return None
 
@@ -403,12 +401,7 @@ class _Part:
     def run(self, wait: Callable[[], None]) -> None:
         """In the thread: step."""
         wait()
-        # Writes while the step runs count as its own: nothing tells them apart.
-        for each in self.begun:
-            each.is_written = each.stand.source._version != each.version_before
         raw_step(type(self._inner))(self._inner)
-        for each in self.begun:
-            each.version_after = each.stand.source._version
 
     def wait(self) -> BaseException | None:
         """Wait for the thread; returns what it has raised."""
@@ -433,6 +426,9 @@ class _Part:
         for each in self.begun:
             plain = each.stand.plain
             plain.grad = None  # code that reuses its memory counts references
+            each.is_written = _versions(each.param) != each.versions
+            # As a step of the parameter would: what was gathered before is out of date.
+            torch.autograd.graph.increment_version(each.stand.source)
             each.is_replaced = type(each.param.grad) is not SteppedGradient
             if not each.is_replaced:
                 each.param.grad = each.grad

@@ -186,10 +186,15 @@ class Stand:
 
     __slots__ = ("outer", "pairs", "param", "plain", "source")
 
-    def __init__(self, param: DTensor) -> None:
+    def __init__(self, param: DTensor, *, counts_apart: bool = False) -> None:
+        """
+        Args:
+            counts_apart: writes to ``plain`` do not count as writes to ``source``.
+        """
         self.param = param
         self.source = param._local_tensor
-        self.plain = nn.Parameter(self.source, requires_grad=param.requires_grad)
+        data = self.source.data if counts_apart else self.source
+        self.plain = nn.Parameter(data, requires_grad=param.requires_grad)
         # Attributes that a user attached. Those that exist already belong to the class: a tensor
         # subclass keeps its inner tensors there.
         own = vars(self.plain)

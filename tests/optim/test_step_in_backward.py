@@ -580,6 +580,40 @@ def test_what_is_changed_before_the_thread_comes_to_it_is_an_error(change: Any) 
     train(model, optimizer, range(4, 6))
 
 
+class Gated(torch.optim.SGD):
+    """Its threads end a step, with all that it writes, when they may go on."""
+
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if threading.current_thread() is not threading.main_thread():
+            self.began.set()
+            assert self.may_go_on.wait(60)
+        return result
+
+
+@pytest.mark.parametrize("locally", [False, True])
+@distributed(2)
+def test_what_is_changed_while_it_is_stepped_is_an_error(locally: bool) -> None:
+    Gated.may_go_on.set()
+    model = sharded()
+    optimizer = step_in_backward(Gated(model.parameters(), lr=0.01, momentum=0.9))
+    train(model, optimizer, range(3))
+    Gated.began.clear()
+    Gated.may_go_on.clear()
+    loss_of(model, 3).backward()
+    assert Gated.began.wait(60)
+    stepping = vars(optimizer)[_STEPS]._parts[0].begun[0]
+    with torch.no_grad():
+        (stepping.param.to_local() if locally else stepping.param).mul_(0.5)
+    Gated.may_go_on.set()
+    with pytest.raises(RuntimeError, match=f"'{stepping.name}' .* value was changed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(4, 6))
+
+
 class Pieces(nn.Module):
     """Reentrant checkpoints: runs of autograd of their own, each of which adds to gradients."""
 
