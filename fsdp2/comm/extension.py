@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import note_gathered
@@ -171,7 +172,12 @@ class ExtensionBucket(Bucket):
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill_own_slices(self) -> None:
-        inputs = self._inputs()
+        try:
+            inputs = self._inputs()
+        except Exception:
+            if self.plan is None and self._is_uneven:
+                self._exchange_rows([])  # the others wait for it
+            raise
         if self.plan is None:
             self._plan_gather(inputs)
         elif len(inputs) != len(self._outputs):
@@ -220,12 +226,10 @@ class ExtensionBucket(Bucket):
 
     def _plan_gather(self, inputs: Sequence[torch.Tensor]) -> None:
         """In the first gather: allocate for what every rank sends."""
-        (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
-        uneven = slot.dim == 0 and slot.shape[0] != num_shards * slot.chunk
         rows = [t.shape[0] for t in inputs]
         self._chunks, self._whole_rows = rows, [num_shards * n for n in rows]
-        if uneven and num_shards > 1:
+        if self._is_uneven:
             self._plan_rows(rows)
         self._outputs = [
             torch.empty((num_shards * size, *t.shape[1:]), dtype=t.dtype, device=self.device)
@@ -260,31 +264,60 @@ class ExtensionBucket(Bucket):
         # the two look alike, so ranks tell each other once.
         (slot,) = self.layout.slots
         num_shards = self.mesh.num_shards
-        # A sum of tables with one row filled in is an all-gather that any backend can do. (The host
-        # waits for it, once.)
-        table = torch.zeros(num_shards, len(rows), dtype=torch.int64, device=self.device)
-        table[self.rank] = torch.tensor(rows, device="cpu")
-        assert self.mesh.shard_group is not None
-        sum_together(self.mesh.shard_group, [table])
         of_shards = [slot.local_shape(rank)[0] for rank in range(num_shards)]
         chunks, whole_rows = [], []
-        for sent in table.T.tolist():
+        for sent in zip(*self._exchange_rows(rows), strict=True):
             first = sent[0]  # of a shard with all its rows, which rank 0 always has
             # A row for each row, or for each block of rows, of which the last may be shorter.
-            if sent == [-(-rows * first // slot.chunk) for rows in of_shards]:
+            if list(sent) == [-(-rows * first // slot.chunk) for rows in of_shards]:
                 whole = sum(sent)
             elif len(set(sent)) == 1:
                 whole = num_shards * first
             else:
                 raise ValueError(
                     f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}' returned a tensor of "
-                    f"{sent} rows on the ranks, whose shards have {of_shards} rows: it must have "
-                    "one row per row of the shard, or block of rows, or the same number on all "
-                    "ranks"
+                    f"{list(sent)} rows on the ranks, whose shards have {of_shards} rows: it must "
+                    "have one row per row of the shard, or block of rows, or the same number on "
+                    "all ranks"
                 )
             chunks.append(first)
             whole_rows.append(whole)
         self._chunks, self._whole_rows = chunks, whole_rows
+
+    @property
+    def _is_uneven(self) -> bool:
+        (slot,) = self.layout.slots
+        num_shards = self.mesh.num_shards
+        return num_shards > 1 and slot.dim == 0 and slot.shape[0] != num_shards * slot.chunk
+
+    def _exchange_rows(self, rows: Sequence[int]) -> list[list[int]]:
+        """What each rank sends: of each of its tensors the number of rows.
+
+        Args:
+            rows: of this rank; none if the class has raised an error.
+
+        Raises:
+            RuntimeError: if it has on other ranks.
+            ValueError: if ranks send different numbers of tensors.
+        """
+        # A sum of tables with one row filled in is an all-gather that any backend can do. (The host
+        # waits for it, once.) As wide on all ranks: what others send is not known yet.
+        num_shards, group = self.mesh.num_shards, self.mesh.shard_group
+        table = torch.zeros(num_shards, 1 + MAX_TENSORS, dtype=torch.int64, device=self.device)
+        table[self.rank, : 1 + len(rows)] = torch.tensor([len(rows), *rows], device="cpu")
+        assert group is not None
+        sum_together(group, [table])
+        nums = table[:, 0].tolist()
+        if not rows or len({*nums}) == 1:
+            return table[:, 1 : 1 + len(rows)].tolist()
+        what = f"fsdp_pre_all_gather of parameter '{self.params[0].fqn}'"
+        failed = [rank for rank, num in enumerate(nums) if not num]
+        if failed:
+            numbers = [str(dist.get_global_rank(group, rank)) for rank in failed]
+            raise RuntimeError(
+                f"{what} raised an error on rank {', '.join(numbers)}, which says what is wrong"
+            )
+        raise ValueError(f"{what} returned {nums} tensors on the ranks: it must be the same number")
 
     # -- after the gather -------------------------------------------------------------------
 

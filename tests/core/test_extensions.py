@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from harness import cached_mesh, distributed
+from harness import cached_mesh, distributed, ours_only
 from reference import assert_same_gradients, average_gradients, whole
 
 
@@ -177,6 +177,44 @@ def test_replicas_offload_and_accumulation() -> None:
         through(OnTwo, plain, x).square().sum().backward()
     average_gradients(plain)
     assert_same_gradients(model, plain)
+
+
+class Unpadded(Halved):
+    """Raises on ranks with fewer rows than the first has, or sends more tensors than others."""
+
+    fault = ""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        inputs, _ = super().fsdp_pre_all_gather(mesh)
+        if self.fault and self.inner.shape[0] < 4:
+            if self.fault == "raises":
+                raise KeyError("no padding")
+            inputs *= 2
+        return inputs, (mesh.size(), "hello")
+
+
+@ours_only("others wait in the gather")
+@distributed(3)
+def test_what_raises_on_some_ranks_in_the_first_gather_is_an_error_on_all() -> None:
+    model, plain = build(Unpadded, 10, torch.float64)  # 4, 4 and 2 rows
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    try:
+        Unpadded.fault = "raises"
+        error = KeyError if dist.get_rank() == 2 else RuntimeError
+        match = "no padding"
+        if dist.get_rank() < 2:
+            match = "of parameter '0.weight' raised an error on rank 2, which says what is wrong"
+        with pytest.raises(error, match=match):
+            model(x)
+        Unpadded.fault = "sends more"
+        with pytest.raises(ValueError, match=r"returned \[1, 1, 2\] tensors on the ranks"):
+            model(x)
+    finally:
+        Unpadded.fault = ""
+    assert torch.allclose(model(x), through(Halved, plain, x))  # (corrected)
 
 
 @distributed(1)

@@ -74,9 +74,10 @@ def test_the_core_stays_small() -> None:
     # they have added to gradients; 48 and 6 for ranks that agree, whatever one of them holds or has
     # used, on what to gather and reduce, and for gradients written after such backwards; 59 and 5
     # for what units that are planned anew in the middle of a step still hold; 4 and 1 for moves
-    # that move nothing; 24 and 1 for what is frozen between a forward and its backward.
-    assert core().code_lines <= 9934
-    assert core().functions <= 1057
+    # that move nothing; 24 and 1 for what is frozen between a forward and its backward; 22
+    # and 2 for errors of subclasses on some ranks, which all are told in the first gather.
+    assert core().code_lines <= 9956
+    assert core().functions <= 1059
 
 
 def test_no_function_of_the_core_is_long() -> None:
