@@ -236,8 +236,7 @@ def figures_of(run: Run) -> Figures:
     pipeline = Pipeline(schedule, run.stages_per_rank)
     made = estimate_pipeline(simulator, parts, pipeline, stages)
     flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks
-    late = run.stages_per_rank * max(stage.optimizer_s for stage in stages)
-    return Figures(made.seconds, late, flops, made.needed_bytes, None)
+    return Figures(made.seconds, made.optimizer_s, flops, made.needed_bytes, None)
 
 
 def _of_steps(steps: Sequence[SimulatedStep]) -> Figures:

@@ -43,7 +43,9 @@ class StageAlone(NamedTuple):
         optimizer_s: as of `SimulatedStep`.
         kept_bytes: of the activations of each micro-batch in flight.
         brief_bytes: of activations beside these, and of buffers of collectives, while it computes.
-        other_bytes: that the allocator holds besides, for parameters and gradients.
+        gathered_bytes: of its parameters, if a schedule says when they are gathered and freed.
+        gradient_bytes: of its gradients before they are reduced, if a schedule says when.
+        other_bytes: that the allocator holds besides.
         library_bytes: that CUDA, cuBLAS and NCCL hold besides.
     """
 
@@ -55,6 +57,8 @@ class StageAlone(NamedTuple):
     optimizer_s: float
     kept_bytes: int
     brief_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
     other_bytes: int
     library_bytes: int
 
@@ -69,9 +73,15 @@ class StageAlone(NamedTuple):
 
 
 class PipelineEstimate(NamedTuple):
-    """About what a step of a pipeline comes to."""
+    """About what a step of a pipeline comes to.
+
+    Attributes:
+        optimizer_s: the part of ``seconds`` that is the optimizer's.
+        needed_bytes: of the fullest rank.
+    """
 
     seconds: float
+    optimizer_s: float
     needed_bytes: int
 
 
@@ -90,6 +100,8 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
     peak = step.peak.parts
     brief = max(0, peak.get("activations", 0) - _IN_FLIGHT * kept)
     brief += peak.get("communication buffers", 0)
+    gathered = peak.get("gathered parameters", 0) if looped else 0
+    gradients = peak.get("unreduced gradients", 0) if looped else 0
     return StageAlone(
         seconds=seconds,
         stalls=stalls,
@@ -99,7 +111,9 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
         optimizer_s=step.optimizer_s,
         kept_bytes=kept,
         brief_bytes=brief,
-        other_bytes=step.reserved - _IN_FLIGHT * kept - brief,
+        gathered_bytes=gathered,
+        gradient_bytes=gradients,
+        other_bytes=step.reserved - _IN_FLIGHT * kept - brief - gathered - gradients,
         library_bytes=step.libraries,
     )
 
@@ -166,7 +180,7 @@ def estimate_pipeline(
     ``parts``."""
     setup = parts[0].setup
     ranks, schedule = setup.pipeline_ranks, pipeline.schedule
-    times, tails, needed = [], [], []
+    times, tails, needed, of_ranks = [], [], [], []
     for rank in range(ranks):
         order = order_of(schedule, rank, ranks, setup.micro_batches, pipeline.stages_per_rank)
         own = [
@@ -174,23 +188,24 @@ def estimate_pipeline(
             for part in parts
             if rank_of_stage(schedule, part.number, ranks) == rank
         ]
+        of_ranks.append(own)
         made, tail = _rank_times(order, stages)
         times.append(made)
         tails.append(tail if schedule in LOOPED else own[0].end_s)
         held = sum(stage.other_bytes for stage in own) + max(stage.brief_bytes for stage in own)
-        needed.append(held + _most_kept(made.actions, stages) + own[0].library_bytes)
+        needed.append(held + _most_kept(order, stages) + own[0].library_bytes)
     found = begins(times, sends_of(simulator, parts, schedule), waits_for_sends=schedule == "1F1B")
     ends = [
         began[-1] + rank.durations[-1] + tail
         for began, rank, tail in zip(found, times, tails, strict=True)
     ]
     # What all ranks do at the end, the slowest of them; of several stages, one after the other.
-    per_rank = pipeline.stages_per_rank
-    late = per_rank * max(stage.optimizer_s for stage in stages)
-    kernels_s = setup.micro_batches * per_rank * max(stage.kernels_s for stage in stages)
+    late = max(sum(stage.optimizer_s for stage in own) for own in of_ranks)
+    busiest_s = max(sum(stage.kernels_s for stage in own) for own in of_ranks)
+    kernels_s = setup.micro_batches * busiest_s
     num_ranks = setup.num_ranks * setup.tensor_ranks * setup.pipeline_ranks
     wait = stragglers_s(kernels_s, num_ranks, simulator.hardware)
-    return PipelineEstimate(max(ends) + late + wait, max(needed))
+    return PipelineEstimate(max(ends) + late + wait, late, max(needed))
 
 
 def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[RankTimes, float]:
@@ -228,11 +243,21 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
     return RankTimes(actions, durations, stalls), reducing_s
 
 
-def _most_kept(actions: Sequence[Action], stages: Sequence[StageAlone]) -> int:
-    """The most bytes of activations that a rank has at any moment, of all micro-batches."""
+def _most_kept(order: Sequence[Action], stages: Sequence[StageAlone]) -> int:
+    """The most bytes that a rank has at any moment of what comes and goes: activations of all
+    micro-batches, and whole parameters and gradients of stages."""
     now = most = 0
-    for action in actions:
-        if action.part != "input":
-            now += (1 if action.is_forward else -1) * stages[action.stage].kept_bytes
+    summed: set[int] = set()  # stages that have gradients
+    for action in order:
+        stage = stages[action.stage]
+        if action.part in ("unshard", "reshard"):
+            now += (1 if action.part == "unshard" else -1) * stage.gathered_bytes
+        elif action.part == "reduce":
+            now -= stage.gradient_bytes
+        elif action.part != "input":
+            now += (1 if action.is_forward else -1) * stage.kept_bytes
+            if not action.is_forward and action.stage not in summed:
+                summed.add(action.stage)
+                now += stage.gradient_bytes
         most = max(most, now)
     return most

@@ -171,7 +171,9 @@ def test_an_estimate_of_each_schedule_is_near_its_simulation(
     """Gathers, reductions and sums are small beside kernels nowhere here: each must be counted."""
     pipeline = Pipeline(schedule, 1 if schedule in ("1F1B", "GPipe") else 2)
     simulator = Simulator(H100)
-    parts = stages_of_even(pipeline, schedule, strategy, mesh, reshard, accumulation)
+    parts = parts_over_four(
+        traced_even(), pipeline, schedule, strategy, mesh, reshard, accumulation
+    )
     alone = [stage_alone(simulator, part, schedule, 1.0) for part in parts]
     estimate = estimate_pipeline(simulator, parts, pipeline, alone)
     replays = replay_pipeline(simulator, parts, schedule)
@@ -183,11 +185,52 @@ def test_an_estimate_of_each_schedule_is_near_its_simulation(
     assert estimate.needed_bytes == pytest.approx(needed, rel=0.045)
 
 
-def stages_of_even(
-    pipeline: Pipeline, schedule: str, strategy: str, mesh: Any, reshard: Any, accumulation: str
+def near(
+    steps: ModelSteps, pipeline: Pipeline, strategy: str, *, time: float, memory: float
+) -> None:
+    """An estimate is as near its simulation."""
+    simulator, schedule = Simulator(H100), pipeline.schedule
+    parts = parts_over_four(steps, pipeline, schedule, strategy, 8, None, "unsharded")
+    alone = [stage_alone(simulator, part, schedule, 1.0) for part in parts]
+    estimate = estimate_pipeline(simulator, parts, pipeline, alone)
+    replays = replay_pipeline(simulator, parts, schedule)
+    simulated = simulate_pipeline(simulator, parts, schedule, replays)
+    assert estimate.seconds == pytest.approx(max(s.seconds for s in simulated), rel=time)
+    needed = max(step.needed_bytes for step in simulated)
+    assert estimate.needed_bytes == pytest.approx(needed, rel=memory)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
+def test_an_estimate_of_different_stages_on_a_rank(schedule: str) -> None:
+    """Of four, one has the embedding, or the head: no rank has more than one of these."""
+    made = ModelSteps(
+        on_meta(Model, width=1024, num_blocks=16, vocabulary=32000),
+        torch.zeros(1, 2048, dtype=torch.long, device="meta"),
+        TraceOptions(mp_policy=BF16), split_stages=split, wrap="auto",
+    )  # fmt: skip
+    near(made, Pipeline(schedule, 4), "none", time=0.02, memory=0.03)
+
+
+def test_an_estimate_knows_which_stages_are_gathered() -> None:
+    """Of four on a rank, schedules free one before the next is gathered."""
+    few = torch.empty(1, 4, 2048, device="meta", requires_grad=True)
+    made = ModelSteps(
+        on_meta(Even, width=2048, num_blocks=16), few, TraceOptions(mp_policy=BF16),
+        split_stages=even_stages, wrap="auto",
+    )  # fmt: skip
+    near(made, Pipeline("LoopedBFS", 4), "grad", time=0.05, memory=0.05)
+
+
+def parts_over_four(
+    steps: ModelSteps,
+    pipeline: Pipeline,
+    schedule: str,
+    strategy: str,
+    mesh: Any,
+    reshard: Any,
+    accumulation: str,
 ) -> list[Part]:
     """The stages of a pipeline over four ranks with 16 micro-batches."""
-    steps = traced_even()
     made = steps.get(4 * pipeline.stages_per_rank, "none", splits_backward=schedule in SPLIT)
     return [
         Part(
