@@ -421,6 +421,10 @@ class Runtime:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of one forward of ``unit`` are done: reduce them and free the unit."""
         unit.backward_began = False
+        if unit.input_nodes and not unit.running:
+            # Of a recomputation that ended early, by an exception: what is before the unit in the
+            # same module would keep its activations until backward is over.
+            unit.input_nodes.clear()
         runs_next = unit.next_in_backward is unit
         if runs_next and len(unit.modules) > 1:
             return  # another module of the group: their gradients are reduced together

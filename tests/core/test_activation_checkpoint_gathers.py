@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from gathers import bytes_held, counting, gathered_bytes
 from harness import cached_mesh, distributed, ours_only
 from models import TRANSFORMER, Case, normal_batch
@@ -304,3 +305,44 @@ def test_a_recomputation_that_raises(reentrant: bool) -> None:
         assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
+
+
+class Region(nn.Module):
+    """What is recomputed as a whole: two units, in the second of which recomputation ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.made: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        self.made.append(StorageWeakRef(hidden.untyped_storage()))
+        return x + self.last(hidden)
+
+
+@ours_only("torch's hooks hold no nodes of inputs")
+@distributed(2)
+def test_recomputed_activations_are_freed_when_backward_leaves_the_unit_they_end_in() -> None:
+    """Not at the end of backward: the mark on the input of that unit leads to all before it."""
+    left: list[bool] = []
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.regions = nn.Linear(6, 6), nn.ModuleList([Region(), Region()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.start(x)
+            for region in self.regions:
+                between, x = x, checkpoint(region, x, use_reentrant=False)
+            between.register_hook(lambda _: left.append(not region.made[-1].expired()))
+            return x
+
+    model = Root()
+    for unit in [*(unit for region in model.regions for unit in region.children()), model]:
+        fully_shard(unit, mesh=cached_mesh(2))
+    for step in range(2):
+        model(torch.randn(3, 6)).sum().backward()
+        assert len(model.regions[1].made) == 2 * (step + 1)
+    assert left == [False, False]
