@@ -117,6 +117,16 @@ def compute_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
+def stored_dtype_of(
+    policy: MixedPrecisionPolicy, param: nn.Parameter, param_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype in which ``policy``, ours or torch's, stores the shards of one parameter, to which
+    it gives this ``param_dtype``."""
+    if getattr(policy, "cast_frozen_params", False) and not param.requires_grad:
+        return compute_dtype(param.dtype, param_dtype)
+    return param.dtype
+
+
 def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which gradients of ``dtype`` parameters are summed given ``reduce_dtype``."""
     # A cast of complex gradients to a real dtype drops the imaginary part, with a warning at most.

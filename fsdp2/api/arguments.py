@@ -70,7 +70,7 @@ def checked_device(mesh: DataParallelMesh) -> torch.device:
 
 
 def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """``reshard_after_forward``, with False and True for the numbers that mean the same."""
+    """``reshard_after_forward`` as `meant_reshard`, once it fits the mesh."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -89,8 +89,14 @@ def checked_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
             "the same as False. For resharding to all ranks pass True",
             stacklevel=3,
         )
-        return False
-    return True if value == mesh.num_shards else value
+    return meant_reshard(value, mesh.num_shards)
+
+
+def meant_reshard(value: Any, num_shards: int) -> Any:
+    """``reshard_after_forward``, with False and True for the numbers that mean the same."""
+    if type(value) is int and value in (1, num_shards):
+        return value != 1
+    return value
 
 
 def check_policies(mp_policy: Any, offload_policy: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..api.arguments import meant_reshard
 from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
 from ..comm.host_links import places_of
 from ..comm.mesh_transports import groups_of
@@ -26,6 +27,7 @@ from ..policy import (
     OffloadPolicy,
     check_comm_policy,
     param_dtype_of,
+    stored_dtype_of,
 )
 from ..runtime.root import last_order
 from ..runtime.unit import Unit, units_in
@@ -141,9 +143,8 @@ def _parameter_facts(
     local = getattr(param, "_local_tensor", param)
     whole = not sharded or local.nbytes < replicate_below
     param_dtype = param_dtype_of(policy, param)
-    return ParameterFacts(
-        name, tuple(local.shape), local.dtype, param.requires_grad, whole, param_dtype
-    )
+    dtype = stored_dtype_of(policy, param, param_dtype)
+    return ParameterFacts(name, tuple(local.shape), dtype, param.requires_grad, whole, param_dtype)
 
 
 def _placements(param: ParameterFacts, num_dims: int) -> tuple[str, ...]:
@@ -198,6 +199,7 @@ def _draft(
     reshard = None
     if to.strategy.sharded:
         reshard = reshard_of(unit, to.strategy, to.reshard_after_forward)
+        reshard = meant_reshard(reshard, num_shards)
     return _Draft(
         unit.name,
         unit.modules,

@@ -86,7 +86,7 @@ class CountingPolicy(CompressedTransport):
         else:
             nodes = size // node
             self._transfer("all_to_all", "within", node, nodes * row.nbytes, unit, copied)
-            held.append(self._held(nodes * numel * FLOAT32))
+            held.append(self._held(nodes * numel * outs[0].dtype.itemsize))
             self._feed_back(bucket, cut, "across", nodes)
             copied = nodes * (2 * row.nbytes + 2 * numel * FLOAT32)
             self._transfer("all_to_all", "across", nodes, row.nbytes, unit, copied)
@@ -104,7 +104,8 @@ class CountingPolicy(CompressedTransport):
         bucket, size = tensors.bucket, self.size
         row = tensors.cut.row(self._reduce_dtype, self.policy.block, size)
         numel = sum(row.numels)
-        held = [self._held(2 * size * row.nbytes + (size + 1) * numel * FLOAT32)]
+        sums = self.out_dtype(bucket).itemsize
+        held = [self._held(2 * size * row.nbytes + (size + 1) * numel * sums)]
         for hop, rows in (("to owners", size), ("back", 1)):
             self._feed_back(bucket, tensors.cut, hop, rows, of=size)
         copied = size * (2 * row.nbytes + 3 * numel * FLOAT32)

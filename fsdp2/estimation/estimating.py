@@ -278,7 +278,7 @@ def placed_optimizer(
 ) -> PlacedOptimizer:
     """The cost of the optimizer for this rank's shards, wherever they are; ``known`` as in
     `optimizer_cost`."""
-    trained = {param.name for param in trace.params if param.requires_grad}
+    trained = trace.trained  # an optimizer passes over parameters without a gradient
     on_host = params_on_host(trace, setup)
     shards: dict[bool, list[Any]] = {False: [], True: []}
     for param in trace.params:

@@ -195,6 +195,7 @@ class ParamInfo:
         param_dtype: the ``param_dtype`` that the mixed-precision policy gives it.
         num_experts: if it belongs to experts on a mesh of their own: how many there are. Then dim 0
             of ``shape`` counts those of one rank. None: it does not.
+        made_dtype: its dtype before it was sharded; None: ``dtype``.
         is_embedding: whether it is the weight of exactly one ``nn.Embedding``.
     """
 
@@ -205,6 +206,12 @@ class ParamInfo:
     is_embedding: bool
     param_dtype: torch.dtype | None = None
     num_experts: int | None = None
+    made_dtype: torch.dtype | None = None
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the whole parameter as the user made it, which ``replicate_below`` counts."""
+        return self.numel * (self.made_dtype or self.dtype).itemsize
 
     @cached_property
     def numel(self) -> int:
@@ -276,6 +283,12 @@ class StepTrace:
             elif isinstance(event, Gradient):
                 live -= event.nbytes
         return peak
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient; some may be used by nothing."""
+        numbers = {event.param for event in self.events if isinstance(event, Gradient)}
+        return frozenset(self.params[number].name for number in numbers)
 
     def indices(self, names: Sequence[str]) -> list[int]:
         """Numbers of the parameters with these names."""

@@ -288,6 +288,8 @@ class _ReplayRuntime(Runtime):
         if self.in_backward:  # recomputation
             unit.unshard(self.streams)
             unit.recomputed = True
+            if not unit.backward_began and not unit.has_graph:  # a reentrant checkpoint
+                unit.recomputes_all = True
             return
         super().pre_forward(unit)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..api.arguments import checked_granularity
+from ..api.arguments import checked_granularity, meant_reshard
 from ..api.shard_model import find_strategy, offload_beyond, reshard_of
 from ..common.suggestions import did_you_mean
 from ..policy import OffloadPolicy
@@ -92,7 +92,9 @@ def make_setup(
         )
 
     def reshard(unit: UnitDescription) -> Any:
-        chosen_for = reshard_of(unit, chosen, reshard_after_forward)
+        if not chosen.sharded:
+            return None
+        chosen_for = meant_reshard(reshard_of(unit, chosen, reshard_after_forward), shards)
         # Larger shards of experts would be over another number of ranks.
         return None if unit.modules in experts and type(chosen_for) is int else chosen_for
 

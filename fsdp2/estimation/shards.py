@@ -117,7 +117,7 @@ def shard_of(param: ParamInfo, setup: Setup) -> tuple[int, int | None]:
     if param.num_experts is not None:  # as `shard_experts` chooses the dim
         ranks = setup.num_expert_shards
         return ranks, 1 if param.shape[0] < ranks and len(param.shape) > 1 else 0
-    if setup.num_shards > 1 and param.numel * param.dtype.itemsize < setup.replicate_below:
+    if setup.num_shards > 1 and param.made_bytes < setup.replicate_below:
         return 1, None
     return setup.num_shards, 0
 

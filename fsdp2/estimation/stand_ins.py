@@ -89,7 +89,7 @@ class CountedParam:
         dim: int | None,
         granularity: int,
     ) -> None:
-        if mesh.num_shards > 1 and info.numel * info.dtype.itemsize < replicate_below:
+        if mesh.num_shards > 1 and info.made_bytes < replicate_below:
             mesh = _whole(mesh)
         self.fqn = info.name
         self.info = info

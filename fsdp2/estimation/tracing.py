@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as _DataDependent
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as _DynamicShape
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -26,7 +26,7 @@ from ..common.garbage import no_full_collections
 from ..common.pytree import map_tensors, tensors_in
 from ..dtensor.from_local import dtensor_over, local_of
 from ..experts import PlannedRouting, planned_routing
-from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of, sum_dtype
+from ..policy import MixedPrecisionPolicy, compute_dtype, param_dtype_of, stored_dtype_of, sum_dtype
 from ..runtime.hooks import UnitHooks
 from ..runtime.unit_config import UnitConfig
 from ..sharding.bucket import KEEPS_DTYPES
@@ -170,6 +170,7 @@ def _instrument(
     for i, name in enumerate(recorder.trace.modules):
         unit = recorder.root = _TracedUnit(by_name[name], i, options.mp_policy)  # the last one
         unit.runtime = recorder
+        recorder.units.append(unit)
         _RecordingHooks(cast(Any, unit)).install()
 
 
@@ -224,6 +225,8 @@ def _run(
 
         sent = run(loss_of, between, before_weights)
         recorder.take_left()
+        for unit in recorder.units:
+            unit.input_nodes.clear()  # as `Runtime.free_units` does
     recorder.flush()
     trace.outputs, trace.sent_bytes, trace.returned_bytes = sent
     if offloaded is not None:
@@ -251,15 +254,17 @@ def describe_params(
                 "estimated"
             )
         embedding = len(owners) == 1 and type(next(iter(owners))) is nn.Embedding
+        param_dtype = param_dtype_of(mp_policy, param)
         described.append(
             ParamInfo(
                 name,
                 shape,
-                param.dtype,
+                stored_dtype_of(mp_policy, param, param_dtype),
                 param.requires_grad,
                 embedding,
-                param_dtype_of(mp_policy, param),
+                param_dtype,
                 num_experts,
+                param.dtype,
             )
         )
     return described
@@ -273,8 +278,6 @@ def _keeps_grad_dtype(param: ParamInfo, mp_policy: MixedPrecisionPolicy) -> bool
 
 
 def _is_fake(param: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(param, FakeTensor) or isinstance(param.data, FakeTensor)
 
 
@@ -429,6 +432,7 @@ class _Recorder:
         self._num_awaited = 0
         self._watched: dict[nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self.root: Any = None
+        self.units: list[_TracedUnit] = []
         self.in_backward = False
         self._num_recomputed = 0
         self._recomputed_from: int | None = None  # while backward repeats a forward
@@ -477,6 +481,7 @@ class _Recorder:
         self._call(Kind.BACKWARD_ENTER, unit)
 
     def post_backward(self, unit: Any) -> None:
+        unit.input_nodes.clear()  # as `Runtime.post_backward` does
         self._call(Kind.BACKWARD_LEAVE, unit)
 
     def exchange(self, ranks: int) -> Callable[[int], None]:
@@ -555,6 +560,10 @@ class _RecordingHooks(UnitHooks):
         unit: Any = self.unit
         unit.runtime.entered(unit, needs)
         return super().pre_forward(module, args, kwargs)
+
+    def _has_views(self, tensor: torch.Tensor) -> bool:
+        # What a fake tensor stands for: marked as in a run, it may be changed in place.
+        return type(tensor) is FakeTensor or super()._has_views(tensor)
 
     def _watch_accumulation(self) -> None:
         pass  # the replay knows from the flag of ENTER

@@ -222,7 +222,7 @@ class UnitHooks:
             self._watch_accumulation()
             return args, kwargs
         self._watching = False
-        if transformed or not all(map(_has_views, found.values())):
+        if transformed or not all(map(self._has_views, found.values())):
             border = TransformedBorder if transformed else Border
             all_marked = border.apply(self.leave_backward, *found.values())
         else:
@@ -230,6 +230,11 @@ class UnitHooks:
             all_marked = [mark(marks, tensor, crossing) for tensor in found.values()]
         replaced = dict(zip(found, all_marked, strict=True))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+    def _has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether a view of the whole is as good as ``tensor``."""
+        plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+        return plain and tensor.layout is torch.strided and not tensor.is_nested
 
     def _crossing(self) -> Crossing:
         return Crossing(runtime_of(self.unit), self.leave_backward, self.watch_second_backward)
@@ -359,12 +364,6 @@ class UnitHooks:
         self._num_accumulated += 1
         if self._num_accumulated >= len(self._watched):
             runtime.reduce(unit)
-
-
-def _has_views(tensor: torch.Tensor) -> bool:
-    """Whether a view of the whole is as good as ``tensor``."""
-    plain = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
-    return plain and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def hooks_of(unit: Unit) -> UnitHooks:
