@@ -204,7 +204,8 @@ def _train(
         loss.backward()
         del loss
         end = now()
-        moments["forward"].append((start, middle + 1))
+        # Not the moment before: a forward frees gradients that were dropped as it begins.
+        moments["forward"].append((start + 1, middle + 1))
         moments["backward"].append((middle, end + 1))
     return moments
 
