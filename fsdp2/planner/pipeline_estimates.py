@@ -30,13 +30,23 @@ _IN_FLIGHT = 2
 _KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
+class Duration(NamedTuple):
+    """How long an action takes.
+
+    Attributes:
+        stall_s: the part of ``seconds`` in which it waits for what its rank asked for earlier.
+    """
+
+    seconds: float
+    stall_s: float
+
+
 class StageAlone(NamedTuple):
     """What a stage takes and needs alone.
 
     Attributes:
-        seconds: of each kind of action ("forward", "backward", and "input" and "weight" of a
-            backward that is split), by what the stage did before; "" is that of the first.
-        stalls: by the same, the part of these in which it waits for what it asked for earlier.
+        durations: of each kind of action ("forward", "backward", and "input" and "weight" of a
+            backward that is split), by the kind that the stage did before; "" for the first.
         gather_s: of all its parameters, if a schedule asks for them before the first forward.
         end_s: from its last backward to the end of its reductions.
         kernels_s: of a micro-batch, if nothing slows kernels down.
@@ -49,8 +59,7 @@ class StageAlone(NamedTuple):
         library_bytes: that CUDA, cuBLAS and NCCL hold besides.
     """
 
-    seconds: dict[tuple[str, str], float]
-    stalls: dict[tuple[str, str], float]
+    durations: dict[tuple[str, str], Duration]
     gather_s: float
     end_s: float
     kernels_s: float
@@ -62,14 +71,13 @@ class StageAlone(NamedTuple):
     other_bytes: int
     library_bytes: int
 
-    def of(self, kind: str, before: str) -> tuple[float, float]:
-        """The seconds of an action and its stall; of one that was not simulated, means of its
-        kind."""
-        key = (kind, before)
-        if key in self.seconds:
-            return self.seconds[key], self.stalls[key]
-        alike = [(other, after) for other, after in self.seconds if other == kind and after]
-        return fmean(self.seconds[k] for k in alike), fmean(self.stalls[k] for k in alike)
+    def duration(self, kind: str, before: str) -> Duration:
+        """How long an action takes; one that was not simulated, as the mean of its kind."""
+        found = self.durations.get((kind, before))
+        if found is not None:
+            return found
+        alike = [each for (other, after), each in self.durations.items() if other == kind and after]
+        return Duration(fmean(e.seconds for e in alike), fmean(e.stall_s for e in alike))
 
 
 class PipelineEstimate(NamedTuple):
@@ -88,14 +96,14 @@ class PipelineEstimate(NamedTuple):
 def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -> StageAlone:
     """Simulate a stage with a few micro-batches."""
     looped = schedule in LOOPED
-    seconds, stalls, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
+    durations, end_s, step = _run(simulator, part, _WHOLE, speed, looped=looped)
     if part.split is not None:
-        apart, stalls_apart, end_s, _ = _run(simulator, part, _SPLIT, speed, looped=looped)
-        seconds |= apart
-        stalls |= stalls_apart
+        apart, end_s, _ = _run(simulator, part, _SPLIT, speed, looped=looped)
+        durations |= apart
     gather_s = 0.0
     if looped:
-        gather_s = max(0.0, seconds["forward", ""] - seconds["forward", "backward"])
+        first, gathered_before = durations["forward", ""], durations["forward", "backward"]
+        gather_s = max(0.0, first.seconds - gathered_before.seconds)
     kept = _kept(part)
     peak = step.peak.parts
     brief = max(0, peak.get("activations", 0) - _IN_FLIGHT * kept)
@@ -103,8 +111,7 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
     gathered = peak.get("gathered parameters", 0) if looped else 0
     gradients = peak.get("unreduced gradients", 0) if looped else 0
     return StageAlone(
-        seconds=seconds,
-        stalls=stalls,
+        durations=durations,
         gather_s=gather_s,
         end_s=end_s,
         kernels_s=(step.compute_s - step.contention_s) / _WHOLE.count("F"),
@@ -120,28 +127,30 @@ def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -
 
 def _run(
     simulator: Simulator, part: Part, order: str, speed: float, *, looped: bool
-) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float], float, SimulatedStep]:
-    """The seconds of actions in this order by kind, their stalls, the seconds of the reductions,
-    and the step.
+) -> tuple[dict[tuple[str, str], Duration], float, SimulatedStep]:
+    """The durations of actions in this order, the seconds of the reductions, and the step.
 
     Of actions that come after the same, the last counts: what the first find may still be as it is
     in no others.
     """
-    stage, actions = part.number, []
-    for each in order.split():
-        what, number = _KINDS[each[0]], each[1:]
-        forward = what == "forward"
-        which = what if what in ("input", "weight") else ""
-        actions.append(Action(stage, int(number), forward, which))
-    managed = [Action(stage, -1, False, what) for what in ("unshard", "reduce", "reshard")]
+    actions = _actions(order, part.number)
+    managed = [Action(part.number, -1, False, what) for what in ("unshard", "reduce", "reshard")]
     whole = [managed[0], *actions, *managed[1:]] if looped else actions
     made = simulator.replay_stages([part], whole)
     step = simulator.time_stages(made, speed=speed)
-    durations = durations_of(step, made.ends)
-    contexts = _contexts(actions)
-    found = dict(zip(contexts, durations, strict=True))
-    stalls = dict(zip(contexts, stalls_of(step, made), strict=True))
-    return found, stalls, end_of(step) - sum(durations), step
+    seconds = durations_of(step, made.ends)
+    durations = map(Duration, seconds, stalls_of(step, made))
+    found = dict(zip(_contexts(actions), durations, strict=True))
+    return found, end_of(step) - sum(seconds), step
+
+
+def _actions(order: str, stage: int) -> list[Action]:
+    found = []
+    for each in order.split():
+        kind = _KINDS[each[0]]
+        part = "" if kind in ("forward", "backward") else kind
+        found.append(Action(stage, int(each[1:]), kind == "forward", part))
+    return found
 
 
 def _contexts(actions: Sequence[Action]) -> list[tuple[str, str]]:
@@ -231,14 +240,14 @@ def _rank_times(order: Sequence[Action], stages: Sequence[StageAlone]) -> tuple[
         elif action.computes:
             kind, before = next(contexts)
             late = come.pop(action.stage, None)
+            waits = reducing_s
             if late is None:
-                seconds, stall = stage.of(kind, before)
-                waits = reducing_s
-            else:
-                seconds, stall = stage.of("forward", "backward")
-                waits = reducing_s + max(0.0, late - now)
-            durations.append(waits + seconds)
-            stalls.append(waits + stall)
+                own = stage.duration(kind, before)
+            else:  # all of it is gathered, as after a backward
+                own = stage.duration("forward", "backward")
+                waits += max(0.0, late - now)
+            durations.append(waits + own.seconds)
+            stalls.append(waits + own.stall_s)
             now, reducing_s = now + durations[-1], 0.0
     return RankTimes(actions, durations, stalls), reducing_s
 

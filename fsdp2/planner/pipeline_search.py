@@ -46,7 +46,7 @@ class PipelineSearch:
         self.wraps = wraps
         self.speed = speed
         self._parts = parts
-        self._stages: dict[Candidate, tuple[list[Part], list[StageAlone]]] = {}
+        self._stages: dict[tuple[Candidate, bool, bool], tuple[list[Part], list[StageAlone]]] = {}
         self.estimates: dict[Candidate, PipelineEstimate] = {}
         self.refused: dict[str, None] = {}
         self._needs = 1.0  # how much more is needed than estimated
@@ -195,8 +195,7 @@ class PipelineSearch:
     def _alone(self, candidate: Candidate) -> tuple[list[Part], list[StageAlone]]:
         """Its stages, which depend on the kind of schedule only; those that are alike once."""
         schedule = candidate.pipeline.schedule
-        kind = f"{schedule in LOOPED} {schedule in SPLIT}"
-        key = replace(candidate, schedule=kind)
+        key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)
         if key not in self._stages:
             parts = self._parts(candidate)
             made: dict[int, StageAlone] = {}

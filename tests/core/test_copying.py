@@ -486,7 +486,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
         "_gather_batches",
         "_reserved_tags", "_secondary_size",
         "secondary", "_sharded", "_versioned", "_secondary_for", "unwritten", "initial",
-        "_planned", "_shown", "_trains",
+        "_planned", "shown", "trains",
     }  # fmt: skip
     given = {"mesh", "device", "_config", "_registration"}
     mesh: Any = None
@@ -495,7 +495,7 @@ def test_what_a_copied_unit_keeps_and_what_is_made_anew() -> None:
     assert vars(unit.param_group).keys() == planned | given
     gradients = {
         "accumulated", "deferred", "_param_group", "_config", "_offloads", "accumulators",
-        "_generation", "widened", "holds_earlier", "holds_partial_sums",
+        "_generation", "_trained", "widened", "holds_earlier", "holds_partial_sums",
     }  # fmt: skip
     assert vars(unit.gradients).keys() == gradients
     assert vars(unit.gradients.deferred).keys() == {"groups"}
