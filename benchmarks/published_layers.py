@@ -41,6 +41,16 @@ def sum_of(x: Tensor, mesh: DeviceMesh, op: str = "sum") -> Tensor:
 wait = collectives.wait_tensor
 
 
+def reduced(x: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
+    """The sum over ranks: all of it, or a part of the sequence."""
+    return wait((scatter if parts else sum_of)(x, mesh))
+
+
+def of_reduced(grad: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
+    """The gradient of what `reduced` gets."""
+    return wait(gather(grad, mesh)) if parts else grad
+
+
 class _ToColumns(torch.autograd.Function):
     """A linear layer of which each rank has some outputs.
 
@@ -70,17 +80,16 @@ class _ToColumns(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks: all of it, or a part of the sequence."""
+    """What is `reduced`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, parts: bool) -> Tensor:
         ctx.mesh, ctx.parts = mesh, parts
-        return wait((scatter if parts else sum_of)(x, mesh))
+        return reduced(x, mesh, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        return (wait(gather(grad, ctx.mesh)) if ctx.parts else grad), None, None
+        return of_reduced(grads[0], ctx.mesh, ctx.parts), None, None
 
 
 class _OwnPart(torch.autograd.Function):
@@ -152,6 +161,12 @@ class CrossEntropy(torch.autograd.Function):
         grad = softmax.scatter_add(-1, own, ones)
         grad *= grads[0].unsqueeze(-1)
         return grad.to(ctx.dtype), None, None
+
+
+def losses_of(logits: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The loss of each token, against id 0."""
+    targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+    return CrossEntropy.apply(logits, targets, mesh)
 
 
 # -- modules that know over which ranks they are ---------------------------------------------------

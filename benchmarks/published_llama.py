@@ -20,15 +20,13 @@ from fsdp2 import register_cost
 
 from .published_layers import (
     ColumnLinear,
-    CrossEntropy,
     Embedding,
     Parallel,
     RowLinear,
-    gather,
+    losses_of,
+    of_reduced,
     own_part,
-    scatter,
-    sum_of,
-    wait,
+    reduced,
 )
 
 # -- one kernel ------------------------------------------------------------------------------------
@@ -130,13 +128,13 @@ class _GatedToRows(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.parts = mesh, parts
         made = F.linear(gated(x), weight)
-        return made if mesh is None else wait((scatter if parts else sum_of)(made, mesh))
+        return made if mesh is None else reduced(made, mesh, parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        if ctx.mesh is not None and ctx.parts:
-            grad = wait(gather(grad, ctx.mesh))
+        if ctx.mesh is not None:
+            grad = of_reduced(grad, ctx.mesh, ctx.parts)
         of_x, made = gated_backward(grad @ weight, x)
         return of_x, grad.flatten(0, 1).t() @ made.flatten(0, 1), None, None
 
@@ -223,9 +221,7 @@ class Llama405BStage(nn.Module):
             x = block(x, self.table)
         if self.head is None or self.norm is None:
             return x
-        logits = self.head(self.norm(x))
-        targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-        return CrossEntropy.apply(logits, targets, self.head.mesh)
+        return losses_of(self.head(self.norm(x)), self.head.mesh)
 
 
 def split_llama_405b(model: Llama405B, num_stages: int) -> list[Llama405BStage]:

@@ -21,10 +21,10 @@ from fsdp2 import register_cost
 
 from .published_layers import (
     ColumnLinear,
-    CrossEntropy,
     Embedding,
     Parallel,
     RowLinear,
+    losses_of,
     received,
     sent,
 )
@@ -191,9 +191,7 @@ class MegatronStage(nn.Module):
             x = block(x)
         if self.head is None or self.norm is None:
             return sent(x, self.layers[0].qkv)
-        logits = self.head(self.norm(x))
-        targets = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-        return CrossEntropy.apply(logits, targets, self.head.mesh)
+        return losses_of(self.head(self.norm(x)), self.head.mesh)
 
 
 def split_megatron(model: MegatronGPT, num_stages: int) -> list[MegatronStage]:

@@ -22,7 +22,7 @@ from fsdp2.estimation.trace_options import TraceOptions
 from fsdp2.planner import SimulatedStep, Simulator, find_hardware
 from fsdp2.planner.candidates import Degrees, Pipeline
 from fsdp2.planner.model_steps import ModelSteps
-from fsdp2.planner.pipeline_estimates import StageAlone, estimate_pipeline, stage_alone
+from fsdp2.planner.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
 from fsdp2.wrap import units_of
 
@@ -228,11 +228,7 @@ def figures_of(run: Run) -> Figures:
     if FAMILIES[run.model].strategy != "none":
         replays = replay_pipeline(simulator, parts, schedule, holds_sent=run.holds_sent)
         return _of_steps(simulate_pipeline(simulator, parts, schedule, replays))
-    alone: dict[int, StageAlone] = {}
-    for part in parts:
-        if id(part.trace) not in alone:
-            alone[id(part.trace)] = stage_alone(simulator, part, schedule, 1.0)
-    stages = [alone[id(part.trace)] for part in parts]
+    stages = stages_alone(simulator, parts, schedule)
     pipeline = Pipeline(schedule, run.stages_per_rank)
     made = estimate_pipeline(simulator, parts, pipeline, stages)
     flops = sum(part.trace.flops for part in parts) * run.micro_batches / run.pipeline_ranks

@@ -15,10 +15,18 @@ from typing import NamedTuple
 
 from ..estimation.events import Compute, StartOfBackward
 from ..estimation.pipeline import Part
-from ..estimation.schedules import LOOPED, Action, order_of, rank_of_stage
+from ..estimation.schedules import LOOPED, Action, order_of
 from .candidates import Pipeline
 from .costs import stragglers_s
-from .pipeline_times import RankTimes, begins, durations_of, end_of, sends_of, stalls_of
+from .pipeline_times import (
+    RankTimes,
+    begins,
+    durations_of,
+    end_of,
+    sends_of,
+    stages_of,
+    stalls_of,
+)
 from .simulate import SimulatedStep, Simulator
 
 # What a stage does alone, by micro-batch: every kind of action after every kind that schedules let
@@ -91,6 +99,17 @@ class PipelineEstimate(NamedTuple):
     seconds: float
     optimizer_s: float
     needed_bytes: int
+
+
+def stages_alone(
+    simulator: Simulator, parts: Sequence[Part], schedule: str, speed: float = 1.0
+) -> list[StageAlone]:
+    """What each of these stages takes and needs alone; those that are alike are simulated once."""
+    made: dict[int, StageAlone] = {}
+    for part in parts:
+        if id(part.trace) not in made:
+            made[id(part.trace)] = stage_alone(simulator, part, schedule, speed)
+    return [made[id(part.trace)] for part in parts]
 
 
 def stage_alone(simulator: Simulator, part: Part, schedule: str, speed: float) -> StageAlone:
@@ -192,11 +211,7 @@ def estimate_pipeline(
     times, tails, needed, of_ranks = [], [], [], []
     for rank in range(ranks):
         order = order_of(schedule, rank, ranks, setup.micro_batches, pipeline.stages_per_rank)
-        own = [
-            stages[part.number]
-            for part in parts
-            if rank_of_stage(schedule, part.number, ranks) == rank
-        ]
+        own = [stages[part.number] for part in stages_of(parts, schedule, rank)]
         of_ranks.append(own)
         made, tail = _rank_times(order, stages)
         times.append(made)

@@ -11,7 +11,7 @@ from ..render.text import plural
 from ..runtime.gather_budget import GatherBudgetError
 from .candidates import Candidate, Pipeline, first_round, reshards_of
 from .choices import Choices
-from .pipeline_estimates import PipelineEstimate, StageAlone, estimate_pipeline, stage_alone
+from .pipeline_estimates import PipelineEstimate, StageAlone, estimate_pipeline, stages_alone
 from .simulate import Simulator
 
 
@@ -198,11 +198,8 @@ class PipelineSearch:
         key = (replace(candidate, schedule=None), schedule in LOOPED, schedule in SPLIT)
         if key not in self._stages:
             parts = self._parts(candidate)
-            made: dict[int, StageAlone] = {}
-            for part in parts:
-                if id(part.trace) not in made:
-                    made[id(part.trace)] = stage_alone(self.simulator, part, schedule, self.speed)
-            self._stages[key] = (parts, [made[id(part.trace)] for part in parts])
+            alone = stages_alone(self.simulator, parts, schedule, self.speed)
+            self._stages[key] = (parts, alone)
         return self._stages[key]
 
 

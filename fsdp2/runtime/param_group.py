@@ -36,7 +36,7 @@ from .unwritten import Mark
 _Grad = tuple[bool, torch.dtype | None]
 _Kind = tuple[DataParallelMesh, torch.dtype, torch.dtype, bool, _Grad, ShardedParam | None]
 
-_requires_grad = attrgetter("requires_grad")
+requires_grad_of = attrgetter("requires_grad")
 _version = attrgetter("_version")
 
 
@@ -534,7 +534,7 @@ class ParamGroup:
             Whether anything had changed.
         """
         # (All in one list: one comparison, however many kinds there are.)
-        if tuple(map(_requires_grad, self.shown)) == self.trains:
+        if tuple(map(requires_grad_of, self.shown)) == self.trains:
             return False
         self.take_freezing()
         self._show_freezing()
@@ -552,7 +552,7 @@ class ParamGroup:
         Returns:
             Whether users have frozen or thawed either; `follow_freezing` then has to see it.
         """
-        if tuple(map(_requires_grad, self.shown)) == self.trains:
+        if tuple(map(requires_grad_of, self.shown)) == self.trains:
             return False
         for param, was_trained in zip(self._planned, self.is_trained, strict=True):
             for shown in (param.unsharded, param.secondary):
@@ -575,8 +575,8 @@ class ParamGroup:
                 self.shown.append(shown)
                 if shown.requires_grad != param.sharded.requires_grad:
                     shown.requires_grad_(param.sharded.requires_grad)
-        self.is_trained = tuple(map(_requires_grad, self._sharded))
-        self.trains = tuple(map(_requires_grad, self.shown))
+        self.is_trained = tuple(map(requires_grad_of, self._sharded))
+        self.trains = tuple(map(requires_grad_of, self.shown))
 
     def versions(self) -> tuple[int, int]:
         """Counters of writes to the sharded parameters: to this rank's rows, and by operators on

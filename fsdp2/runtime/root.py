@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from .forwards import Forwards, Pass, modules_being_called
 from .frozen_cache import choose_cached
 from .functional_call import in_functional_call
 from .gather_budget import MAX_AHEAD, GatherBudget, units_before
+from .param_group import requires_grad_of
 from .reduction import ReductionsInFlight
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import NOT_TRACED, autograd_is_running, outside_torch_modes
@@ -39,7 +39,6 @@ from .unwritten import warn_of_unwritten
 # On host-ordered devices little overlaps, and memory counts more.
 UNITS_IN_FLIGHT = 2
 UNITS_IN_FLIGHT_ON_HOST = 1
-_requires_grad = attrgetter("requires_grad")
 
 
 class Runtime:
@@ -385,8 +384,9 @@ class Runtime:
         self.in_backward = True
         self.middle = None
         for unit in self.units:  # what users have frozen since the forward
+            # (Compared here, as `follow_freezing` does: a call per unit would cost more than that.)
             group = unit.param_group
-            if tuple(map(_requires_grad, group.shown)) != group.trains:
+            if tuple(map(requires_grad_of, group.shown)) != group.trains:
                 unit.gradients.are_accumulated()  # notes the nodes of what the forward trained
                 group.follow_freezing(midway=True)
         # Those of earlier backwards of the iteration cannot be told from this one's any more.

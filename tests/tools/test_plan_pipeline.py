@@ -31,7 +31,7 @@ from fsdp2.estimation.trace_options import TraceOptions
 from fsdp2.planner import Hardware, Simulator, find_hardware, searching
 from fsdp2.planner.candidates import Pipeline
 from fsdp2.planner.model_steps import ModelSteps
-from fsdp2.planner.pipeline_estimates import estimate_pipeline, stage_alone
+from fsdp2.planner.pipeline_estimates import estimate_pipeline, stages_alone
 from fsdp2.planner.pipeline_times import replay_pipeline, simulate_pipeline
 from harness import distributed
 
@@ -170,28 +170,26 @@ def test_an_estimate_of_each_schedule_is_near_its_simulation(
 ) -> None:
     """Gathers, reductions and sums are small beside kernels nowhere here: each must be counted."""
     pipeline = Pipeline(schedule, 1 if schedule in ("1F1B", "GPipe") else 2)
-    simulator = Simulator(H100)
-    parts = parts_over_four(
-        traced_even(), pipeline, schedule, strategy, mesh, reshard, accumulation
-    )
-    alone = [stage_alone(simulator, part, schedule, 1.0) for part in parts]
-    estimate = estimate_pipeline(simulator, parts, pipeline, alone)
-    replays = replay_pipeline(simulator, parts, schedule)
-    steps = simulate_pipeline(simulator, parts, schedule, replays)
     queues = accumulation == "sharded" and strategy != "none"
-    rel = 0.03 if not queues else QUEUES if schedule in SPLIT else 0.15
-    assert estimate.seconds == pytest.approx(max(step.seconds for step in steps), rel=rel)
-    needed = max(step.needed_bytes for step in steps)
-    assert estimate.needed_bytes == pytest.approx(needed, rel=0.045)
+    time = 0.03 if not queues else QUEUES if schedule in SPLIT else 0.15
+    how = {"reshard_after_forward": reshard, "accumulation": accumulation}
+    near(traced_even(), pipeline, strategy, mesh, time=time, memory=0.045, **how)
 
 
 def near(
-    steps: ModelSteps, pipeline: Pipeline, strategy: str, *, time: float, memory: float
+    steps: ModelSteps,
+    pipeline: Pipeline,
+    strategy: str,
+    mesh: Any = 8,
+    *,
+    time: float,
+    memory: float,
+    **how: Any,
 ) -> None:
     """An estimate is as near its simulation."""
     simulator, schedule = Simulator(H100), pipeline.schedule
-    parts = parts_over_four(steps, pipeline, schedule, strategy, 8, None, "unsharded")
-    alone = [stage_alone(simulator, part, schedule, 1.0) for part in parts]
+    parts = parts_over_four(steps, pipeline, mesh, strategy=strategy, **how)
+    alone = stages_alone(simulator, parts, schedule)
     estimate = estimate_pipeline(simulator, parts, pipeline, alone)
     replays = replay_pipeline(simulator, parts, schedule)
     simulated = simulate_pipeline(simulator, parts, schedule, replays)
@@ -221,29 +219,15 @@ def test_an_estimate_knows_which_stages_are_gathered() -> None:
     near(made, Pipeline("LoopedBFS", 4), "grad", time=0.05, memory=0.05)
 
 
-def parts_over_four(
-    steps: ModelSteps,
-    pipeline: Pipeline,
-    schedule: str,
-    strategy: str,
-    mesh: Any,
-    reshard: Any,
-    accumulation: str,
-) -> list[Part]:
+def parts_over_four(steps: ModelSteps, pipeline: Pipeline, mesh: Any, **how: Any) -> list[Part]:
     """The stages of a pipeline over four ranks with 16 micro-batches."""
-    made = steps.get(4 * pipeline.stages_per_rank, "none", splits_backward=schedule in SPLIT)
+    splits = pipeline.schedule in SPLIT
+    made = steps.get(4 * pipeline.stages_per_rank, "none", splits_backward=splits)
+    how |= {"mp_policy": BF16, "pipeline_ranks": 4, "micro_batches": 16}
     return [
-        Part(
-            i,
-            stage.trace,
-            make_setup(
-                stage.units, mesh, strategy=strategy, reshard_after_forward=reshard, mp_policy=BF16,
-                accumulation=accumulation, pipeline_ranks=4, micro_batches=16,
-            ),
-            stage.split,
-        )
+        Part(i, stage.trace, make_setup(stage.units, mesh, **how), stage.split)
         for i, stage in enumerate(made)
-    ]  # fmt: skip
+    ]
 
 
 @cache

@@ -15,6 +15,7 @@ from benchmarks.published_megatron import (
     split_megatron,
 )
 from harness import cached_mesh, cpu_only, distributed, ours_only
+from parts import assert_gradients_of_parts
 from reference import assert_same
 
 pytestmark = [ours_only("a model of the benchmarks"), cpu_only("a model of the benchmarks")]
@@ -35,15 +36,9 @@ def test_losses_and_gradients_are_those_of_one_rank(parts: bool) -> None:
     assert_same(losses[1], losses[0], "losses")
     for each in losses:
         each.mean().backward()
-    distributed_ones = 0
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if isinstance(param, DTensor):
-            distributed_ones += 1
-            assert param.grad is not None
-            assert expected.grad is not None
-            found = param.grad.full_tensor().float()  # (losses are computed in float32)
-            assert_same(found, expected.grad.float(), f"gradient of {name}")
-    assert distributed_ones == 2 + 4 * 6  # (of what is plain, ranks have parts of the gradients)
+    assert (
+        assert_gradients_of_parts(model, plain) == 2 + 4 * 6
+    )  # (of what is plain, ranks have parts of the gradients)
 
 
 @distributed(2)
