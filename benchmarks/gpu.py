@@ -12,6 +12,7 @@ bf16, torch's FSDP2 and fsdp2, both with bf16 compute and fp32 reduction.
 - There is no embedding and no head: a root that encloses them is measured by `memory` and `lm`.
 - As many blocks (32 at most) as fit beside each other: the plain model's parameters, gradients and
   activations, measured with one and two blocks, and the shards of the others.
+- What is found is written when it is there: a GPU may be lent for less time than all takes.
 - Every rank is taken to hold rank 0's rows, and so does the plain model: losses and gradients
   must agree, or the run ends with an error.
 - Without CUDA, or with `--small`, the same in small on the CPU: figures without meaning for a GPU.
@@ -25,13 +26,12 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
@@ -83,6 +83,9 @@ class Settings:
         rounds: Rounds in which every variant has its turn.
         iters: Timed steps per turn.
         device: "cuda" or "cpu".
+        compiled: Whether every block is compiled, before it is sharded.
+        pictures: Whether to draw a step of each variant at each load.
+        name: Of the record and the pictures.
     """
 
     model: StackConfig = LLAMA_3_8B
@@ -93,18 +96,23 @@ class Settings:
     rounds: int = 7
     iters: int = 5
     device: str = "cuda"
+    compiled: bool = False
+    pictures: bool = True
+    name: str = "gpu"
 
 
-SMALL = Settings(TINY_LLAMA, tokens=128, rounds=3, iters=2, device="cpu")
+SMALL = Settings(TINY_LLAMA, tokens=128, rounds=3, iters=2, device="cpu", name="gpu-small")
 
 
 # ------------------------------------------------------------------------------ the variants
 
 
-def build(name: str, config: StackConfig, mesh: DeviceMesh) -> Variant:
+def build(name: str, config: StackConfig, mesh: DeviceMesh, *, compiled: bool = False) -> Variant:
     """Makes one of `NAMES` on the device of `mesh`, never whole on one rank if it is sharded."""
     with torch.device("meta"):
-        model: nn.Module = Stack(config)
+        model = Stack(config)
+    for block in model.blocks if compiled else ():
+        block.compile()
     if name == "plain":
         model.to(torch.bfloat16)
     elif name == OURS:
@@ -307,11 +315,23 @@ def blocks_in(free_bytes: int, peaks: Sequence[int], numel: int, world_size: int
     return (free_bytes - once_bytes) // (block_bytes + shard_bytes)
 
 
-def measure(world_size: int, settings: Settings, pictures: Path | None) -> dict[str, Any]:
-    """Everything at one world size: memory once, times at every load, a picture of each."""
+def measure(
+    world_size: int,
+    settings: Settings,
+    folder: Path | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Everything at one world size: memory once, times at every load, then a picture of each.
+
+    Args:
+        folder: For the pictures; None: no pictures.
+        keep: Called with all that was found so far, whenever there is more.
+    """
     device = torch.device(settings.device)
     runs: dict[str, Run] = {}
     results: dict[str, dict[str, Any]] = {}
+    loads: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {"variants": results, "loads": loads}
     with simulated_mesh(
         world_size, latency=settings.latency_s, device_type=settings.device
     ) as mesh:
@@ -320,7 +340,8 @@ def measure(world_size: int, settings: Settings, pictures: Path | None) -> dict[
         for name in NAMES:
             progress(f"world size {world_size}: {name}")
             base_bytes = allocated_bytes(device)
-            runs[name] = Run(build(name, settings.model, mesh), settings)
+            variant = build(name, settings.model, mesh, compiled=settings.compiled)
+            runs[name] = Run(variant, settings)
             results[name] = measure_memory(runs[name], base_bytes, world_size)
         check_agreement(results)
         for name, run in runs.items():
@@ -329,20 +350,45 @@ def measure(world_size: int, settings: Settings, pictures: Path | None) -> dict[
             run.clear()
             results[name]["wire_bytes"] = sum(t.wire_bytes for t in transfers)
             results[name]["collectives"] = len(transfers)
+        keep(found)
         plain_s = statistics.median(runs["plain"].step()[0] for _ in range(settings.iters))
         runs["plain"].clear()
-        loads = {}
+        before = num_graphs() if settings.compiled else 0
         for load in settings.loads:
             group.link.bandwidth = results[OURS]["wire_bytes"] / (load * plain_s)
-            loads[str(load)] = measure_load(load, list(runs.values()), settings)
-            loads[str(load)]["bandwidth"] = group.link.bandwidth
-            if pictures is not None:
-                lines = {name: take_timeline(run, group) for name, run in runs.items()}
-                title = f"{world_size} ranks, communication {load:g} x compute"
-                path = pictures / f"{record_name(settings)}-{world_size}-ranks-load-{load:g}.png"
-                timeline.draw(lines, title, path)
-                progress(f"written to {path}")
-    return {"variants": results, "loads": loads}
+            loads[str(load)] = {
+                **measure_load(load, list(runs.values()), settings),
+                "bandwidth": group.link.bandwidth,
+            }
+            if settings.compiled:
+                found["graphs"] = {"before": before, "in timed steps": num_graphs() - before}
+            keep(found)
+        if folder is not None and settings.pictures:
+            draw(world_size, settings, loads, runs, group, folder)
+    return found
+
+
+def num_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def draw(
+    world_size: int,
+    settings: Settings,
+    loads: dict[str, dict[str, Any]],
+    runs: dict[str, Run],
+    group: SimulatedGroup,
+    folder: Path,
+) -> None:
+    """A picture of a step of each variant, for each load."""
+    for load in settings.loads:
+        group.link.bandwidth = loads[str(load)]["bandwidth"]
+        lines = {name: take_timeline(run, group) for name, run in runs.items()}
+        title = f"{world_size} ranks, communication {load:g} x compute"
+        path = folder / f"{settings.name}-{world_size}-ranks-load-{load:g}.png"
+        timeline.draw(lines, title, path)
+        progress(f"written to {path}")
 
 
 def measure_load(load: float, runs: Sequence[Run], settings: Settings) -> dict[str, Any]:
@@ -461,11 +507,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def record_name(settings: Settings) -> str:
-    """Name of the record and its pictures."""
-    return "gpu" if settings.device == "cuda" else "gpu-small"
-
-
 def device_description(device: torch.device) -> dict[str, Any] | None:
     """What a result on a GPU depends on; None on the CPU."""
     if device.type != "cuda":
@@ -480,12 +521,13 @@ def device_description(device: torch.device) -> dict[str, Any] | None:
     }
 
 
-def run(settings: Settings, pictures: Path | None = None) -> dict[str, Any]:
+def run(settings: Settings, folder: Path | None = None) -> dict[str, Any]:
     """Runs the benchmark; returns its record, ready for JSON.
 
     Args:
         settings: What to run.
-        pictures: Folder for the timelines; None: no pictures.
+        folder: Where the record is written, whenever there is more of it, and the timelines;
+            None: nowhere.
 
     Raises:
         DisagreementError: Variants that should train the same model do not.
@@ -495,15 +537,27 @@ def run(settings: Settings, pictures: Path | None = None) -> dict[str, Any]:
         num_blocks = fitting_blocks(settings)
         settings = replace(settings, model=replace(settings.model, num_blocks=num_blocks))
         progress(f"{num_blocks} blocks fit")
-    worlds = {str(n): measure(n, settings, pictures) for n in settings.world_sizes}
-    return {
-        "name": record_name(settings),
-        **about,
-        "gpu": device_description(torch.device(settings.device)),
-        "config": {"settings": asdict(settings)},
-        "figures": figures(worlds, settings),
-        "worlds": worlds,
-    }
+    worlds: dict[str, Any] = {}
+
+    def record() -> dict[str, Any]:
+        return {
+            "name": settings.name,
+            **about,
+            "gpu": device_description(torch.device(settings.device)),
+            "config": {"settings": asdict(settings)},
+            "figures": figures(worlds, settings),
+            "worlds": worlds,
+        }
+
+    for world_size in settings.world_sizes:
+
+        def keep(found: dict[str, Any], key: str = str(world_size)) -> None:
+            worlds[key] = found
+            if folder is not None:
+                report.write_record(record(), folder)
+
+        measure(world_size, settings, folder, keep)
+    return record()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -514,6 +568,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "simulated communication.",
     )
     parser.add_argument("--small", action="store_true", help="in small on the CPU")
+    parser.add_argument("--name", help="of the record (default: gpu, or gpu-small)")
+    parser.add_argument("--compile", action="store_true", help="compile every block")
+    parser.add_argument("--no-pictures", action="store_true", help="figures alone")
     parser.add_argument("--blocks", type=int, help="number of blocks (default: as many as fit)")
     parser.add_argument("--tokens", type=int, help="tokens of the sequence")
     parser.add_argument("--world-sizes", type=int, nargs="+", metavar="N")
@@ -535,7 +592,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = SMALL if small else Settings()
     if options.blocks:
         settings = replace(settings, model=replace(settings.model, num_blocks=options.blocks))
-    for key in ("tokens", "world_sizes", "loads", "rounds", "iters"):
+    settings = replace(settings, compiled=options.compile, pictures=not options.no_pictures)
+    for key in ("name", "tokens", "world_sizes", "loads", "rounds", "iters"):
         value = getattr(options, key)
         if value is not None:
             value = tuple(value) if isinstance(value, list) else value
@@ -543,13 +601,12 @@ def main(arguments: list[str] | None = None) -> int:
     if small:
         torch.set_num_threads(1)
     try:
-        record = run(settings, options.output)
+        found = run(settings, options.output)
     except DisagreementError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    path = report.write_record(record, options.output)
-    progress(f"written to {path}")
-    print(table(record))
+    progress(f"written to {options.output / settings.name}.json")
+    print(table(found))
     return 0
 
 

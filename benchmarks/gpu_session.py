@@ -1,30 +1,38 @@
-"""All that one GPU can show, within nine minutes: `make gpu`.
+"""All that one GPU can show, in three parts of at most 570 s each: `make gpu PART=A`, then B, C.
 
-A GPU is often lent for minutes. So the most important comes first, each part is a process that is
-ended when its time is up, and the report is written anew after each: whatever ends the run, what
-was found is in the file.
+A GPU is often lent for minutes, in commands of ten minutes. So each part fits into one command, the
+most important comes first, and what was found is in a file at once, whatever ends the run.
 
-1. Every collective that the library calls, on a group of one rank with NCCL: dtypes, that the host
-   does not wait.
-2. The other tests marked `cuda`: streams, the caching allocator, graphs, offload.
-3. Bodies of all suites that one rank can run, with NCCL (`pytest --device cuda`).
-4. `benchmarks.gpu` with 8 simulated ranks, then with 64: step time, memory, a timeline.
+- **A, truth.** What machine it is; every collective that the library calls, on one rank with NCCL;
+  the other tests marked `cuda` (streams, the allocator, graphs, offload); training beside torch's
+  FSDP2 on two and on four ranks that share the GPU; suites on two ranks.
+- **B, figures.** `benchmarks.gpu` with 8 simulated ranks and with 64: step time, memory, a
+  timeline; the same with so few tokens that the host is what takes time; host time of each call.
+- **C, the rest.** Two ranks with NaNs and delays (`tests/support/chaos.py`); asynchronous saves;
+  compiled blocks; offload; `fsdp2 measure`; more suites on two ranks.
 
-What it cannot show: collectives of several ranks in one NCCL group call, and the multiprocessors
-and memory bandwidth that NCCL's kernels take from compute. That needs several GPUs.
+Each step of a part is a process that is ended when its time is up. A test that hangs is cut after
+20 s, and the others go on, in a new process if need be. A part leaves `gpu-session-A.json` (what
+became of each step and test), `gpu-session-A.log` (everything printed, each failure when it is
+known), and the records of benchmarks: 8 files at most.
 
-Without a GPU, or with `--small`, the same in small: tests on the device of threads and on the CPU.
+What one GPU cannot show: the speed of collectives, and the multiprocessors and memory bandwidth
+that NCCL's kernels take from compute.
+
+Without a GPU, or with `--small`: in small on the CPU, which shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,135 +44,371 @@ from . import machine
 from .gpu import device_description
 from .ranks import progress
 
-BUDGET_S = 540
-# A part that could not even load torch in the time that is left is not begun.
+sys.path.append(str(machine.REPOSITORY / "tests" / "support"))
+import run_log
+
+BUDGET_S = 570
+# A step that could not even load torch in the time that is left is not begun.
 LEAST_S = 15
-KEPT_LINES = 60
+KEPT_LINES = 40
+# Of a test in pytest's own process, and of a body on ranks, which the harness ends (it is
+# pytest's turn only where starting ranks hangs).
+TEST_LIMIT_S, RANKS_LIMIT_S = 20, 150
+
+CUDA_TESTS = ("core/test_cuda", "core/test_cuda_graphs")
+# What takes data between streams, the host and other ranks, the most telling first.
+SUITES = (
+    "core/test_parity_models",
+    "core/test_mixed_precision",
+    "core/test_accumulation",
+    "core/test_reshard",
+    "core/test_prefetch",
+    "core/test_offload",
+    "core/test_gradients",
+)
+MORE_SUITES = (
+    "core/test_views",
+    "core/test_large_root",
+    "core/test_replicate",
+    "core/test_comm_policy",
+    "core/test_gather_budget",
+    "core/test_frozen_kept",
+    "core/test_activation_checkpoint",
+    "optim/test_step_in_backward",
+    "optim/test_clip",
+    "checkpoint/test_checkpoint_exact",
+    "checkpoint/test_full_state",
+    "core/test_recovery",
+    "core/test_peer",
+)
 
 
 @dataclass(frozen=True)
-class Part:
+class Step:
     """One process.
 
     Attributes:
         name: in the report.
         arguments: of the interpreter.
         limit_s: after which it is ended, in seconds.
-        result: a file that it writes, relative to the folder of results.
+        results: files that it writes, relative to the folder of results.
+        environment: more variables.
+        needs: the name of an earlier step; not run unless a test of that has passed.
     """
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
-    result: str | None = None
+    results: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    needs: str | None = None
+
+    @property
+    def tests(self) -> bool:
+        return "pytest" in self.arguments
 
 
-def parts(folder: Path, *, small: bool) -> list[Part]:
-    """What to run, the most important first."""
-    tests = ("-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider")
-    bench = ("-m", "benchmarks.gpu", "--output", str(folder))
-    if small:
-        tiny = ("--small", "--world-sizes", "4", "--loads", "0.5", "--rounds", "1", "--iters", "1")
-        return [
-            Part("collectives", (*tests, "tests/core/test_one_rank_group.py"), 300),
-            Part("tests", (*tests, "tests/core/test_cuda.py", "-k", "cpu"), 120),
-            Part("bench, 4 ranks", (*bench, *tiny), 120, "gpu-small.json"),
-        ]
-    cuda = (*tests, "-m", "cuda")
+# ------------------------------------------------------------------------------- the parts
+
+
+def pytest(name: str, files: Sequence[str], limit_s: float, *options: str) -> Step:
+    """Tests in pytest's own process. (By file: to collect all takes longer than to run some.)"""
+    limit = ("--timeout", str(TEST_LIMIT_S), "--timeout-method", "thread")
+    return Step(name, (*_PYTEST, *limit, *options, *_paths(files)), limit_s)
+
+
+_PYTEST = ["-m", "pytest", "-q", "--tb=short", "--no-summary", "-p", "no:cacheprovider"]
+
+
+def _paths(files: Sequence[str]) -> list[str]:
+    return [f"tests/{name}.py" for name in files]
+
+
+def bodies(
+    name: str,
+    files: Sequence[str],
+    limit_s: float,
+    chosen: str,
+    *,
+    device: str = "cuda",
+    needs: str | None = None,
+    **environment: str,
+) -> Step:
+    """Bodies on ranks that share the GPU.
+
+    Args:
+        chosen: for `pytest -k`.
+    """
+    options = ("--timeout", str(RANKS_LIMIT_S), "--device", device, "-k", chosen)
+    variables = {"FSDP2_TEST_RANKS_PER_GPU": "4", "FSDP2_TEST_JOB_S": str(TEST_LIMIT_S)}
+    return Step(
+        name,
+        (*_PYTEST, *options, *_paths(files)),
+        limit_s,
+        environment=tuple((variables | environment).items()),
+        needs=needs,
+    )
+
+
+def script(
+    name: str, module: str, limit_s: float, *options: str, results: Sequence[str] = ()
+) -> Step:
+    return Step(name, ("-m", module, *options), limit_s, tuple(results))
+
+
+def bench(name: str, limit_s: float, folder: Path, *options: str, pictures: int = 0) -> Step:
+    """`benchmarks.gpu` with 8 blocks: as many as fit would take five minutes."""
+    sizes = () if "--blocks" in options else ("--blocks", "8")
+    # What is given twice counts as it is given last.
+    short = ("--rounds", "4", "--iters", "3", *sizes, "--name", name, "--output", str(folder))
+    drawn = () if pictures else ("--no-pictures",)
+    results = [f"{name}.json", *[f"picture {i}" for i in range(pictures)]]
+    return script(name, "benchmarks.gpu", limit_s, *short, *drawn, *options, results=results)
+
+
+def truth(folder: Path) -> list[Step]:
+    """Part A."""
+    two = "two ranks"
     return [
-        Part("collectives", (*cuda, "tests/core/test_one_rank_group.py"), 90),
-        Part("tests", (*cuda, "tests", "--ignore=tests/core/test_one_rank_group.py"), 150),
-        Part("bodies", (*tests, "--device", "cuda", "-k", "1ranks", "tests"), 100),
-        Part("bench, 8 ranks", (*bench, "--world-sizes", "8"), 180, "gpu.json"),
-        Part("bench, 8 and 64 ranks", (*bench, "--world-sizes", "8", "64"), 300, "gpu.json"),
+        script("machine", "benchmarks.gpu_probe", 40),
+        pytest("collectives", ["core/test_one_rank_group"], 60, "-m", "cuda"),
+        pytest("cuda", CUDA_TESTS, 130, "-m", "cuda"),
+        bodies(two, ["core/test_two_ranks"], 100, "2ranks"),
+        bodies("four ranks", ["core/test_two_ranks"], 100, "4ranks", needs=two),
+        bodies("suites", SUITES, BUDGET_S, "2ranks", needs=two),
     ]
 
 
-def run(todo: Sequence[Part], folder: Path, budget_s: float) -> dict[str, Any]:
-    """Run the parts in turn; returns the report, as it was last written.
+def figures(folder: Path) -> list[Step]:
+    """Part B."""
+    host_bound = ("--blocks", "32", "--tokens", "128", "--loads", "0.25")
+    cost = ("--output", str(folder))
+    return [
+        bench("gpu-8-ranks", 170, folder, "--world-sizes", "8", pictures=2),
+        script(
+            "host cost",
+            "benchmarks.gpu_host_cost",
+            80,
+            *cost,
+            results=["gpu-host-cost.json"],
+        ),
+        bench("gpu-64-ranks", 150, folder, "--world-sizes", "64"),
+        bench("gpu-host-bound", 120, folder, "--world-sizes", "8", *host_bound),
+    ]
+
+
+def rest(folder: Path) -> list[Step]:
+    """Part C."""
+    hidden = ("--world-sizes", "8", "--loads", "0.25", "--rounds", "2")
+    quick, full = "gpu-measured-quick.json", "gpu-measured.json"
+    measured = ("measure", "--quiet", "--out")
+    chaotic = "2ranks or (parity and cuda)"
+    return [
+        bodies(
+            "chaos",
+            ["core/test_two_ranks", "core/test_cuda"],
+            90,
+            chaotic,
+            FSDP2_TEST_CHAOS="1",
+        ),
+        script(
+            "saves",
+            "benchmarks.gpu_saves",
+            90,
+            *("--output", str(folder)),
+            results=["gpu-saves.json"],
+        ),
+        bench("gpu-compiled", 110, folder, "--compile", "--blocks", "4", *hidden),
+        script(
+            "measure, quick",
+            "fsdp2",
+            45,
+            *measured,
+            str(folder / quick),
+            "--quick",
+            results=[quick],
+        ),
+        script("offload", "benchmarks.offload", 90, "--rounds", "3"),
+        script("measure", "fsdp2", 150, *measured, str(folder / full), results=[full]),
+        bodies("more suites", MORE_SUITES, BUDGET_S, "2ranks"),
+    ]
+
+
+def small_truth(folder: Path) -> list[Step]:
+    """Part A on the CPU."""
+    return [
+        script("machine", "benchmarks.gpu_probe", 60),
+        bodies("two ranks", ["core/test_two_ranks"], 100, "2ranks and fp32", device="cpu"),
+    ]
+
+
+def small_figures(folder: Path) -> list[Step]:
+    """Part B on the CPU."""
+    tiny = ("--small", "--blocks", "2", "--world-sizes", "4", "--loads", "0.5")
+    cost = ("--small", "--output", str(folder))
+    return [
+        bench("gpu-4-ranks", 120, folder, *tiny, "--rounds", "1", "--iters", "1"),
+        script("host cost", "benchmarks.gpu_host_cost", 60, *cost, results=["gpu-host-cost.json"]),
+    ]
+
+
+def small_rest(folder: Path) -> list[Step]:
+    """Part C on the CPU."""
+    saves = ("--small", "--saves", "2", "--output", str(folder))
+    return [script("saves", "benchmarks.gpu_saves", 60, *saves, results=["gpu-saves-small.json"])]
+
+
+PARTS = {"A": truth, "B": figures, "C": rest}
+SMALL_PARTS = {"A": small_truth, "B": small_figures, "C": small_rest}
+
+
+# ------------------------------------------------------------------------------ running them
+
+
+def run(steps: Sequence[Step], part: str, folder: Path, budget_s: float) -> dict[str, Any]:
+    """Run the steps in turn; returns the report, as it was last written.
 
     Args:
-        todo: the parts.
-        folder: where `gpu-session.json` is written, after each part.
+        steps: what to run.
+        part: its name, in those of the files.
+        folder: where the report is written, after each step.
         budget_s: for all of them, in seconds. What does not fit is listed as not run.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + budget_s
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = {**machine.describe(), "gpu": device_description(device), "parts": []}
-    for part in todo:
-        left_s = budget_s - (time.monotonic() - started)
+    report = {**machine.describe(), "gpu": device_description(device), "steps": []}
+    log = folder / f"gpu-session-{part}.log"
+    log.unlink(missing_ok=True)
+    done: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        left_s = deadline - time.monotonic()
         if left_s < LEAST_S:
-            report["parts"].append({"name": part.name, "outcome": "not run: no time was left"})
+            found: dict[str, Any] = {"outcome": "not run: no time was left"}
+        elif step.needs in done and not done[step.needs].get("tests", {}).get("passed"):
+            found = {"outcome": f"not run: no test of {step.needs!r} has passed"}
         else:
-            progress(f"{part.name}: at most {min(part.limit_s, left_s):.0f} s")
-            report["parts"].append(run_part(part, folder, min(part.limit_s, left_s)))
-        _write(report, folder)
-        progress(f"{part.name}: {report['parts'][-1]['outcome']}")
+            progress(f"{part}, {step.name}: at most {min(step.limit_s, left_s):.0f} s")
+            found = run_step(step, log, folder, min(step.limit_s, left_s))
+        done[step.name] = {"name": step.name, **found}
+        report["steps"] = list(done.values())
+        _write(report, folder / f"gpu-session-{part}.json")
+        print(summary(done[step.name]), flush=True)
     return report
 
 
-def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run one part, with all that it starts; returns what is known of it."""
-    log = folder / f"gpu-session-{part.name.replace(', ', '-').replace(' ', '-')}.log"
-    result = folder / part.result if part.result else None
-    before = result.stat().st_mtime_ns if result and result.exists() else 0
+def summary(found: dict[str, Any]) -> str:
+    """A line about a step, and one about each test that did not pass."""
+    counts = ", ".join(f"{number} {word}" for word, number in found.get("tests", {}).items())
+    line = f"{found['name']}: {found['outcome']}"
+    if "seconds" in found:
+        line += f" ({found['seconds']} s{', ' + counts if counts else ''})"
+    return "\n    ".join([line, *found.get("not_passed", ())])
+
+
+def run_step(step: Step, log: Path, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run one step, with all that it starts; returns what is known of it.
+
+    Tests go on in a new process where one has ended before all were over.
+    """
     began = time.monotonic()
-    with log.open("w") as output:
+    with log.open("a") as output:
+        output.write(f"\n{run_log.HEADING}{step.name}\n")
+    tests: dict[str, str] = {}
+    while True:
+        code = _run_process(step, log, began + limit_s - time.monotonic())
+        text = run_log.last_run(log.read_text(errors="replace"))
+        before, tests = tests, run_log.outcomes(text)
+        is_over = run_log.OVER in text or len(tests) == len(before)
+        if not step.tests or code is None or is_over:
+            break
+    found: dict[str, Any] = {
+        "command": " ".join(["python", *step.arguments]),
+        "outcome": _outcome(step, code, tests, limit_s),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if step.tests:
+        found["tests"] = dict(Counter(tests.values()))
+        bad = [f"{word}: {name}" for name, word in tests.items() if word != "passed"]
+        found["not_passed"] = [line for line in bad if not line.startswith("skipped")]
+    else:
+        found["results"] = [name for name in step.results if (folder / name).exists()]
+    return found | {"last_lines": text.splitlines()[-KEPT_LINES:]}
+
+
+def _outcome(step: Step, code: int | None, tests: dict[str, str], limit_s: float) -> str:
+    if code is None:
+        return f"ended after {limit_s:.0f} s, its limit"
+    if step.tests and set(tests.values()) & {"failed", run_log.HUNG}:
+        return "tests failed"
+    return "done" if code == 0 else f"failed with status {code}"
+
+
+def _run_process(step: Step, log: Path, limit_s: float) -> int | None:
+    """The exit status; None where it had to be ended."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **dict(step.environment)}
+    if step.tests:
+        environment[run_log.VARIABLE] = str(log)
+    with log.open("a") as output:
         process = subprocess.Popen(
-            [sys.executable, *part.arguments],
+            [sys.executable, *step.arguments],
             cwd=machine.REPOSITORY,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=environment,
         )
         try:
-            code = process.wait(limit_s)
-            outcome = "done" if code == 0 else f"failed with status {code}"
+            return process.wait(max(0, limit_s))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            return None
+        finally:
+            # Its ranks too, also where it has ended without them.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            outcome = f"ended after {limit_s:.0f} s, its limit"
-    wrote = bool(result and result.exists() and result.stat().st_mtime_ns != before)
-    return {
-        "name": part.name,
-        "command": " ".join(["python", *part.arguments]),
-        "outcome": outcome,
-        "seconds": round(time.monotonic() - began, 1),
-        "result": part.result if wrote else None,
-        "last_lines": log.read_text(errors="replace").splitlines()[-KEPT_LINES:],
-    }
 
 
-def _write(report: dict[str, Any], folder: Path) -> None:
+def _write(report: dict[str, Any], path: Path) -> None:
     """In one step, so that a run that is ended leaves a whole file."""
-    path = folder / "gpu-session.json"
     new = path.with_suffix(".new")
     new.write_text(json.dumps(report, indent=1) + "\n")
     new.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line says; returns the exit status: 1 if a part was not done."""
+    """Runs what the command line says; returns the exit status: 1 if a step was not done."""
+    results = os.environ.get("OUT") or machine.REPOSITORY / "benchmarks" / "results"
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_session",
         description="Tests and benchmarks on one GPU, the most important first, each result "
         "written when it is there.",
     )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--small", action="store_true", help="in small, without a GPU")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help=f"default: {BUDGET_S}")
     parser.add_argument(
-        "--output", type=Path, default=machine.REPOSITORY / "benchmarks" / "results", metavar="DIR"
+        "--seconds", type=float, default=BUDGET_S, help=f"of a part (default: {BUDGET_S})"
     )
+    parser.add_argument(
+        "--output", type=Path, default=Path(results), metavar="DIR", help=f"default: {results}"
+    )
+    parser.add_argument("--commit", help="where there is no .git to ask")
     options = parser.parse_args(arguments)
+    if options.commit:
+        os.environ[machine.COMMIT] = options.commit
     small = options.small or not torch.cuda.is_available()
     if small and not options.small:
         progress("no CUDA device: in small, which says nothing about one")
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    report = run(parts(folder, small=small), folder, options.seconds)
-    for part in report["parts"]:
-        print(f"{part['name']}: {part['outcome']}")
-    return 0 if all(part["outcome"] == "done" for part in report["parts"]) else 1
+    outcomes = []
+    for part in options.part:
+        steps = (SMALL_PARTS if small else PARTS)[part](folder)
+        if options.only:
+            steps = [step for step in steps if step.name.startswith(tuple(options.only))]
+        report = run(steps, part, folder, options.seconds)
+        outcomes += [step["outcome"] for step in report["steps"]]
+    return 0 if all(outcome == "done" for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import torch
 import fsdp2
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Where the code was copied to without its history, whoever runs it says which commit it is.
+COMMIT = "FSDP2_COMMIT"
 # Paths, for git, of what a result depends on. Results and their table are none of it.
 CODE = ("fsdp2", "benchmarks", *(f":(exclude)benchmarks/{p}" for p in ("results", "README.md")))
 
@@ -23,7 +25,7 @@ def describe() -> dict[str, Any]:
     """Date, commit, versions and machine of this run, ready for JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git("rev-parse", "HEAD"),
+        "commit": os.environ.get(COMMIT) or git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE)),
         "versions": {
             "python": platform.python_version(),

@@ -23,7 +23,10 @@ def write_record(record: dict[str, Any], folder: Path) -> Path:
     """Writes one measure's record to `folder/NAME.json`; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['name']}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    # In one step: a run that is ended while it writes leaves what was there.
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
     return path
 
 

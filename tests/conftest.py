@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import harness
+import run_log
 from torch_versions import DEPEND_ON_TORCH_VERSION
 
 
@@ -28,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "testdev", "cuda"),
         default="cpu",
         help="run test bodies on this device: testdev is asynchronous (support/testdev), cuda "
-        "wants a GPU for each rank, and skips what needs more than there are",
+        "wants a GPU for each rank, or FSDP2_TEST_RANKS_PER_GPU=n, and skips what needs more",
     )
 
 
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device != harness.DEVICE:
         os.environ["FSDP2_TEST_DEVICE"] = harness.DEVICE = device
+    if path := os.environ.get(run_log.VARIABLE):
+        config.pluginmanager.register(run_log.RunLog(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -65,11 +65,14 @@ _PRELOAD = [
     "fsdp2.testing",
 ]
 # The device of the tests in this process: "cpu", "testdev" (`pytest --device testdev`, or a test
-# that asks for it) or "cuda", with a GPU for each rank. Tests on "testdev" take longer: every
-# operator goes through a queue.
+# that asks for it) or "cuda". Tests on "testdev" take longer: every operator goes through a queue.
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
+# With "cuda": how many ranks may share a GPU. More than one are slow, since they take turns.
+RANKS_PER_GPU = int(os.environ.get("FSDP2_TEST_RANKS_PER_GPU", "1"))
 JOB_TIMEOUT_S = 90.0
 SLOW_DEVICE = 3
+# Where time is scarce, as on a GPU that is lent: no job has longer, whatever it asks for.
+JOB_LIMIT_S = float(os.environ.get("FSDP2_TEST_JOB_S", "inf"))
 START_TIMEOUT_S = 120.0
 # Process groups that a rank may have before those that nobody needs are destroyed.
 MANY_GROUPS = 12
@@ -238,12 +241,22 @@ def _serve(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     _share_gloo_device()
     if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
+        if RANKS_PER_GPU > 1:
+            from benchmarks.ranks import shared_gpu_environment
+
+            os.environ.update(shared_gpu_environment(rank))
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        _compute_as_the_cpu_does()
     backend = start_device() if DEVICE != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    dist.all_reduce(torch.zeros(1, device=DEVICE))  # of the device: it makes NCCL's communicator
     dist.barrier()
     if not RUNS_ON_TORCH:
         start_accounts()
+        if seed := os.environ.get("FSDP2_TEST_CHAOS"):
+            import chaos
+
+            chaos.install(seed=int(seed) + rank)
     _freeze()
     connection.send_bytes(pickle.dumps(_Outcome(value="ready")))
     while True:
@@ -257,6 +270,38 @@ def _serve(
         except Exception:
             answer = pickle.dumps(_Outcome(error=traceback.format_exc()))
         connection.send_bytes(answer)
+
+
+def _compute_as_the_cpu_does() -> None:
+    """A GPU's kernels in full precision and with one result, and the CPU's random numbers."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    draw_on_the_host()
+
+
+def draw_on_the_host() -> None:
+    """From now on a generator of the CPU may draw what is to be on a device.
+
+    CUDA takes no such generator, unlike the test device. Bodies make their batches with one, on
+    whatever device they run: as many numbers, the same on all devices.
+    """
+
+    def on_the_host(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(plain)
+        def draw(*args: Any, **kwargs: Any) -> torch.Tensor:
+            generator = kwargs.get("generator")
+            if generator is None or generator.device.type != "cpu":
+                return plain(*args, **kwargs)
+            device = kwargs.pop("device", None) or torch.get_default_device()
+            requires_grad = kwargs.pop("requires_grad", False)
+            drawn = plain(*args, **kwargs, device="cpu").to(device)
+            return drawn.requires_grad_(requires_grad)
+
+        return draw
+
+    for name in ("rand", "randn", "randint", "randperm", "normal"):
+        setattr(torch, name, on_the_host(getattr(torch, name)))
 
 
 def _share_gloo_device() -> None:
@@ -377,6 +422,7 @@ class RankPool:
         """
         if self.device != "cpu":
             timeout_s *= SLOW_DEVICE
+        timeout_s = min(timeout_s, JOB_LIMIT_S)
         message = pickle.dumps((module, name, args, kwargs))
         self._log_starts = [self._size_of_log(rank) for rank in range(self.world_size)]
         for connection in self._connections:
@@ -492,8 +538,8 @@ def run_on(
     """
     module, name = body.__module__, body.__qualname__
     key = world_size, device or DEVICE
-    if key[1] == "cuda" and world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {world_size} GPUs")
+    if key[1] == "cuda" and world_size > torch.cuda.device_count() * RANKS_PER_GPU:
+        pytest.skip(f"needs {world_size} GPUs, or FSDP2_TEST_RANKS_PER_GPU")
     if key not in _pools:
         _pools[key] = RankPool(*key)
     pool = _pools[key]
