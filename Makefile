@@ -1,5 +1,6 @@
 # `make` lists the targets. Set-up runs once, into .venv, and installs what the target needs;
-# PYTHON=/path/to/python or an activated environment that has torch is used as it is instead.
+# PYTHON=/path/to/python or an activated environment that has torch is used as it is instead; for
+# a GPU also python3, where that has torch and there is no .venv.
 # TORCH=2.13.0 asks for another torch than the default, which has an environment of its own.
 
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' requirements/torch.txt)
@@ -14,6 +15,12 @@ PY := $(PYTHON)
 else ifeq ($(origin TORCH)$(if $(ACTIVE),, no other),file)
 # Where TORCH was given, the activated environment is not asked what it has.
 PY := $(shell $(ACTIVE) -c '$(HAS_TORCH)' && echo $(ACTIVE))
+endif
+ifeq ($(PY)$(wildcard $(VENV)),)
+# A machine with a GPU that is lent for minutes may have torch, and no network to install it from.
+ifneq ($(filter gpu bench-gpu cuda,$(MAKECMDGOALS)),)
+PY := $(shell python3 -c '$(HAS_TORCH)' 2>/dev/null && echo python3)
+endif
 endif
 ifeq ($(PY),)
 PY := $(VENV)/bin/python
@@ -114,8 +121,8 @@ docs: $(FOR_DOCS)  ## build the site into build/docs; ARGS=linkcheck checks exte
 bench: $(FOR_TRAIN)  ## compare with DDP, FSDP1 and torch's FSDP2
 	$(PY) -m benchmarks $(ARGS)
 
-gpu: $(FOR_TEST)  ## all that one GPU can show in nine minutes: tests, then bench-gpu
-	$(PY) -m benchmarks.gpu_session $(ARGS)
+gpu: $(FOR_TEST)  ## all that one GPU can show, 3 x 570 s: PART=A truth, B figures, C the rest
+	$(PY) -m benchmarks.gpu_session $(if $(PART),--part $(PART)) $(ARGS)
 
 bench-gpu: $(FOR_TRAIN)  ## on one GPU: step time, memory, a timeline (in small on the CPU)
 	$(PY) -m benchmarks.gpu $(ARGS)

@@ -117,7 +117,10 @@ def pytest(name: str, files: Sequence[str], limit_s: float, *options: str) -> St
     return Step(name, (*_PYTEST, *limit, *options, *_paths(files)), limit_s)
 
 
-_PYTEST = ["-m", "pytest", "-q", "--tb=short", "--no-summary", "-p", "no:cacheprovider"]
+_PYTEST = (
+    *("-m", "pytest", "-q", "--tb=short", "--no-summary", "-p", "no:cacheprovider"),
+    *("-o", "console_output_style=classic"),
+)
 
 
 def _paths(files: Sequence[str]) -> list[str]:
@@ -229,7 +232,7 @@ def rest(folder: Path) -> list[Step]:
             results=[quick],
         ),
         script("offload", "benchmarks.offload", 90, "--rounds", "3"),
-        script("measure", "fsdp2", 150, *measured, str(folder / full), results=[full]),
+        script("measure", "fsdp2", 145, *measured, str(folder / full), results=[full]),
         bodies("more suites", MORE_SUITES, BUDGET_S, "2ranks"),
     ]
 

@@ -121,6 +121,8 @@ def test_training_is_that_of_torch(name: str) -> None:
     script = ALIKE[name]
     if script.mesh is not None and dist.get_world_size() == 4:
         pytest.skip("hybrid sharding, below")
+    if script.mesh is not None and harness.DEVICE == "testdev":
+        pytest.skip("torch's gradients of replicas alone are NaN there: memory freed too early")
     compare(script)
 
 

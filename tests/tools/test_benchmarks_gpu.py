@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,11 +87,11 @@ def test_the_bandwidth_makes_communication_take_the_load(
 
 def test_a_picture_of_every_load(small: tuple[dict[str, Any], Path]) -> None:
     pytest.importorskip("matplotlib")
-    names = sorted(path.name for path in small[1].iterdir())
+    names = sorted(path.name for path in small[1].glob("*.png"))
     assert names == sorted(
         f"gpu-small-{n}-ranks-load-{load}.png" for n in small[0]["worlds"] for load in ("0.5", "2")
     )
-    for path in small[1].iterdir():
+    for path in small[1].glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -188,44 +192,167 @@ def test_intervals_are_joined_and_intersected() -> None:
     assert timeline.overlap_s(one, []) == 0.0
 
 
-def test_a_session_writes_down_each_part_when_it_ends(tmp_path: Path) -> None:
+# ------------------------------------------------------------------------------- sessions
+
+REPOSITORY = gpu_session.machine.REPOSITORY
+
+
+def test_a_session_writes_down_each_step_when_it_ends(tmp_path: Path) -> None:
     """One that fails, one that takes too long, and one that no time is left for."""
-    report = tmp_path / "gpu-session.json"
+    report = tmp_path / "gpu-session-A.json"
     copies = f"import shutil; shutil.copy({str(report)!r}, {str(tmp_path / 'copy.json')!r})"
     sleeps = "import time; print('began', flush=True); time.sleep(60)"
     todo = [
-        gpu_session.Part("first", ("-c", "print('one line')"), 60),
-        gpu_session.Part("second", ("-c", f"{copies}; raise SystemExit(3)"), 60, "copy.json"),
-        gpu_session.Part("third", ("-c", sleeps), 3),
+        gpu_session.Step("first", ("-c", "print('one line')"), 60, ("none.json",)),
+        gpu_session.Step("second", ("-c", f"{copies}; raise SystemExit(3)"), 60, ("copy.json",)),
+        gpu_session.Step("third", ("-c", sleeps), 3),
+        gpu_session.Step("fourth", ("-c", ""), 60, needs="first"),
     ]
-    returned = gpu_session.run(todo, tmp_path, 600)
+    returned = gpu_session.run(todo, "A", tmp_path, 600)
     assert json.loads(report.read_text()) == json.loads(json.dumps(returned))
-    first, second, third = returned["parts"]
-    assert (first["outcome"], first["last_lines"], first["result"]) == ("done", ["one line"], None)
-    assert (second["outcome"], second["result"]) == ("failed with status 3", "copy.json")
-    assert len(json.loads((tmp_path / "copy.json").read_text())["parts"]) == 1
+    first, second, third, fourth = returned["steps"]
+    assert (first["outcome"], first["last_lines"][1:]) == ("done", ["one line"])
+    assert (first["results"], second["results"]) == ([], ["copy.json"])
+    assert second["outcome"] == "failed with status 3"
+    assert len(json.loads((tmp_path / "copy.json").read_text())["steps"]) == 1
     assert third["outcome"] == "ended after 3 s, its limit"
-    assert third["last_lines"] == ["began"]
-    (late,) = gpu_session.run(todo[:1], tmp_path, gpu_session.LEAST_S / 2)["parts"]
+    assert third["last_lines"][1:] == ["began"]
+    assert fourth["outcome"] == "not run: no test of 'first' has passed"
+    (late,) = gpu_session.run(todo[:1], "A", tmp_path, gpu_session.LEAST_S / 2)["steps"]
     assert late == {"name": "first", "outcome": "not run: no time was left"}
 
 
+SUITE = """
+import ctypes, os
+from pathlib import Path
+
+import pytest
+
+def test_passes():
+    pass
+
+def test_fails():
+    assert Path("a") == Path("b")
+
+def test_hangs_where_no_signal_is_heard():
+    ctypes.PyDLL(None).sleep(1)  # with the lock of the interpreter
+    ctypes.CDLL(None).pause()
+
+def test_ends_the_process():
+    os._exit(0)
+
+@pytest.mark.skip("not here")
+def test_is_left_out():
+    pass
+
+def test_comes_last():
+    pass
+"""
+CONFTEST = """
+import os, run_log
+
+def pytest_configure(config):
+    config.pluginmanager.register(run_log.RunLog(os.environ[run_log.VARIABLE]))
+"""
+
+
+def test_tests_go_on_after_one_that_hangs_and_one_that_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "TEST_LIMIT_S", 2)
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(SUITE)
+    step = gpu_session.pytest("tests", (), 100, str(suite))
+    # Without the harness, whose import takes longer than this.
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    step = replace(step, arguments=(*step.arguments, "-c", str(tmp_path / "pytest.ini")))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests" / "support"))
+    (found,) = gpu_session.run([step], "A", tmp_path, 100)["steps"]
+    log = (tmp_path / "gpu-session-A.log").read_text()
+    names = {line.partition("::")[2]: line.partition(":")[0] for line in found["not_passed"]}
+    assert found["tests"] == {"passed": 2, "failed": 1, "no end": 2, "skipped": 1}, log
+    assert names == {
+        "test_fails": "failed",
+        "test_hangs_where_no_signal_is_heard": "no end",
+        "test_ends_the_process": "no end",
+    }
+    assert found["outcome"] == "tests failed"
+    # The text of a failure is there before the next test begins.
+    failure, hang = log.index("PosixPath('a')"), log.index("::test_hangs")
+    assert failure < hang
+    assert "not here" in log
+
+
 def test_the_parts_of_a_session_are_there() -> None:
-    """Files and options that it names; with a GPU, its limits are within the budget."""
-    for small in (False, True):
-        for part in gpu_session.parts(Path("results"), small=small):
-            names = [name for name in part.arguments if name.startswith("tests/")]
-            assert all((gpu_session.machine.REPOSITORY / name).exists() for name in names)
-            if "benchmarks.gpu" in part.arguments:
-                gpu.parse(list(part.arguments[2:]))
-    first = gpu_session.parts(Path("results"), small=False)[:4]
-    assert sum(part.limit_s for part in first) < gpu_session.BUDGET_S
+    """Files and options that they name; what comes back; what must run runs within the time."""
+    tests_named: dict[str, set[str]] = {}
+    for parts in (gpu_session.PARTS, gpu_session.SMALL_PARTS):
+        for part, make in parts.items():
+            steps = make(Path("results"))
+            for step in steps:
+                named = {name for name in step.arguments if name.startswith("tests/")}
+                assert all((REPOSITORY / name).exists() for name in named)
+                assert bool(named) == step.tests
+                tests_named.setdefault(part, set()).update(named)
+                assert step.needs is None or step.needs in [other.name for other in steps]
+                if "benchmarks.gpu" in step.arguments:
+                    gpu.parse(list(step.arguments[2:]))
+            assert 2 + sum(len(step.results) for step in steps) <= 8
+            sure = [step for step in steps if step.limit_s < gpu_session.BUDGET_S]
+            assert sum(step.limit_s for step in sure) <= gpu_session.BUDGET_S
+    marked = {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "tests").glob("*/test_*.py")
+        if re.search(r"mark\.cuda\b|import .*\beach_device\b", path.read_text())
+    }
+    assert marked - {"tests/tools/test_benchmarks_gpu.py"} <= tests_named["A"]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_session_in_small(tmp_path: Path) -> None:
-    assert gpu_session.main(["--small", "--output", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "gpu-session.json").read_text())
-    assert [part["outcome"] for part in report["parts"]] == ["done"] * 3
-    assert report["parts"][-1]["result"] == "gpu-small.json"
+@pytest.mark.parametrize("part", gpu_session.PARTS)
+def test_a_part_in_small(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU, as on a GPU: into `$OUT`, of a commit that is told."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv(gpu_session.machine.COMMIT, "")  # is restored after the test
+    code = gpu_session.main(["--small", "--part", part, "--commit", "abc123"])
+    assert code == 0, capsys.readouterr().out
+    report = json.loads((tmp_path / f"gpu-session-{part}.json").read_text())
+    assert report["commit"] == "abc123"
+    assert {step["outcome"] for step in report["steps"]} == {"done"}
+    written = {path.name for path in tmp_path.iterdir()}
+    steps = gpu_session.SMALL_PARTS[part](tmp_path)
+    results = {name for step in steps for name in step.results}
+    assert written == results | {f"gpu-session-{part}.json", f"gpu-session-{part}.log"}
+    if part == "B":
+        assert json.loads((tmp_path / "gpu-4-ranks.json").read_text())["commit"] == "abc123"
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_make_takes_a_python_that_has_torch_before_it_installs_any(
+    has_torch: bool, tmp_path: Path
+) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    shutil.copytree(REPOSITORY / "requirements", tmp_path / "requirements")
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nexit {int(not has_torch)}\n")
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.defpath}"}
+    # (Without the environment of a `make` that runs the tests.)
+    done = subprocess.run(
+        ["make", "-n", "gpu", "PART=B"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    if has_torch:
+        assert lines == ["python3 -m benchmarks.gpu_session --part B "]
+    else:
+        assert any("environment.py" in line for line in lines) or done.returncode
