@@ -16,12 +16,14 @@ and on one whose kernels also sleep, as if it computed elsewhere: that shows wha
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +37,51 @@ from fsdp2 import CPUOffloadPolicy, fully_shard, offload_activations, offload_op
 from fsdp2.optim import local_step, step_in_backward
 
 from . import machine
+from .gpu import LLAMA_3_8B
 from .models import Stack, StackConfig
 from .report import row, write_readme
 
-CONFIG = StackConfig(width=256, hidden=640, num_blocks=8, num_heads=4)
-SHAPE = (4, 128, 256)  # batch, tokens, width
-# For steps in backward: parameters enough for a step that counts, and little to compute.
-LARGE = StackConfig(width=768, hidden=1920, num_blocks=8, num_heads=8)
-SMALL_BATCH = (1, 4, 768)
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is trained on a device.
+
+    Attributes:
+        config: for activations and the state of the optimizer, with `shape` (batch, tokens, width).
+        limits: MiB of saved tensors that stay on the device.
+        large: for steps in backward, with `large_shape`: parameters enough for a step that counts,
+            and little to compute.
+    """
+
+    config: StackConfig
+    shape: tuple[int, int, int]
+    limits: tuple[int, ...]
+    large: StackConfig
+    large_shape: tuple[int, int, int]
+
+
+SIZES = Sizes(
+    StackConfig(width=256, hidden=640, num_blocks=8, num_heads=4),
+    (4, 128, 256),
+    (0, 4, 8, 16),
+    StackConfig(width=768, hidden=1920, num_blocks=8, num_heads=8),
+    (1, 4, 768),
+)
+# Those of Llama 3 8B's blocks, in fp32: enough for copies to reach the speed of the link.
+GPU_SIZES = Sizes(
+    replace(LLAMA_3_8B, num_blocks=4),
+    (1, 2048, 4096),
+    (0, 256, 512, 1024),
+    StackConfig(width=2048, hidden=5632, num_blocks=8, num_heads=16),
+    (1, 1024, 2048),
+)
 SLEEP_US = 200  # at most; half of it on average
-LIMITS = (0, 4, 8, 16)  # MiB of saved tensors that stay on the device
 MIB = 1 << 20
 BEGIN, END = "<!-- offload:begin -->", "<!-- offload:end -->"
+
+
+def sizes_for(device: str) -> Sizes:
+    return GPU_SIZES if device == "cuda" else SIZES
 
 
 def start_device() -> str:
@@ -66,8 +101,9 @@ class Way:
     def __init__(self, name: str, device: str, limit: int | None = None) -> None:
         torch.manual_seed(0)
         self.name = name
-        self.model = Stack(CONFIG).to(device)
-        self.x = torch.randn(SHAPE).to(device)
+        sizes = sizes_for(device)
+        self.model = Stack(sizes.config).to(device)
+        self.x = torch.randn(sizes.shape).to(device)
         self.device = torch.get_device_module(device)
         self.copied = 0
         self.offload: offload_activations | None = None
@@ -122,7 +158,9 @@ class Way:
 def activations(device: str, rounds: int) -> list[str]:
     """The rows of the table of activations."""
     ways = [Way(name, device) for name in ("all on the device", "save_on_cpu", "checkpoint")]
-    ways += [Way(f"offload_activations, {n} MiB", device, n * MIB) for n in LIMITS]
+    ways += [
+        Way(f"offload_activations, {n} MiB", device, n * MIB) for n in sizes_for(device).limits
+    ]
     right = [p.grad.cpu() for p in _trained(ways[0]).parameters() if p.grad is not None]
     for way in ways[1:]:
         found = [p.grad.cpu() for p in _trained(way).parameters() if p.grad is not None]
@@ -146,12 +184,12 @@ def _trained(way: Way) -> nn.Module:
 def optimizer_bytes(device: str) -> list[str]:
     """The rows of the table of optimizer state on a device: counted, not timed."""
     lines = [row(["AdamW's state", "on the device at most, MiB", "elsewhere, MiB"]), _rule(3)]
-    model = Way("", device).model
+    model = Stack(SIZES.config).to(device)
     state = 2 * sum(p.nbytes for p in model.parameters()) / MIB
     lines.append(row(["on the device", f"{state:.1f}", "0"]))
     with tempfile.TemporaryDirectory() as folder:
         for to, limit in (("cpu", 0), ("cpu", 8), (folder, 0)):
-            model = Way("", device).model
+            model = Stack(SIZES.config).to(device)
             adam = torch.optim.AdamW(model.parameters())
             optimizer: Any = offload_optimizer(
                 adam, to, max_device_bytes=limit * MIB, chunk_bytes=2 * MIB
@@ -197,11 +235,12 @@ class Steps:
 
     def __init__(self, device: str, mesh: DeviceMesh, *, in_backward: bool) -> None:
         torch.manual_seed(0)
-        self.model = Stack(LARGE)
+        sizes = sizes_for(device)
+        self.model = Stack(sizes.large)
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy())
         fully_shard(self.model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        self.x = torch.randn(SMALL_BATCH).to(device)
+        self.x = torch.randn(sizes.large_shape).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), fused=True
         )
@@ -289,8 +328,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="a page with the markers of the tables")
     parser.add_argument("--folder", type=Path, help="for files of state (default: temporary)")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     device = start_device()
+    if device == "cuda":
+        # One result for all ways, which are compared: attention's backward has others.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    else:
+        torch.set_num_threads(1)
     facts = machine.describe()
     where = f"{facts['machine']['cpu']}; device: {device}; torch {torch.__version__}"
     lines = [f"{where}; {facts['date'][:10]}, commit {(facts['commit'] or '?')[:12]}.", ""]

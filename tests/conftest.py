@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FSDP2_TEST_DEVICE"] = harness.DEVICE = device
     if path := os.environ.get(run_log.VARIABLE):
         config.pluginmanager.register(run_log.RunLog(path))
+    harness.start_chaos()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ times. A collective that is not ordered behind what it needs, or memory that is 
 then gives NaNs or other numbers, where a GPU would mostly be right by luck. The device of
 `testdev` does as much by itself, with an allocator and kernels that are not a GPU's.
 
-With ``FSDP2_TEST_CHAOS=seed`` every rank of `harness` begins with it.
+With ``FSDP2_TEST_CHAOS=seed`` pytest's process and every rank of `harness` begin with it.
 """
 
 from __future__ import annotations

@@ -253,10 +253,7 @@ def _serve(
     dist.barrier()
     if not RUNS_ON_TORCH:
         start_accounts()
-        if seed := os.environ.get("FSDP2_TEST_CHAOS"):
-            import chaos
-
-            chaos.install(seed=int(seed) + rank)
+        start_chaos(rank)
     _freeze()
     connection.send_bytes(pickle.dumps(_Outcome(value="ready")))
     while True:
@@ -339,6 +336,14 @@ def start_device() -> str:
 DELAYS = {"probability": 0.05, "max_us": 300}
 
 _accounts = contextlib.ExitStack()
+
+
+def start_chaos(rank: int = 0) -> None:
+    """With ``FSDP2_TEST_CHAOS=seed``: what waits for too little gives NaNs from now on."""
+    if seed := os.environ.get("FSDP2_TEST_CHAOS"):
+        import chaos
+
+        chaos.install(seed=int(seed) + rank)
 
 
 def start_accounts() -> None:

@@ -32,7 +32,7 @@ def test_bytes(capsys: pytest.CaptureFixture[str]) -> None:
         )
     }
     plain, saved = peaks["all on the device"], peaks["save_on_cpu"]
-    ours = [peaks[f"offload_activations, {n} MiB"] for n in offload.LIMITS]
+    ours = [peaks[f"offload_activations, {n} MiB"] for n in offload.SIZES.limits]
     assert ours[0][0] < 0.25 * plain[0]
     assert ours[0][1] < 0.75 * saved[1]
     assert [copied for _, copied in ours] == sorted((c for _, c in ours), reverse=True)

@@ -10,8 +10,10 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fsdp2
 import harness
 from harness import RankError, distributed, run_on
 
@@ -108,6 +110,63 @@ def test_a_hang_is_detected_and_its_stack_shown() -> None:
     text = str(caught.value)
     assert "rank 1 hangs" in text
     assert "in leave_rank_one_behind" in text
+
+
+def test_no_job_has_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "JOB_LIMIT_S", 1.0)
+    with pytest.raises(RankError, match="rank 1 hangs: no answer in 1 s"):
+        run_on(2, leave_rank_one_behind, timeout_s=1000.0)
+
+
+def draw_for_another_device() -> None:
+    """On "meta" as on CUDA: a generator of the CPU is asked for numbers of another device."""
+    harness.draw_on_the_host()
+    drawn, expected = (torch.Generator().manual_seed(1) for _ in range(2))
+    weights = torch.randn(4, generator=drawn, device="meta", requires_grad=True)
+    assert weights.device.type == "meta"
+    assert weights.is_leaf
+    assert weights.requires_grad
+    torch.randn(4, generator=expected)
+    assert torch.equal(torch.rand(3, generator=drawn), torch.rand(3, generator=expected))
+
+
+def test_a_generator_of_the_cpu_draws_for_any_device() -> None:
+    run_on(1, draw_for_another_device, restart=True)
+
+
+def train_with_chaos() -> None:
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for module in (*model, model):
+            fsdp2.fully_shard(module)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 8)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    import chaos  # of this package's own parts
+    from fsdp2.sharding import bucket
+
+    before, plain = losses(), bucket.resize
+    chaos.install(seed=0)
+    assert losses() == before
+    memory = torch.zeros(0)
+    bucket.resize(memory.untyped_storage(), 16)
+    assert torch.empty(0).set_(memory.untyped_storage(), 0, (4,)).isnan().all()
+    for name, module in sys.modules.items():
+        if name.startswith("fsdp2"):
+            assert plain not in vars(module).values(), f"{name} resizes without chaos"
+
+
+@harness.ours_only("its storages")
+def test_chaos_fills_all_memory_and_changes_no_number() -> None:
+    run_on(2, train_with_chaos, restart=True)
 
 
 @pytest.mark.usefixtures("short_grace")
