@@ -570,7 +570,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="in small on the CPU")
     parser.add_argument("--name", help="of the record (default: gpu, or gpu-small)")
     parser.add_argument("--compile", action="store_true", help="compile every block")
-    parser.add_argument("--no-pictures", action="store_true", help="figures alone")
+    parser.add_argument(
+        "--pictures", action=argparse.BooleanOptionalAction, default=True, help="of a step"
+    )
     parser.add_argument("--blocks", type=int, help="number of blocks (default: as many as fit)")
     parser.add_argument("--tokens", type=int, help="tokens of the sequence")
     parser.add_argument("--world-sizes", type=int, nargs="+", metavar="N")
@@ -592,7 +594,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = SMALL if small else Settings()
     if options.blocks:
         settings = replace(settings, model=replace(settings.model, num_blocks=options.blocks))
-    settings = replace(settings, compiled=options.compile, pictures=not options.no_pictures)
+    settings = replace(settings, compiled=options.compile, pictures=options.pictures)
     for key in ("name", "tokens", "world_sizes", "loads", "rounds", "iters"):
         value = getattr(options, key)
         if value is not None:

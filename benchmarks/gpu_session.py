@@ -34,14 +34,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import machine
-from .gpu import device_description
+from .gpu import Settings, device_description
 from .ranks import progress
 
 sys.path.append(str(machine.REPOSITORY / "tests" / "support"))
@@ -153,27 +153,24 @@ def bodies(
     )
 
 
-def script(
-    name: str, module: str, limit_s: float, *options: str, results: Sequence[str] = ()
-) -> Step:
-    return Step(name, ("-m", module, *options), limit_s, tuple(results))
+def script(name: str, module: str, limit_s: float, *options: str, result: str) -> Step:
+    """A benchmark that writes one file."""
+    return Step(name, ("-m", module, *options), limit_s, (result,))
 
 
-def bench(name: str, limit_s: float, folder: Path, *options: str, pictures: int = 0) -> Step:
-    """`benchmarks.gpu` with 8 blocks: as many as fit would take five minutes."""
-    sizes = () if "--blocks" in options else ("--blocks", "8")
-    # What is given twice counts as it is given last.
-    short = ("--rounds", "4", "--iters", "3", *sizes, "--name", name, "--output", str(folder))
-    drawn = () if pictures else ("--no-pictures",)
-    results = [f"{name}.json", *[f"picture {i}" for i in range(pictures)]]
-    return script(name, "benchmarks.gpu", limit_s, *short, *drawn, *options, results=results)
+def bench(name: str, limit_s: float, folder: Path, *options: str) -> Step:
+    """`benchmarks.gpu` with 8 blocks, without pictures; `options` count more."""
+    # (As many blocks as fit would take five minutes.)
+    short = ("--blocks", "8", "--rounds", "4", "--iters", "3", "--no-pictures")
+    to = ("--name", name, "--output", str(folder))
+    return script(name, "benchmarks.gpu", limit_s, *short, *to, *options, result=f"{name}.json")
 
 
 def truth(folder: Path) -> list[Step]:
     """Part A."""
     two = "two ranks"
     return [
-        script("machine", "benchmarks.gpu_probe", 40),
+        Step("machine", ("-m", "benchmarks.gpu_probe"), 40),
         pytest("collectives", ["core/test_one_rank_group"], 60, "-m", "cuda"),
         pytest("cuda", CUDA_TESTS, 130, "-m", "cuda"),
         bodies(two, ["core/test_two_ranks"], 100, "2ranks"),
@@ -185,16 +182,12 @@ def truth(folder: Path) -> list[Step]:
 def figures(folder: Path) -> list[Step]:
     """Part B."""
     host_bound = ("--blocks", "32", "--tokens", "128", "--loads", "0.25")
-    cost = ("--output", str(folder))
+    first = bench("gpu", 170, folder, "--world-sizes", "8", "--pictures")
+    drawn = tuple(f"gpu-8-ranks-load-{load:g}.png" for load in Settings().loads)
+    to, cost = ("--output", str(folder)), "gpu-host-cost.json"
     return [
-        bench("gpu-8-ranks", 170, folder, "--world-sizes", "8", pictures=2),
-        script(
-            "host cost",
-            "benchmarks.gpu_host_cost",
-            80,
-            *cost,
-            results=["gpu-host-cost.json"],
-        ),
+        replace(first, results=(*first.results, *drawn)),
+        script("host cost", "benchmarks.gpu_host_cost", 80, *to, result=cost),
         bench("gpu-64-ranks", 150, folder, "--world-sizes", "64"),
         bench("gpu-host-bound", 120, folder, "--world-sizes", "8", *host_bound),
     ]
@@ -203,36 +196,20 @@ def figures(folder: Path) -> list[Step]:
 def rest(folder: Path) -> list[Step]:
     """Part C."""
     hidden = ("--world-sizes", "8", "--loads", "0.25", "--rounds", "2")
+    to = ("--output", str(folder))
     quick, full = "gpu-measured-quick.json", "gpu-measured.json"
-    measured = ("measure", "--quiet", "--out")
-    chaotic = "2ranks or (parity and cuda)"
+    measure = ("measure", "--quiet", "--out")
+    with_chaos = ("core/test_two_ranks", "core/test_cuda")
+    bad = "2ranks or (parity and not cpu)"
     return [
-        bodies(
-            "chaos",
-            ["core/test_two_ranks", "core/test_cuda"],
-            90,
-            chaotic,
-            FSDP2_TEST_CHAOS="1",
-        ),
-        script(
-            "saves",
-            "benchmarks.gpu_saves",
-            90,
-            *("--output", str(folder)),
-            results=["gpu-saves.json"],
-        ),
+        bodies("chaos", with_chaos, 90, bad, FSDP2_TEST_CHAOS="1"),
+        script("saves", "benchmarks.gpu_saves", 90, *to, result="gpu-saves.json"),
         bench("gpu-compiled", 110, folder, "--compile", "--blocks", "4", *hidden),
         script(
-            "measure, quick",
-            "fsdp2",
-            45,
-            *measured,
-            str(folder / quick),
-            "--quick",
-            results=[quick],
+            "measure, quick", "fsdp2", 45, *measure, str(folder / quick), "--quick", result=quick
         ),
-        script("offload", "benchmarks.offload", 90, "--rounds", "3"),
-        script("measure", "fsdp2", 145, *measured, str(folder / full), results=[full]),
+        Step("offload", ("-m", "benchmarks.offload", "--rounds", "3"), 90),
+        script("measure", "fsdp2", 145, *measure, str(folder / full), result=full),
         bodies("more suites", MORE_SUITES, BUDGET_S, "2ranks"),
     ]
 
@@ -240,25 +217,25 @@ def rest(folder: Path) -> list[Step]:
 def small_truth(folder: Path) -> list[Step]:
     """Part A on the CPU."""
     return [
-        script("machine", "benchmarks.gpu_probe", 60),
+        Step("machine", ("-m", "benchmarks.gpu_probe"), 60),
         bodies("two ranks", ["core/test_two_ranks"], 100, "2ranks and fp32", device="cpu"),
     ]
 
 
 def small_figures(folder: Path) -> list[Step]:
     """Part B on the CPU."""
-    tiny = ("--small", "--blocks", "2", "--world-sizes", "4", "--loads", "0.5")
-    cost = ("--small", "--output", str(folder))
+    tiny = ("--small", "--blocks", "2", "--world-sizes", "4", "--loads", "0.5", "--rounds", "1")
+    to, cost = ("--small", "--output", str(folder)), "gpu-host-cost.json"
     return [
-        bench("gpu-4-ranks", 120, folder, *tiny, "--rounds", "1", "--iters", "1"),
-        script("host cost", "benchmarks.gpu_host_cost", 60, *cost, results=["gpu-host-cost.json"]),
+        bench("gpu-small", 120, folder, *tiny, "--iters", "1"),
+        script("host cost", "benchmarks.gpu_host_cost", 60, *to, result=cost),
     ]
 
 
 def small_rest(folder: Path) -> list[Step]:
     """Part C on the CPU."""
-    saves = ("--small", "--saves", "2", "--output", str(folder))
-    return [script("saves", "benchmarks.gpu_saves", 60, *saves, results=["gpu-saves-small.json"])]
+    to = ("--small", "--saves", "2", "--output", str(folder))
+    return [script("saves", "benchmarks.gpu_saves", 60, *to, result="gpu-saves-small.json")]
 
 
 PARTS = {"A": truth, "B": figures, "C": rest}

@@ -326,7 +326,7 @@ def test_a_part_in_small(
     results = {name for step in steps for name in step.results}
     assert written == results | {f"gpu-session-{part}.json", f"gpu-session-{part}.log"}
     if part == "B":
-        assert json.loads((tmp_path / "gpu-4-ranks.json").read_text())["commit"] == "abc123"
+        assert json.loads((tmp_path / "gpu-small.json").read_text())["commit"] == "abc123"
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
