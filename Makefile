@@ -93,8 +93,9 @@ ON_DEVICE = $(foreach name,accumulation activation_checkpoint batches checkpoint
 	checkpoint_elastic checkpoint_exact checkpoint_parts clip comm_policy experts extensions \
 	finalization freed_early frozen_kept full_state gather_budget generated grad_dtype gradients \
 	groups hsdp large_root lost_gradients merging mixed_precision offload offload_budget \
-	one_rank_alone optim_kinds optim_local optim_whole parallel_2d parity_models pipelines prefetch \
-	recovery replicate reshard shared_params step_in_backward tensor_parallel tensor_subclasses views,$(wildcard tests/*/test_$(name).py))
+	one_rank_alone optim_kinds optim_local optim_whole parallel_2d parity_models peer pipelines \
+	prefetch recovery replicate reshard shared_params step_in_backward tensor_parallel \
+	tensor_subclasses two_ranks views,$(wildcard tests/*/test_$(name).py))
 
 test-device: $(FOR_TEST)  ## run suites on a device of threads, or ARGS=tests/core/test_offload.py
 	$(PY) -m pytest $(PARALLEL) --device testdev $(or $(ARGS),$(ON_DEVICE))

@@ -423,12 +423,13 @@ def take_timeline(run: Run, group: SimulatedGroup) -> timeline.Timeline:
 def figures(worlds: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
     """What the table shows; targets only on a GPU."""
     on_gpu = settings.device == "cuda"
-    rows = []
+    rows: list[dict[str, Any]] = []
     for world_size, world in worlds.items():
         peaks = {name: float(r["peak_bytes"]) for name, r in world["variants"].items()}
         unit_bytes = 2 * block_numel(settings.model)
         lower = min(peaks[BASELINE], peaks[BEST_BASELINE]) - peaks[OURS]
-        figure = {"title": "peak memory", "unit": "MB", "values": scaled(peaks, 1e-6)}
+        figure: dict[str, Any] = {"title": "peak memory", "unit": "MB"}
+        figure["values"] = scaled(peaks, 1e-6)
         figure["targets"] = (
             {f"a unit ({unit_bytes / 1e6:.0f} MB) below torch FSDP2": lower >= unit_bytes}
             if on_gpu
@@ -594,12 +595,12 @@ def main(arguments: list[str] | None = None) -> int:
     settings = SMALL if small else Settings()
     if options.blocks:
         settings = replace(settings, model=replace(settings.model, num_blocks=options.blocks))
-    settings = replace(settings, compiled=options.compile, pictures=options.pictures)
+    changes: dict[str, Any] = {"compiled": options.compile, "pictures": options.pictures}
     for key in ("name", "tokens", "world_sizes", "loads", "rounds", "iters"):
         value = getattr(options, key)
         if value is not None:
-            value = tuple(value) if isinstance(value, list) else value
-            settings = replace(settings, **{key: value})
+            changes[key] = tuple(value) if isinstance(value, list) else value
+    settings = replace(settings, **changes)
     if small:
         torch.set_num_threads(1)
     try:

@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def measure(config: dict[str, Any], tokens: int, device: str, saves: int, steps:
         for number in range(saves):
             for way, save in ((OURS, save_ours), (TORCHS, save_torchs)):
                 kept = [tensor.clone() for tensor in training.tensors()] if way == OURS else []
-                one = _one_save(lambda save=save, number=number: save(number), training, alone_s)
+                one = _one_save(partial(save, number), training, alone_s)
                 one["bytes_per_s"] = num_bytes / one["blocked_s"]
                 found["saves"].setdefault(way, []).append(one)
                 progress(f"{way}, save {number}: {one}")

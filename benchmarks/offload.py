@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
         # One result for all ways, which are compared: attention's backward has others.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     else:
         torch.set_num_threads(1)
     facts = machine.describe()

@@ -30,6 +30,7 @@ DEPEND_ON_TORCH_VERSION = {
     "core/test_mixed_precision.py": "the rules of grad_dtype, compared with torch's FSDP2",
     "optim/test_optim_local.py": "internals of torch.optim.Optimizer",
     "core/test_peer.py": "torch's FSDP2, side by side",
+    "core/test_two_ranks.py": "torch's FSDP2, side by side; names of coalesced collectives",
     "core/test_pipelines.py": "torch.distributed.pipelining, which drives sharded stages",
     "core/test_pipelines_loss.py": "zero-bubble schedules, which split backward",
     "checkpoint/test_serialization.py": "pickled DTensors",
