@@ -52,6 +52,7 @@ class ParamGroup:
         unsharded: the parameters that compute, in the order of ``params``; None before the first
             gather.
         is_trained: whether each of ``params`` requires a gradient.
+        in_graph: those of ``unsharded`` that are trained in the forwards of now.
         shown, trains: all that may be frozen, and what of it was trained when that was last looked
             at; see `follow_freezing`.
         dirty: sharded parameters were replaced: plan again before the next use.
@@ -84,6 +85,7 @@ class ParamGroup:
         self.reduce_tags: list[int] = []
         self.unsharded: list[nn.Parameter | None] = []
         self.is_trained: tuple[bool, ...] = ()
+        self.in_graph: list[nn.Parameter] = []
         self.shown: list[nn.Parameter] = []
         self.trains: tuple[bool, ...] = ()
         self.dirty = False
@@ -536,12 +538,13 @@ class ParamGroup:
         # (All in one list: one comparison, however many kinds there are.)
         if tuple(map(requires_grad_of, self.shown)) == self.trains:
             return False
+        in_graph = self.in_graph
         self.take_freezing()
         self._show_freezing()
-        # Hooks and autograd nodes were noted for what was trained before: they are looked up again.
-        # Not now, where the graph has those of before: the next forward sees a change as well.
+        # Hooks were registered on what was trained before: they are registered again. Not now, as
+        # the graph is that of before: the next forward sees a change as well.
         if midway:
-            self.trains = ()
+            self.trains, self.in_graph = (), in_graph
         else:
             self.generation += 1
         return True
@@ -575,6 +578,7 @@ class ParamGroup:
                 self.shown.append(shown)
                 if shown.requires_grad != param.sharded.requires_grad:
                     shown.requires_grad_(param.sharded.requires_grad)
+        self.in_graph = [p for p in self.unsharded if p is not None and p.requires_grad]
         self.is_trained = tuple(map(requires_grad_of, self._sharded))
         self.trains = tuple(map(requires_grad_of, self.shown))
 

@@ -308,7 +308,7 @@ class Runtime:
     # -- backward ---------------------------------------------------------------------------
 
     def pre_backward(
-        self, unit: Unit, forward: Forward | None = None, *, accumulates: bool = True
+        self, unit: Unit, forward: Forward | None = None, *, accumulates: bool | None = True
     ) -> None:
         """Gather ``unit`` and start the gather of the one that ran before it in forward.
 
@@ -316,7 +316,8 @@ class Runtime:
             forward: the forward that backward has reached.
             accumulates: whether this run of autograd accumulates gradients of the unit's
                 parameters. If not (``autograd.grad``), another run may compute them, and the user
-                assign them: zero-bubble pipelines do. No hook is called there.
+                assign them: zero-bubble pipelines do. No hook is called there. None: none are
+                trained.
         """
         if self.in_backward and self._end() is None:
             self.reset()  # an earlier backward raised, and no forward ran since
@@ -334,13 +335,11 @@ class Runtime:
                 unit.unshard(self.streams)
             return
         unit.backward_began, unit.entered_in = True, self.num_backwards
-        if not accumulates:
+        if accumulates is False:
             unit.weight_grads_deferred = True
-        else:
-            if self.ends_iteration:
-                unit.weight_grads_deferred = False
-            if unit.gradients.accumulators:
-                self._accumulates = True
+        elif self.ends_iteration:
+            unit.weight_grads_deferred = False
+        self._accumulates |= bool(accumulates)
         if not config.reduce_grads or unit.gradients.widened:
             unit.gradients.let_autograd_widen(wanted=not config.reduce_grads)
         if unit is self._carried_unit:
@@ -387,7 +386,6 @@ class Runtime:
             # (Compared here, as `follow_freezing` does: a call per unit would cost more than that.)
             group = unit.param_group
             if tuple(map(requires_grad_of, group.shown)) != group.trains:
-                unit.gradients.are_accumulated()  # notes the nodes of what the forward trained
                 group.follow_freezing(midway=True)
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)

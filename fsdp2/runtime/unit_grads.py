@@ -32,7 +32,6 @@ class UnitGrads:
     Attributes:
         accumulated: sums of micro-batches in the dtype of the reduction, by ``id`` of the
             parameter.
-        accumulators: autograd's nodes that accumulate gradients of the parameters.
         widened: whether autograd itself makes gradients in the dtype of the reduction.
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
             hold sums in the dtype of the reduction.
@@ -49,8 +48,6 @@ class UnitGrads:
         # By parameter, not by slot: buckets may be planned again between two micro-batches.
         self.accumulated: dict[int, torch.Tensor] = {}
         self.deferred = DeferredReductions()
-        self.accumulators: list[Any] = []
-        self._generation = -1  # of the parameters that these are of
         self._trained: set[ShardedParam] = set()  # see `note_trained`
         self.widened = False
         self.holds_earlier = False
@@ -68,29 +65,28 @@ class UnitGrads:
                 return True
         return False
 
-    def are_accumulated(self) -> bool:
+    def are_accumulated(self) -> bool | None:
         """Whether the run of autograd in progress accumulates gradients of this unit.
 
         ``backward()`` does; ``autograd.grad``, and ``backward(inputs=...)`` with other inputs, pass
         through the unit without accumulating. To be called inside such a run.
+
+        Returns:
+            None where nothing of the unit was trained in the forward.
         """
-        param_group = self._param_group
-        # Once per generation, as finding a node takes a view of the parameter. The list keeps the
-        # nodes: a parameter refers to its node weakly, and the next graph would get another one.
-        if self._generation != param_group.generation:
-            self._generation = param_group.generation
-            self.accumulators = [
-                node
-                for param, trained in zip(
-                    param_group.unsharded, param_group.is_trained, strict=True
-                )
-                if param is not None
-                and trained
-                and param.requires_grad
-                and (node := _accumulator(param)) is not None
-            ]
-        # Usually the first answer ends it; none is given where nothing is trained.
-        return any(map(will_run, self.accumulators)) or not self.accumulators
+        # A node is looked up when it is asked, which takes a view of the parameter, and not kept:
+        # it would outlive its graph, and add for the next one on the stream of its own forward.
+        # Usually the first answer ends it.
+        answer = None
+        for param in self._param_group.in_graph:
+            if param.requires_grad:  # else it was frozen since
+                try:
+                    if will_run(get_gradient_edge(param).node):
+                        return True
+                except NotImplementedError:  # not every tensor subclass has views
+                    continue
+                answer = False
+        return answer
 
     def are_left(self) -> bool:
         """Whether anything is left to reduce, including sums that wait for an all-reduce."""
@@ -290,14 +286,6 @@ class UnitGrads:
         for i, param in enumerate(bucket.params):
             if i not in grads and (param.sharded.requires_grad or param in self._trained):
                 grads[i] = torch.zeros(param.full_shape, dtype=dtype, device=bucket.device)
-
-
-def _accumulator(param: torch.Tensor) -> Any:
-    """The autograd node that accumulates the gradient; None for some tensor subclasses."""
-    try:
-        return get_gradient_edge(param).node
-    except NotImplementedError:  # it takes a view, and not every class has that operator
-        return None
 
 
 def will_run(accumulator: Any) -> bool:

@@ -130,7 +130,7 @@ def _pre_backward(
     if account and not unit.backward_began:
         # (Hooks on outputs may run again in the backward for the weights.)
         first = forward is None or not forward.entered
-        owes = first and not kwargs.get("accumulates", True) and not runtime.ends_iteration
+        owes = first and kwargs.get("accumulates") is False and not runtime.ends_iteration
         shown = unit.registration.registered == "unsharded"
         account.backward_entered(forward, owes=owes, shown=shown)
     original(unit, forward, **kwargs)

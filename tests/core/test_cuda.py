@@ -349,18 +349,22 @@ def test_memory_does_not_grow_over_60_steps(device: str) -> None:
 
 
 @cuda_only
-def test_cuda_graph_of_forward_and_backward_replays(device: str) -> None:
+@pytest.mark.parametrize("warm_up_on", ["a side stream", "the default stream"])
+def test_cuda_graph_of_forward_and_backward_replays(warm_up_on: str, device: str) -> None:
+    """A node of autograd that outlives the warm-up would run on its stream: no capture allows that
+    of the default one."""
     with simulated_mesh(4, 50e9, 1e-5, device_type=device) as mesh:
         model = mlp().to(device)
         shard(model, mesh=mesh)
         x = batch(0, 96, device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream()
+        warm_up = torch.cuda.Stream() if warm_up_on == "a side stream" else current
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
             for _ in range(3):
                 model.zero_grad()
                 model(x).square().mean().backward()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(warm_up)
         model.zero_grad()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
