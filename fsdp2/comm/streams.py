@@ -2,7 +2,8 @@
 
 Four streams: compute (the user's current stream), all-gather, reduce-scatter, all-reduce. No
 ``record_stream``: events and references decide how long a buffer lives, so memory is deterministic.
-The stream on which a buffer is allocated is the only one that may get its memory next:
+The stream on which a buffer is allocated is the only one that may get its memory next. So compute
+is, to the end of a backward, the stream that it began on, wherever it was called: see `ending`.
 
 ====================  ===============  ====================================================
 buffer                allocated on     why it is safe to free
@@ -41,6 +42,7 @@ class Streams:
     """Host-ordered devices: no streams, no events."""
 
     stream_ordered = False
+    compute: Any = None  # the user's stream that is current now
 
     def before_gathers(self, optimizer_event: Event = None) -> None:
         """All-gathers must see what compute has written into the shards: all, or up to an event."""
@@ -89,8 +91,13 @@ class Streams:
     def synchronize(self) -> None:
         """The host waits for all streams: it is about to use offloaded shards and gradients."""
 
-    def join_capture(self) -> None:
-        """A graph that is being captured may end: nothing is left on streams of our own."""
+    def ending(self, compute: Any) -> AbstractContextManager[None]:
+        """End a backward inside: reduce what is left, complete reductions, free units.
+
+        Args:
+            compute: `compute` in that backward, which may have been called on another stream.
+        """
+        return _no_context
 
 
 class DeviceStreams(Streams):
@@ -111,7 +118,7 @@ class DeviceStreams(Streams):
         self.all_reduce = self.module.Stream(device=device)
 
     @property
-    def compute(self) -> Any:
+    def compute(self) -> Any:  # type: ignore[override]
         return self.module.current_stream(self.device)
 
     def before_gathers(self, optimizer_event: Event = None) -> None:
@@ -124,9 +131,7 @@ class DeviceStreams(Streams):
         return self.module.stream(self.gather)
 
     def gathered(self, event: Event) -> Event:
-        event = event or self.module.Event()
-        event.record(self.gather)
-        return event
+        return self.gather.record_event(event)
 
     def use_gathered(self, event: Event) -> None:
         self.compute.wait_event(event)
@@ -153,9 +158,7 @@ class DeviceStreams(Streams):
         return self.module.stream(self.all_reduce)
 
     def reduced(self) -> Event:
-        event = self.module.Event()
-        event.record(self.module.current_stream(self.device))
-        return event
+        return self.module.current_stream(self.device).record_event()
 
     def use_reduced(self, event: Event) -> None:
         # The sum buffers belong to the reduce-scatter stream but may have been read by the
@@ -170,14 +173,26 @@ class DeviceStreams(Streams):
         for stream in (self.gather, self.reduce, self.all_reduce):
             stream.synchronize()
 
-    def join_capture(self) -> None:
+    @contextmanager
+    def ending(self, compute: Any) -> Iterator[None]:
+        caller = self.compute
+        if caller == compute:
+            yield
+        else:
+            # Autograd computes on the streams of the forward, and calls what ends a backward on the
+            # caller's, which has waited for all of them. What is freed there is theirs.
+            compute.wait_stream(caller)
+            with self.module.stream(compute):
+                yield
+            caller.wait_stream(compute)
+        # A graph that is being captured may end: nothing is left on streams of our own.
         capturing = getattr(self.module, "is_current_stream_capturing", None)
         if capturing is None or not capturing():
             return
         for stream in (self.gather, self.reduce, self.all_reduce):
             # First the other way round: a capture must not wait for a stream outside of it.
-            stream.wait_stream(self.compute)
-            self.compute.wait_stream(stream)
+            stream.wait_stream(caller)
+            caller.wait_stream(stream)
 
 
 Kept = dict[tuple[torch.device, Any], DeviceStreams]
@@ -254,9 +269,7 @@ class CopyStream:
 
     def copied(self) -> Event:
         """Mark the end of a copy; called inside `copying`."""
-        event = self._module.Event()
-        event.record(self._stream)
-        return event
+        return self._stream.record_event()
 
     def on(self, stream: object) -> AbstractContextManager[None]:
         """Context in which compute's memory is allocated for ``stream``, and used there."""

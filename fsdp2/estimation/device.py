@@ -111,6 +111,11 @@ class LaunchStream:
         if other is not self:
             self.waits |= other.frontier() - {self.last}
 
+    def record_event(self, event: LaunchEvent | None = None) -> LaunchEvent:
+        event = event or LaunchEvent(self.device)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         # The host waits, so everything that it launches from now on comes after.
         for stream in self.device.streams:
@@ -163,9 +168,7 @@ class LaunchDevice:
         stream = self.beside_compute(_BESIDE.get(work.group, "all-to-all"))
         with self.stream(stream):
             self.launch(work, unit)
-        end = LaunchEvent(self)
-        end.record(stream)
-        return end
+        return stream.record_event()
 
     def beside_compute(self, name: str) -> LaunchStream:
         """The stream of this name, which waits for compute so far."""
@@ -264,8 +267,7 @@ class ReplayState:
         with self.device.stream(stream):
             self.device.launch(Copy(event.kind, event.nbytes, self.inside), self.inside)
             self.account.clock = len(self.device.launches)
-        end = self._copies[event.number] = self.device.Event()
-        end.record(stream)
+        self._copies[event.number] = stream.record_event()
 
     def copy(self, kind: str, nbytes: int, unit: str) -> None:
         """Record a copy between host and device."""

@@ -64,22 +64,24 @@ def finalize_backward(runtime: Runtime, *, wait: bool) -> GradientReductionHandl
     finalization = runtime.finalization
     finalization.check_finalize(in_backward=runtime.in_backward)
     finalization.reducing = True
-    try:
-        runtime.reduce_left()
-    finally:
-        finalization.reducing = False
-    if wait:
-        runtime.complete_iteration()
+    with runtime.streams.ending(runtime.computed_on):
+        try:
+            runtime.reduce_left()
+        finally:
+            finalization.reducing = False
+        if wait:
+            runtime.complete_iteration()
+        # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits for the
+        # handle.
         runtime.free_units()
-        return None
-    # Units are freed at once: a reduction holds what it reads. Only ``.grad`` waits for the handle.
-    runtime.free_units()
-    finalization.pending = GradientReductionHandle(partial(finish_finalization, runtime))
+    if not wait:
+        finalization.pending = GradientReductionHandle(partial(finish_finalization, runtime))
     return finalization.pending
 
 
 def finish_finalization(runtime: Runtime, handle: GradientReductionHandle) -> None:
     """Wait for the reductions of a finalization that did not."""
     runtime.finalization.check_handle(handle)
-    runtime.complete_iteration()
-    runtime.join()
+    with runtime.streams.ending(runtime.computed_on):
+        runtime.complete_iteration()
+        runtime.synchronize()

@@ -55,6 +55,7 @@ class Runtime:
         first_forward: what ranks compare before the first forward; None: nothing (any more).
         forwards: forwards that backward may still reach.
         budget: the limit on gathered bytes, if there is one.
+        computed_on: the stream of the last backward, on which it ends; of devices that have some.
         early_steps: what was stepped in backward; None where no optimizer does that.
     """
 
@@ -83,6 +84,7 @@ class Runtime:
         self._leads_to_backward = False
         self.in_backward = False
         self._adds_to_reductions = False
+        self.computed_on = self.streams.compute
         self._accumulates = False  # whether this backward accumulates gradients of any unit
         self._end: weakref.ref[object] = weakref.ref(self)  # dead once a backward is over or raised
         self.creates_graph = False
@@ -195,7 +197,8 @@ class Runtime:
         """Let compute wait for what a backward that raised still adds to gradients: users may write
         them next."""
         if self.in_backward and self.streams.stream_ordered and not autograd_is_running():
-            self.reductions.abandon(self.streams)
+            with self.streams.ending(self.computed_on):
+                self.reductions.abandon(self.streams)
 
     def free_written(self, unit: Unit) -> None:
         """Free what was gathered before its shards were written: it has to be gathered again.
@@ -390,6 +393,7 @@ class Runtime:
         # Those of earlier backwards of the iteration cannot be told from this one's any more.
         self._adds_to_reductions = bool(self.reductions)
         self._accumulates = False
+        self.computed_on = self.streams.compute
         self.creates_graph = torch.is_grad_enabled()  # autograd sets it so for hooks
         self.finalization.active = True
         self.num_backwards += 1
@@ -494,10 +498,11 @@ class Runtime:
         # `.grad` on the host, so the copies that completion depends on must be behind that wait.
         # `in_backward` is last: if anything above raises, the next forward finds it set, with
         # no autograd running, and resets the tree.
-        self.reduce_left()
-        if self.ends_iteration:
-            self.complete_iteration()
-        self.free_units()
+        with self.streams.ending(self.computed_on):
+            self.reduce_left()
+            if self.ends_iteration:
+                self.complete_iteration()
+            self.free_units()
         self._carried_unit = self._entered = None
         self.forwards.end_pass()
         self.in_backward = False
@@ -569,13 +574,12 @@ class Runtime:
                     self._show_shards(unit)
             if self.creates_graph and unit.config.reshard_after_backward and not unit.running:
                 unit.register_sharded()
-        self.join()
+        self.synchronize()
 
-    def join(self) -> None:
-        """Let the host (for offloaded shards) and a graph capture wait for all streams."""
+    def synchronize(self) -> None:
+        """Let the host wait for all streams: users may read and write what is offloaded."""
         if self._offloads:
             self.streams.synchronize()
-        self.streams.join_capture()
 
     # -- with a budget ----------------------------------------------------------------------
 
@@ -652,7 +656,8 @@ class Runtime:
                 and (self._adds_to_reductions or unit.gradients.earlier_are_left())
                 and unit.param_group.params
             ]
-            mixed = self.reductions.discard(self.streams)
+            with self.streams.ending(self.computed_on):
+                mixed = self.reductions.discard(self.streams)
             if not discard:
                 of = {param: unit.name for unit in self.units for param in unit.params}
                 lost += dict.fromkeys(of[param] for param in mixed if of[param] not in lost)
@@ -671,8 +676,7 @@ class Runtime:
             unit.backward_began = False
             unit.forwards.clear()
             unit.running = 0
-        if self._offloads:
-            self.streams.synchronize()
+        self.synchronize()
         self.forwards.end_iteration()
         self.forwards.end_pass()
         self._carried_unit = self._kept_unit = self._entered = self.middle = None

@@ -381,6 +381,35 @@ def test_cuda_graph_of_forward_and_backward_replays(warm_up_on: str, device: str
             torch.testing.assert_close(mine, local(p.grad))
 
 
+def overwrite_what_is_free(like: torch.Tensor) -> list[torch.Tensor]:
+    """Takes memory of this size from the allocator, for the current stream, and makes it NaN."""
+    return [torch.full_like(like, float("nan")) for _ in range(8)]
+
+
+@cuda_only
+def test_backward_on_another_stream_frees_nothing_that_is_being_reduced(device: str) -> None:
+    """The reduction takes longer than the host needs to overwrite what backward has freed."""
+    with simulated_mesh(4, 1e9, 50e-3, device_type=device) as mesh:
+        model = matrices(2, 4096).to(device)
+        shard(model, mesh=mesh)
+        x, whole = batch(0, 4096, device), torch.empty(4096, 4096, device=device)
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+        def gradients(stream: torch.cuda.Stream) -> list[torch.Tensor]:
+            model.zero_grad()
+            loss = model(x).square().mean()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                loss.backward()
+            taken = overwrite_what_is_free(whole)
+            current.wait_stream(stream)
+            torch.cuda.synchronize()
+            del taken
+            return [local(param.grad).clone() for param in model.parameters()]
+
+        assert all(map(torch.equal, gradients(side), gradients(current)))
+
+
 @cuda_only
 def test_a_spin_takes_the_time_of_the_link(device: str) -> None:
     group = SimulatedGroup(4, bandwidth=1e9, latency=1e-3)

@@ -78,3 +78,28 @@ def _steps_on_two_streams() -> None:
 def test_gradients_accumulate_on_the_stream_of_their_forward() -> None:
     """A node of autograd that outlives its step goes on adding on the stream of that step."""
     run_on(2, _steps_on_two_streams, device=testdev.NAME)
+
+
+def _with_backward_on(another_stream: bool, seed: int) -> list[Tensor]:
+    _delay(seed)
+    model, x = _blocks(), _batch()
+    current = _device().current_stream()
+    stream = _device().Stream() if another_stream else current
+    loss = model(x).square().sum()
+    stream.wait_stream(current)
+    with _device().stream(stream):
+        loss.backward()
+    current.wait_stream(stream)
+    return _gradients(model)
+
+
+def _backward_elsewhere() -> None:
+    wanted = _with_backward_on(another_stream=False, seed=0)
+    for seed in SEEDS:
+        found = _with_backward_on(another_stream=True, seed=seed)
+        assert all(map(torch.equal, found, wanted)), seed
+
+
+def test_backward_may_be_called_on_another_stream_than_forward() -> None:
+    """What it frees when it ends is the forward's, and may not be reduced yet."""
+    run_on(2, _backward_elsewhere, device=testdev.NAME)

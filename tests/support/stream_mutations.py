@@ -88,6 +88,7 @@ _PLANS: dict[str, Plan] = {
     "moves": Plan(steps=(Step(), Step(moves=True))),
     "regroups": Plan(mesh=(4,), reshard=2, steps=(Step((Micro(looks=True),)), Step())),
     "hook": Plan(hook="stream"),
+    "elsewhere": Plan(steps=(Step((Micro(elsewhere=True),)), Step())),
     "host": Plan(host="group"),
     "host_exchange": Plan(host="exchange"),
     # Stages of zero-bubble pipelines; from the second micro-batch on the gradients of weights are
@@ -522,6 +523,15 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the event of a reduction is recorded before the sums are written back": Mutation(
         "low", READ, lambda: replace(Reduction, "_advance_on_stream", _event_early)
+    ),
+    # backward is called on another stream than forward
+    "a backward that was called elsewhere ends there": Mutation(
+        "elsewhere", FREED, lambda: replace(D, "ending", _null)
+    ),
+    "the stream that called backward does not wait for its end": Mutation(
+        "elsewhere",
+        READ,
+        lambda: replace(D, "ending", lambda self, compute: self.module.stream(compute)),
     ),
     # pipelines
     "a stage's gather between forward and backward is not waited for": Mutation(

@@ -113,7 +113,8 @@ class _NoRecorder:
 
     def __init__(self, device: Any) -> None:
         self.device = self
-        self.Event = device.Event
+        self.Event, self.stream = device.Event, device.stream
+        self.current_stream = device.current_stream
         self._device = device
 
     def Stream(self, name: str) -> Any:  # noqa: N802 (as on devices)

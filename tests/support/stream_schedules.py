@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2.sharding.bucket
 from fsdp2 import CommPolicy, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.testing import Recorder, UsedAfterFreeError, recording
+from fsdp2.testing.device import SimulatedDevice
 
 DIM = 4
 VOCABULARY = 8
@@ -70,6 +71,7 @@ class Micro:
     rewrites: bool = False  # those that are sharded then
     meddles: str | None = None  # then too, with what is kept: "writes" or "unkeeps" it
     wastes: bool = False  # calls the first layer once more, for nothing
+    elsewhere: bool = False  # backward is called on another stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,31 @@ class _Fails(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.control["fails"] == "backward":
             raise Boom
+        return grad, None
+
+
+class _OnForwardsStream(torch.autograd.Function):
+    """Identity on a loss: the rest of its backward is on the simulated stream of its forward.
+
+    As autograd does with real ones, which calls what ends a backward on the caller's stream.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, device: SimulatedDevice) -> Tensor:
+        ctx.device, ctx.stream = device, device.current_stream()
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        device, stream, caller = ctx.device, ctx.stream, ctx.device.current_stream()
+
+        def go_back() -> None:
+            device._current = caller
+            caller.wait_stream(stream)
+
+        stream.wait_stream(caller)
+        device._current = stream
+        torch.autograd.Variable._execution_engine.queue_callback(go_back)
         return grad, None
 
 
@@ -406,10 +433,26 @@ class Training:
         if micro.meddles == "unkeeps":
             model.set_keep_frozen_gathered(0)
         try:
-            loss.backward()
+            self.backward(loss, micro)
         finally:
             if micro.meddles == "unkeeps":
                 model.set_keep_frozen_gathered(self.plan.keep_frozen)
+
+    def backward(self, loss: Tensor, micro: Micro) -> None:
+        if not micro.elsewhere or self.plan.host:
+            loss.backward()
+            return
+        device = self.recorder.device
+        if isinstance(device, SimulatedDevice):
+            loss = _OnForwardsStream.apply(loss, device)
+        compute, stream = device.current_stream(), device.Stream("elsewhere")
+        stream.wait_stream(compute)
+        with device.stream(stream):
+            loss.backward()
+            if micro.last and micro.sync and micro.all_reduce:  # there, gradients may be read
+                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+                self.seen += [grad._local_tensor.sum() for grad in grads]
+        compute.wait_stream(stream)
 
     def pipeline(self, actions: str) -> None:
         """A stage of a zero-bubble schedule: gradients of weights are computed apart, later.
@@ -540,7 +583,8 @@ def plan_of(seed: int) -> Plan:
         steps=tuple(_step(draw, len(layers)) for _ in range(draw.randint(2, 4))),
     )
     plan = used_once(plan) if plan.in_backward else plan
-    return meddling(plan, draw) if plan.keep_frozen == 10**9 else plan
+    plan = meddling(plan, draw) if plan.keep_frozen == 10**9 else plan
+    return calling_elsewhere(plan, draw)
 
 
 SCHEDULES = ("FIW", "FFIIWW", "FIFIWW", "FIWFIW", "FFIFIWIWW", "FIWFFIIWW")
@@ -583,6 +627,16 @@ def meddling(plan: Plan, draw: random.Random) -> Plan:
     steps = [
         dataclasses.replace(s, thaws=False, micros=tuple(map(meddle, s.micros))) for s in plan.steps
     ]
+    return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def calling_elsewhere(plan: Plan, draw: random.Random) -> Plan:
+    """Call some backwards on another stream."""
+
+    def call(micro: Micro) -> Micro:
+        return dataclasses.replace(micro, elsewhere=draw.random() < 0.2)
+
+    steps = [dataclasses.replace(s, micros=tuple(map(call, s.micros))) for s in plan.steps]
     return dataclasses.replace(plan, steps=tuple(steps))
 
 

@@ -91,6 +91,11 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         self.now = max(self.now, other.now)
 
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         pass
 

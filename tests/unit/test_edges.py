@@ -45,7 +45,8 @@ ALLOWED = {
     "comm/means.py": "operation",
     "comm/wire.py": "op self.group",
     # The same: device modules with their streams and events.
-    "comm/streams.py": "Event Kept _simulated module then_on works device_module() compute()",
+    "comm/streams.py": "Event Kept _simulated module compute then_on works device_module() "
+    "compute()",
     # The same: autograd's engine, nodes and contexts; modules' dictionaries; what hooks are given.
     "sharding/parameter_hooks.py": "key hook",
     "runtime/freed_params.py": "ctx func types args kwargs "

@@ -19,7 +19,8 @@ def test_a_capture_ends_with_every_stream_forked_and_joined(capturing: bool) -> 
     device = SimulatedDevice(events.append)
     streams = DeviceStreams(torch.device("cpu"), device)
     device.capturing = capturing
-    streams.join_capture()
+    with streams.ending(streams.compute):
+        pass
     recorded: dict[int, str] = {}
     forked, joined = set(), set()
     for event in events:
