@@ -106,6 +106,10 @@ MEMORY = (
     ),
     *_names("whether `.data` of a DTensor was set, in vain", "torch._C._storage_address"),
     *_names(
+        "streams that users record on shards and gradients (``record_stream``)",
+        "torch._C.DispatchKey",
+    ),
+    *_names(
         "shards cannot be shared with other processes: an error instead of old values",
         "torch.UntypedStorage._share_fd_cpu_",
         "torch.UntypedStorage._share_filename_cpu_",

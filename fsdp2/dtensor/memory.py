@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -24,11 +25,37 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
-    start = tensor.storage_offset() * tensor.itemsize
-    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    start, whole = tensor.storage_offset() * tensor.itemsize, tensor.untyped_storage()
+    storage: Any = whole[start : start + tensor.nbytes]
     for name in _SHARING:
         setattr(storage, name, _refuse_to_share)
+    if not tensor.is_cpu:
+        storage.part_of = whole
+        _honour_record_stream()
     return storage
+
+
+@functools.cache
+def _honour_record_stream() -> object:
+    """Let ``record_stream`` of a part record the memory that the part is in.
+
+    Caching allocators know what they gave out, and say nothing when they are asked for anything
+    else: the memory would be given out again while the user's stream reads it.
+    """
+    # Below Python and autograd, where calls of the method, of the operator, and of both by tensor
+    # subclasses come by; torch has nothing of its own there.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", _record_stream, "BackendSelect", with_keyset=True)
+    return library  # kept by the cache: the kernel goes with it
+
+
+def _record_stream(keys: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
+    record = torch.ops.aten.record_stream.default
+    record.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), tensor, stream)
+    whole: Any = getattr(tensor.untyped_storage(), "part_of", None)
+    if whole is not None:
+        whole.is_recorded = True
+        record(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole), stream)
 
 
 # What `torch.multiprocessing` and ``share_memory_`` call on a storage. On the CPU they move it to

@@ -170,6 +170,8 @@ class GradientStore(Pack):
             return False  # it was freed without references, and none can be taken since
         if idle and self._count_storage_uses() != self._storage_uses:
             return True
+        if hasattr(self.storage, "is_recorded"):  # streams of the user's may use it still
+            return True
         if detached is None:
             return self._references(range(len(self.locals))) != self._baseline
         return self._references(detached) != [self._baseline[i] for i in detached]

@@ -387,6 +387,34 @@ def overwrite_what_is_free(like: torch.Tensor) -> list[torch.Tensor]:
 
 
 @cuda_only
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_of_gradients_waits_for_streams_that_were_recorded(
+    recorded: bool, device: str
+) -> None:
+    """The control shows that the memory is given out again otherwise."""
+    with simulated_mesh(4, 50e9, 1e-5, device_type=device) as mesh:
+        model = matrices(1, 4096).to(device)
+        shard(model, mesh=mesh)
+        model(batch(0, 4096, device)).square().mean().backward()
+        gradient = local(model[0].weight.grad)
+        expected = gradient.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            copied = torch.empty_like(gradient)
+            torch.cuda._sleep(100_000_000)  # cycles, about 50 ms
+            copied.copy_(gradient)
+        if recorded:
+            gradient.record_stream(side)
+        del gradient
+        model.zero_grad()
+        taken = overwrite_what_is_free(expected)
+        torch.cuda.synchronize()
+        assert torch.equal(copied, expected) == recorded
+        del taken
+
+
+@cuda_only
 def test_backward_on_another_stream_frees_nothing_that_is_being_reduced(device: str) -> None:
     """The reduction takes longer than the host needs to overwrite what backward has freed."""
     with simulated_mesh(4, 1e9, 50e-3, device_type=device) as mesh:

@@ -5,6 +5,8 @@ On the test device, whose streams run late at random, and whose freed memory is 
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,3 +105,74 @@ def _backward_elsewhere() -> None:
 def test_backward_may_be_called_on_another_stream_than_forward() -> None:
     """What it frees when it ends is the forward's, and may not be reduced yet."""
     run_on(2, _backward_elsewhere, device=testdev.NAME)
+
+
+def _copied_on_the_side(seed: int, *, size: int, drop: Callable[[Any], None]) -> list[Tensor]:
+    """What a stream of the user's reads of gradients that the user has dropped since."""
+    _delay(seed)
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(size, size), mesh=cached_mesh(2))
+    side, current, busy = _device().Stream(), _device().current_stream(), torch.zeros(8)
+    copies = []
+    for step in range(5):
+        model(torch.full((2, size), float(step))).square().sum().backward()
+        side.wait_stream(current)
+        for param in model.parameters():
+            gradient = param.grad.to_local()
+            with _device().stream(side):
+                for _ in range(20):
+                    busy.add_(1)
+                copies.append(gradient + 0)
+            gradient.record_stream(side)
+        del gradient
+        drop(model)
+    _device().synchronize()
+    return [copy.cpu() for copy in copies]
+
+
+def _zero_grad(model: Any) -> None:
+    model.zero_grad()
+
+
+def _set_to_none(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def _recorded_gradients(size: int, drop: Callable[[Any], None]) -> None:
+    wanted = _copied_on_the_side(0, size=size, drop=drop)
+    assert all(each.isfinite().all() for each in wanted)
+    for seed in SEEDS:
+        assert all(map(torch.equal, _copied_on_the_side(seed, size=size, drop=drop), wanted)), seed
+
+
+@pytest.mark.parametrize("drop", [_zero_grad, _set_to_none])
+@pytest.mark.parametrize("size", [8, 512])
+def test_a_stream_that_was_recorded_may_read_gradients_after_they_are_dropped(
+    size: int, drop: Callable[[Any], None]
+) -> None:
+    """Also of small ones, which keep their memory from step to step."""
+    run_on(2, _recorded_gradients, device=testdev.NAME, size=size, drop=drop)
+
+
+def _recorded_shard() -> None:
+    for seed in SEEDS:
+        _delay(seed)
+        model: Any = fully_shard(nn.Linear(512, 512), mesh=cached_mesh(2))
+        shard = model.weight.to_local().detach()
+        wanted = shard.cpu()
+        side = _device().Stream()
+        side.wait_stream(_device().current_stream())
+        with _device().stream(side):
+            for _ in range(4):
+                torch.zeros(8).add_(1)
+            copy = shard + 0
+        torch.ops.aten.record_stream(shard, side)
+        del shard, model
+        gc.collect()
+        _device().synchronize()
+        assert torch.equal(copy.cpu(), wanted), seed
+
+
+def test_a_stream_that_was_recorded_may_read_a_shard_after_its_model_is_gone() -> None:
+    run_on(2, _recorded_shard, device=testdev.NAME)

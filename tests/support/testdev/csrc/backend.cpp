@@ -13,9 +13,9 @@ Stream& this_stream() { return stream(current_stream()); }
 
 // ----------------------------------------------------------------------------- allocators
 
-namespace {
-
 void delete_block(void* block) { release(static_cast<Block*>(block)); }
+
+namespace {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {

@@ -24,6 +24,8 @@ at::Tensor empty_on_device(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes);
 
+void delete_block(void* block);  // the deleter of what the allocator gives out
+
 // The generator of the device. Every operator that draws numbers takes one seed from it when it is
 // called, so results do not depend on when streams run.
 const at::Generator& default_generator();

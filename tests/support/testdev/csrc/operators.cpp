@@ -436,8 +436,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, at::Stream on) {
-  auto* block = static_cast<Block*>(self.storage().data_ptr().get_context());
-  if (block) record_use(block, on.id());
+  // As CUDA's allocator: what it did not give out, such as a part of a storage, it passes over.
+  const auto& data = self.storage().data_ptr();
+  if (data.get_context() && data.get_deleter() == &delete_block)
+    record_use(static_cast<Block*>(data.get_context()), on.id());
 }
 
 // --------------------------------------------------------- operators under another name
