@@ -12,13 +12,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
 from .deferred_reductions import DeferredReductions
-from .param_group import ParamGroup
+from .param_group import ParamGroup, requires_grad_of
 from .reduction import Reduction, reduced_without_graph
 from .unit_config import UnitConfig
 
@@ -78,13 +77,14 @@ class UnitGrads:
         # it would outlive its graph, and add for the next one on the stream of its own forward.
         # Usually the first answer ends it.
         answer = None
-        for param in self._param_group.in_graph:
-            if param.requires_grad:  # else it was frozen since
+        with torch.enable_grad():
+            for param in filter(requires_grad_of, self._param_group.in_graph):  # not frozen since
                 try:
-                    if will_run(get_gradient_edge(param).node):
-                        return True
+                    view: Any = param.view_as(param).grad_fn
                 except NotImplementedError:  # not every tensor subclass has views
                     continue
+                if will_run(view.next_functions[0][0]):
+                    return True
                 answer = False
         return answer
 

@@ -61,7 +61,7 @@ ALLOWED = {
     "take_overrides()",
     "runtime/requested_gradients.py": "inputs outputs run args kwargs "
     "_asking_for() _backward() _grad() run()",
-    "runtime/unit_grads.py": "accumulator",
+    "runtime/unit_grads.py": "accumulator view",
 }
 
 
