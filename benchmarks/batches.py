@@ -1,8 +1,10 @@
 """How the gather of one block is batched, from 8 to 4,096 ranks: from the layout alone.
 
 No process group, no memory: models are on the meta device, and where each parameter lies is
-arithmetic on its shape. Beside the limit that there is, the one that would be there if it were on
-whole parameters, without a cap on their number.
+arithmetic on its shape. Hosts have 8 GPUs. For three ways of batching (the library's, everything
+from 64 KiB per rank on by itself, everything in one pack), the entries of the batched call, the
+rings that the fullest channel of NCCL runs one after the other, and the time of the gather and its
+copies by NCCL's own model (`nccl_model`): not measured.
 
     python -m benchmarks.batches [--write-docs]
 """
@@ -19,16 +21,15 @@ from torch import nn
 
 from fsdp2.describe.bucket_bytes import ParameterFacts, buckets_of
 from fsdp2.render.text import show_bytes
-from fsdp2.runtime.unit_config import direct_min_bytes_for
-from fsdp2.sharding.layout import BucketLayout
+from fsdp2.sharding.layout import DIRECT_MIN_BYTES
 
 from .machine import REPOSITORY
+from .nccl_model import Links, copy_seconds, deal, h100, seconds
 from .published_models import LlamaBlock
 from .report import row, write_readme
 
-NUM_RANKS = (8, 64, 512, 4096)
+NUM_RANKS = (8, 16, 64, 512, 4096)
 DTYPE = torch.bfloat16  # of computation, so of the gather
-WHOLE_MIN_BYTES = 256 * 1024  # the limit on whole parameters to compare with
 MARKERS = ("<!-- batches:begin -->", "<!-- batches:end -->")
 
 
@@ -52,11 +53,28 @@ def _expert(width: int, hidden: int) -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in pairs.items()})
 
 
+class GPT2Block(nn.Module):
+    """The parameters of a block of GPT-2."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+
 UNITS = {
     "Llama-3-8B block": lambda: LlamaBlock(4096, 14336, 32, 8),
     "Llama-3-70B block": lambda: LlamaBlock(8192, 28672, 64, 8),
     "128 experts, a module each": MixtureBlock,
+    "GPT-2 block": lambda: GPT2Block(768),
 }
+
+
+# By name in the table: `fully_shard`'s direct_min_bytes.
+WAYS: dict[str, int | None] = {"the rule": None, "from 64 KiB": DIRECT_MIN_BYTES, "packed": 1 << 60}
 
 
 @dataclass(frozen=True)
@@ -64,75 +82,65 @@ class Batch:
     """The gather of one unit.
 
     Attributes:
-        num_entries: collectives in the one batched call: direct parameters, and the pack.
-        smallest_slice: bytes that a rank sends of the smallest direct parameter; None: none is.
+        slices: bytes that a rank sends of each entry of the batched call: direct parameters, and
+            the pack.
         packed_bytes: of whole parameters that are copied to their places after the gather.
-        pack_slice: bytes that a rank sends of the pack.
+        links: between the ranks.
     """
 
-    num_entries: int
-    smallest_slice: int | None
+    slices: tuple[int, ...]
     packed_bytes: int
-    pack_slice: int
+    links: Links
+
+    @property
+    def num_rings(self) -> int:
+        """That the fullest channel runs one after the other."""
+        return max(map(len, deal(self.slices, self.links)))
+
+    @property
+    def seconds(self) -> float:
+        """Of the gather and of the copies, by NCCL's model."""
+        return seconds(self.slices, self.links) + copy_seconds(self.packed_bytes)
 
 
 def batch_of(unit: nn.Module, num_ranks: int, *, direct_min_bytes: int | None = None) -> Batch:
-    """How `fsdp2.fully_shard` batches the gather of ``unit``."""
-    layout = _layout(unit, num_ranks, direct_min_bytes_for(direct_min_bytes))
-    slices = [layout.slots[i].shard_numel * DTYPE.itemsize for i in layout.direct]
-    return Batch(
-        num_entries=len(slices) + bool(layout.pack_numel),
-        smallest_slice=min(slices, default=None),
-        packed_bytes=sum(prod(layout.slots[i].shape) for i in layout.packed) * DTYPE.itemsize,
-        pack_slice=layout.pack_numel * DTYPE.itemsize,
-    )
-
-
-def _layout(unit: nn.Module, num_ranks: int, direct_min_bytes: int) -> BucketLayout:
+    """How `fsdp2.fully_shard` batches the gather of ``unit`` on hosts with 8 GPUs each."""
+    links = h100(num_ranks)
     params = [
         ParameterFacts(name, tuple(param.shape), param.dtype, param_dtype=DTYPE)
         for name, param in unit.named_parameters()
     ]
     (bucket,) = buckets_of(
-        params, num_ranks, 1, reduce_dtype=torch.float32, direct_min_bytes=direct_min_bytes
+        params,
+        num_ranks,
+        1,
+        reduce_dtype=torch.float32,
+        direct_min_bytes=direct_min_bytes,
+        num_hosts=links.num_hosts,
     )
-    return bucket.layout
-
-
-def limit_on_whole(unit: nn.Module, num_ranks: int) -> tuple[int, int]:
-    """Entries and the smallest slice if whole parameters from `WHOLE_MIN_BYTES` on were direct."""
-    sizes = [param.numel() * DTYPE.itemsize for param in unit.parameters()]
-    direct = [size // num_ranks for size in sizes if size >= WHOLE_MIN_BYTES]
-    return len(direct) + (len(direct) < len(sizes)), min(direct)
+    layout, size = bucket.layout, DTYPE.itemsize
+    slices = [layout.slots[i].shard_numel * size for i in layout.direct]
+    pack = [layout.pack_numel * size] if layout.pack_numel else []
+    packed = sum(prod(layout.slots[i].shape) for i in layout.packed) * size
+    return Batch((*slices, *pack), packed, links)
 
 
 def table() -> str:
     """The table, in Markdown."""
-    header = [
-        "gather of", "ranks", "parameters", "entries", "smallest direct slice", "slice of the pack",
-        "packed, of all", "entries, limit on the whole", "smallest direct slice",
-    ]  # fmt: skip
+    columns = ("entries", "rings", "µs")
+    header = ["gather of", "ranks", "packed, of all"]
+    header += [f"{way}: {column}" for way in WAYS for column in columns]
     lines = [row(header), row(["---"] + ["---:"] * (len(header) - 1))]
     for name, make in UNITS.items():
         with torch.device("meta"):
             unit = make()
-        numels = [param.numel() for param in unit.parameters()]
-        whole_bytes = show_bytes(sum(numels) * DTYPE.itemsize)
+        whole = sum(param.numel() for param in unit.parameters()) * DTYPE.itemsize
         for num_ranks in NUM_RANKS:
-            batch = batch_of(unit, num_ranks)
-            smallest = batch.smallest_slice
-            entries, other = limit_on_whole(unit, num_ranks)
-            cells = [
-                name,
-                f"{num_ranks:,}",
-                str(len(numels)),
-                str(batch.num_entries),
-                "-" if smallest is None else show_bytes(smallest),
-                show_bytes(batch.pack_slice),
-                f"{show_bytes(batch.packed_bytes)} of {whole_bytes}",
-                str(entries),
-                show_bytes(other),
-            ]
+            ways = [batch_of(unit, num_ranks, direct_min_bytes=least) for least in WAYS.values()]
+            packed = f"{show_bytes(ways[0].packed_bytes)} of {show_bytes(whole)}"
+            cells = [name, f"{num_ranks:,}", packed]
+            for way in ways:
+                cells += [str(len(way.slices)), str(way.num_rings), f"{way.seconds * 1e6:,.0f}"]
             lines.append(row(cells))
     return "\n".join(lines)
 

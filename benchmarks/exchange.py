@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp2.comm.host_links import host_links
 from fsdp2.comm.host_reads import HostReads
 from fsdp2.comm.messages import Messages
-from fsdp2.runtime.unit_config import direct_min_bytes_for
+from fsdp2.sharding.layout import DIRECT_MIN_BYTES
 
 from . import machine
 from .choosing import describe
@@ -69,7 +69,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def tensors_of(size: int, num_ranks: int) -> int:
     """Of how many tensors a collective of ``size`` bytes consists in a step."""
-    direct = size // NUM_TENSORS // num_ranks >= direct_min_bytes_for(None)
+    direct = size // NUM_TENSORS // num_ranks >= DIRECT_MIN_BYTES
     return NUM_TENSORS if direct else 1
 
 

@@ -98,7 +98,9 @@ def fully_shard(
         direct_min_bytes: a parameter whose shard is at least this many bytes (in the compute
             dtype) is gathered straight into place; smaller ones are packed, which costs a copy and
             saves messages. 0 gathers every eligible parameter directly, a huge number none. At
-            most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB.
+            most 128 parameters of a bucket, the largest, are gathered directly. None: 64 KiB; on
+            accelerators also packs the smallest 1/16 of a unit's bytes, and between hosts all of it
+            where that is faster (docs/design.md, "Batches").
         comm_policy: send weights and gradients in fewer bytes. None: in full.
         shard_granularity: rows per block (entries along the dim that is sharded), or a function of
             the parameter that returns them: the shards of all ranks consist of whole blocks,

@@ -43,6 +43,11 @@ class CommOptions:
     memory: str | None = None
     policy: CommPolicy | None = None
 
+    @property
+    def gathers_flat(self) -> bool:
+        """Whether a gather of a bucket is one message, however many parameters are direct."""
+        return not (self.all_gather is self.memory is self.policy is None)
+
 
 class MeshTransports:
     """Transports over the groups of ``mesh``; None over a group of one rank.

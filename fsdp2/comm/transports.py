@@ -17,6 +17,7 @@ adds in rank order, and needs no padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary, finalize
 
@@ -31,11 +32,11 @@ from torch.distributed.distributed_c10d import (
 from ..common.failures import explained
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
-from ..sharding.process_groups import native_backend, own_group
+from ..sharding.process_groups import native_backend, num_hosts, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .exchange import Exchange
 from .host_links import forget_tags
-from .means import Mean, as_real, mean_over
+from .means import as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for
 
 # Most ranks that exchange data in pairs: a number that all ranks know, for all sizes. It follows
@@ -83,9 +84,11 @@ def make_transport(
     Args:
         sum_only: reduce with SUM and divide afterwards.
     """
-    if backend_name(group, device) == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
+    backend = backend_name(group, device)
+    if backend == "gloo" and group.size() <= EXCHANGE_MAX_RANKS:
         return Exchange(group, reads=True)
-    return GroupTransport(group, device, sum_only=sum_only)
+    hosts = num_hosts(group) if backend == "nccl" else None
+    return GroupTransport(group, device, sum_only=sum_only, num_hosts=hosts)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -128,19 +131,14 @@ def separate_group(
     # Collectives of one communicator of an accelerator (NCCL's, say) run one after the other, even
     # on two streams: reduce-scatters would wait for prefetched all-gathers.
     if wanted is None:
-        wanted = _takes_turns(group, device)
+        # gloo has threads and tags; in a group written in Python nothing is known to take turns.
+        backend = None if device.type == "cpu" else native_backend(group, device)
+        wanted = backend is not None and backend.name().lower() not in ("gloo", "fake")
     if not wanted or backend_name(group, device) == "mpi":
         return group
     if group not in _separate_groups:
         _separate_groups[group] = own_group(group, device, "fsdp2_reduce_scatter")
     return _separate_groups[group]
-
-
-def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the collectives of ``group`` run one after the other, on whatever stream."""
-    # gloo has threads and tags; in a group written in Python nothing is known to take turns.
-    backend = None if device.type == "cpu" else native_backend(group, device)
-    return backend is not None and backend.name().lower() not in ("gloo", "fake")
 
 
 def take_tags(groups: Sequence[dist.ProcessGroup], count: int, owner: object = None) -> int:
@@ -224,11 +222,17 @@ class GroupTransport:
     coalesces = True
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, sum_only: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        sum_only: bool = False,
+        num_hosts: int | None = None,
     ) -> None:
+        """``sum_only``, ``num_hosts``: as of `mean_over`."""
         self.group = group
         self.stream_ordered = device_module(device) is not None
-        self._size, self._sum_only = group.size(), sum_only
+        self._mean = partial(mean_over, group.size(), sum_only=sum_only, num_hosts=num_hosts)
         host = not self.stream_ordered
         self._gather_options = AllgatherOptions()
         self._reduce_options = ReduceScatterOptions()
@@ -288,20 +292,16 @@ class GroupTransport:
                 inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.copied_in:
             staged = copy_in(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
-            if mean.before != 1:
-                mean.begin([staged])
+            mean.begin([staged])
             inputs.append(staged)
-        if dtype.is_complex:
-            inputs = [as_real(tensor) for tensor in inputs]
-        sums = [as_real(out) for out in outs] if dtype.is_complex else outs
+        inputs, sums = [as_real(t) for t in inputs], [as_real(out) for out in outs]
         self._reduce_options.reduceOp = mean.operation
         work = self._reduce(sums, inputs, self._reduce_options)
 
         def finish() -> None:
             wait_for([work])
             inputs.clear()
-            if mean.after != 1:
-                mean.finish(outs)
+            mean.finish(outs)
 
         return ended(finish, stream_ordered=self.stream_ordered)
 
@@ -319,9 +319,6 @@ class GroupTransport:
             mean.finish(tensors)
 
         return ended(finish, stream_ordered=self.stream_ordered)
-
-    def _mean(self, dtype: torch.dtype) -> Mean:
-        return mean_over(self._size, dtype, sum_only=self._sum_only)
 
 
 def _all_as(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -286,7 +286,8 @@ def buckets_of(
     num_replicas: int,
     *,
     reduce_dtype: torch.dtype | None,
-    direct_min_bytes: int,
+    direct_min_bytes: int | None,
+    num_hosts: int | None = None,
     exchanged: bool = False,
     offloaded: bool = False,
     comm_policy: CommPolicy | None = None,
@@ -298,7 +299,8 @@ def buckets_of(
         params: the parameters of one unit, in order.
         num_shards, num_replicas: sizes of the mesh.
         reduce_dtype: ``reduce_dtype`` of the mixed-precision policy.
-        direct_min_bytes: as in `fully_shard`; not None.
+        direct_min_bytes: as in `fully_shard`.
+        num_hosts: as of `direct_limit`.
         exchanged: see `BucketFacts`.
         offloaded: whether shards are in host memory.
         comm_policy: as in `fully_shard`.
@@ -318,6 +320,7 @@ def buckets_of(
             shards,
             itemsizes=(gather.itemsize, orig.itemsize, reduce.itemsize),
             direct_min_bytes=direct_min_bytes,
+            num_hosts=num_hosts,
         )
         buckets.append(
             BucketFacts(

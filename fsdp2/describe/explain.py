@@ -31,7 +31,6 @@ from ..policy import (
 )
 from ..runtime.root import last_order
 from ..runtime.unit import Unit, units_in
-from ..runtime.unit_config import direct_min_bytes_for
 from ..wrap import UnitDescription, units_of
 from .bucket_bytes import BucketFacts, ParameterFacts, buckets_of
 from .explanation import Explanation, ParameterReport, Totals, UnitReport
@@ -67,8 +66,8 @@ def explain(
         device_type: with ``mesh_shape``, the device type, which determines the transport;
             ``"cpu"`` means gloo.
         ranks_per_node: with ``mesh_shape``, the ranks of each host, which are numbered host by
-            host. The report then says what goes to other hosts. A sharded model over gloo knows
-            where its ranks are from its first forward on.
+            host; None: all are on one. The report then says what goes to other hosts. A sharded
+            model over gloo knows where its ranks are from its first forward on.
 
     Returns:
         The numbers; print it for a table.
@@ -183,18 +182,22 @@ def _draft(
         )
         for name in unit.params
     ]
-    least = direct_min_bytes_for(to.direct_min_bytes)
+    topology = _topology(to, num_shards, num_replicas)
+    num_hosts: int | None = 1 if topology is None else topology.ring("shard").num_nodes
+    if to.device_type == "cpu" or to.comm_policy is not None:
+        num_hosts = None  # as `ParamGroup.make_buckets`
     few = max(num_shards, num_replicas) <= EXCHANGE_MAX_RANKS
     buckets = buckets_of(
         params,
         num_shards,
         num_replicas,
         reduce_dtype=to.mp_policy.reduce_dtype,
-        direct_min_bytes=least,
+        direct_min_bytes=to.direct_min_bytes,
+        num_hosts=num_hosts,
         exchanged=to.device_type == "cpu" and few,
         offloaded=to.offload and to.device_type != "cpu",
         comm_policy=to.comm_policy,
-        topology=_topology(to, num_shards, num_replicas),
+        topology=topology,
     )
     reshard = None
     if to.strategy.sharded:

@@ -7,12 +7,13 @@ and held.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..comm.means import BLOCK_NUMEL, cut_length
+from ..comm.means import BLOCK_NUMEL, cut_length, mean_over
 from ..comm.topology import Places, Sent
 from ..comm.transports import EXCHANGE_MAX_RANKS, Exchange, Finish, GroupTransport, done, ended
 from ..sharding.bucket import Bucket
@@ -168,10 +169,9 @@ class _CountingCollectives(_CountingExchange):
     def __init__(self, replay: ReplayState, device: torch.device, size: int, group: str) -> None:
         super().__init__(replay, device, size, group)
         self.stream_ordered = device.type != "cpu"
-        self._size, self._sum_only = size, False
+        self._mean = partial(mean_over, size, sum_only=False)
 
     exchanges = False
-    _mean = GroupTransport._mean
     coalesces = GroupTransport.coalesces
     must_copy_in = GroupTransport.must_copy_in
     casts = GroupTransport.casts

@@ -461,6 +461,10 @@ class CountedParamGroup(ParamGroup):
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
 
+    def num_hosts(self, group: Any) -> int:
+        """Of the ranks of the group with this name."""
+        return 1 if group is None else self.replay.topology.ring(group).num_nodes
+
     def take_freezing(self) -> bool:
         """Nobody freezes anything here."""
         return False

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..api.shard_model import shard_model
-from ..runtime.unit_config import DIRECT_MIN_BYTES
+from ..sharding.layout import DIRECT_MIN_BYTES
 from .curves import Points, rising
 from .in_steps import added, wait_for
 
@@ -61,7 +61,9 @@ class Unit:
         made = _Unit(nbytes // 4, num_params, self.device)
         self._numels = [p.numel() for p in made.weights]
         strategy = "grad" if sharded else "none"
-        self.model: Any = shard_model(made, mesh, strategy=strategy, wrap="root")
+        self.model: Any = shard_model(
+            made, mesh, strategy=strategy, wrap="root", direct_min_bytes=DIRECT_MIN_BYTES
+        )
         self.group = mesh.get_group()
         self.step()  # the first finds out the order of units
 

@@ -144,7 +144,7 @@ class Simulator:
     ) -> StagesReplay:
         """What `run` gives times."""
         with one_collection():
-            setup = self._on_device(setup)
+            setup = self._on_hardware(setup)
             cost = self._cost_of_optimizer(trace, setup)
             made = replay(trace, setup, optimizer=cost, **self._replay_options(keep_samples))
             return StagesReplay(made, [], [], cost, trace.flops * setup.micro_batches)
@@ -164,7 +164,7 @@ class Simulator:
             sends_late, holds_sent: as in `replay_rank`.
         """
         with one_collection():
-            parts = [part._replace(setup=self._on_device(part.setup)) for part in parts]
+            parts = [part._replace(setup=self._on_hardware(part.setup)) for part in parts]
             costs = [self._cost_of_optimizer(part.trace, part.setup) for part in parts]
             cost = sum_of_placed(costs)
             made, starts, ends = replay_rank(
@@ -185,14 +185,14 @@ class Simulator:
 
     def send_s(self, nbytes: int, setup: Setup) -> float:
         """The time in which a stage sends ``nbytes`` to the next."""
-        topology = replace(setup.topology, ranks_per_node=self.hardware.ranks_per_node)
+        ring = self._on_hardware(setup).topology.ring("pipeline")
         work = Transfer("send", "pipeline", nbytes, nbytes, 1, "")
-        return transfer_cost(work, topology.ring("pipeline"), self.hardware).total_s
+        return transfer_cost(work, ring, self.hardware).total_s
 
-    def _on_device(self, setup: Setup) -> Setup:
-        if self.hardware.host_ordered:
-            return replace(setup, device_type=self.hardware.device_type)
-        return setup
+    def _on_hardware(self, setup: Setup) -> Setup:
+        hardware = self.hardware
+        kind = hardware.device_type if hardware.host_ordered else setup.device_type
+        return replace(setup, device_type=kind, ranks_per_node=hardware.ranks_per_node)
 
     def _replay_options(self, keep_samples: bool) -> dict[str, bool]:
         return {

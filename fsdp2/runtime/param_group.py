@@ -24,11 +24,12 @@ from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.initial_values import InitialValues, whole_of
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
+from ..sharding.process_groups import num_hosts
 from ..sharding.reduce_plan import ReducePlan
 from ..sharding.tensor_subclass import inner_tensors
 from .frozen_cache import mixes_frozen
 from .registration import Registration
-from .unit_config import UnitConfig, direct_min_bytes_for
+from .unit_config import UnitConfig
 from .unwritten import Mark
 
 # Parameters of one bucket have the same mesh, dtypes of computation, shards and gradients (set, and
@@ -65,6 +66,7 @@ class ParamGroup:
     """
 
     bucket_type: type[Bucket] = Bucket  # `fsdp2.estimation` has one without memory
+    num_hosts = staticmethod(num_hosts)  # and knows them of groups that are planned
 
     def __init__(
         self,
@@ -229,6 +231,7 @@ class ParamGroup:
     def make_buckets(self) -> None:
         """Plan where every parameter lies; the buckets have no storage yet."""
         config, policy = self._config, self._config.mp_policy
+        batches = self.device.type != "cpu" and not config.comm_options.gathers_flat
         self.check_comm_policy(self.params, config.comm_options)
         groups: dict[_Kind, list[ShardedParam]] = {}
         for param in self.params:
@@ -253,7 +256,8 @@ class ParamGroup:
                 device=self.device,
                 shard_device=torch.device("cpu") if config.offload else self.device,
                 pin_memory=config.pins_memory(self.device),
-                direct_min_bytes=direct_min_bytes_for(config.direct_min_bytes),
+                direct_min_bytes=config.direct_min_bytes,
+                num_hosts=self.num_hosts(mesh.shard_group) if batches else None,
             )
             for (mesh, gather_dtype, _, _, _, alone), params in groups.items()
         ]
@@ -323,6 +327,8 @@ class ParamGroup:
             ValueError: if the parameters cannot be sent so.
         """
         self.check_comm_policy(self.params, options)
+        flat = self._config.comm_options.gathers_flat
+        self.dirty |= self.device.type != "cpu" and options.gathers_flat != flat
         self._config.comm_options = options
         # Transports are made with these options, and the plans of reductions depend on transports:
         # on what these must copy in, and cast.

@@ -18,17 +18,6 @@ from ..comm.streams import Streams
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .frozen_cache import KeepFrozen
 
-# A parameter of which a rank sends fewer bytes is packed with others. Both costs of a direct one, a
-# message to each peer or an entry of a batched collective (a ring of as many steps as there are
-# ranks), and those of a packed one, a copy of all slices, grow with the number of ranks, so the
-# limit is of a slice. docs/design.md has the reasons for this number.
-DIRECT_MIN_BYTES = 64 * 1024
-
-
-def direct_min_bytes_for(chosen: int | None) -> int:
-    """From how many bytes per rank a parameter is gathered by itself: ``chosen``, or the usual."""
-    return DIRECT_MIN_BYTES if chosen is None else chosen
-
 
 @dataclass
 class UnitConfig:

@@ -235,7 +235,8 @@ class Bucket:
         device: torch.device,
         shard_device: torch.device,
         pin_memory: bool,
-        direct_min_bytes: int,
+        direct_min_bytes: int | None,
+        num_hosts: int | None,
     ) -> None:
         self.params = tuple(params)
         self.mesh = mesh
@@ -257,6 +258,7 @@ class Bucket:
             mesh.num_shards,
             itemsizes=self.itemsizes,
             direct_min_bytes=direct_min_bytes,
+            num_hosts=num_hosts,
             granularities=[p.granularity for p in params],
         )
         # Whether gathering is the identity. Then parameters compute on the shards themselves: there

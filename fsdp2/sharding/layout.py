@@ -17,8 +17,7 @@ Sharding on dim-0 makes a rank's rows one contiguous range of the parameter, and
 row order. So a *direct* parameter is gathered straight into its final place, one output per
 parameter, and rows that the last ranks lack are only padding behind its end. *Packed* parameters
 travel together in one gather and are copied to their places, since tens of collectives of a few
-kilobytes cost more than copying them. What decides is the slice that one rank sends, not the whole
-parameter: the more ranks there are, the smaller the slices, and a ring needs more steps for each.
+kilobytes cost more than copying them. `direct_limit` decides which are.
 A direct shard is a multiple of 16 bytes long in every dtype it is used in, so every slice of a
 collective starts on 16 bytes (NCCL is an order of magnitude slower otherwise) and there are no gaps
 between direct shards.
@@ -29,16 +28,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
 from ..dtensor.boxes import entries_per_part
 
 ALIGN_BYTES = 16  # of every slice of a collective
 GATHERED_ALIGN_BYTES = 256  # of every whole parameter: what kernels get from allocators otherwise
+# From how many bytes of the slice that one rank sends a parameter may be direct. What that costs (a
+# message to each peer, or a ring of as many steps as there are ranks) and what a pack costs (a copy
+# of all slices) grow alike with the number of ranks, so the limit is of a slice.
+DIRECT_MIN_BYTES = 64 * 1024
 # Most direct parameters of a bucket; if there are more, the largest. Each is one entry of a batched
 # collective, which the host prepares one by one (a few us each) and the device runs on its few
 # channels one after the other. A block with 128 experts, a module each, has 384 matrices of them.
 MAX_DIRECT = 128
+# What `direct_limit` goes by: the channels over which NCCL deals out a batch, at least; by NCCL's
+# own model, the seconds of a ring and of each of its steps, in a host and between hosts; the bytes
+# per second that a GPU reads and writes (a copy does both).
+CHANNELS = 16
+RING_S, NODE_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6
+MEMORY_BYTES_PER_S = 2.5e12
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ def plan_bucket(
     num_shards: int,
     *,
     itemsizes: Sequence[int],
-    direct_min_bytes: int,
+    direct_min_bytes: int | None = None,
+    num_hosts: int | None = None,
     granularities: Sequence[int] | None = None,
 ) -> BucketLayout:
     """Lay out the parameters of a bucket.
@@ -162,6 +172,8 @@ def plan_bucket(
             all-gather first.
         direct_min_bytes: a parameter whose slice, which one rank sends, has fewer bytes (in the
             dtype of the all-gather) is packed. Of the others the `MAX_DIRECT` largest are direct.
+            None: as `direct_limit` says.
+        num_hosts: as of `direct_limit`.
         granularities: of how many entries along its dim the shards of each consist; None: 1.
 
     Returns:
@@ -174,6 +186,9 @@ def plan_bucket(
     cuts = list(zip(shapes, dims, blocks, strict=True))
     chunks = [_chunk(shape, dim, num_shards, block) for shape, dim, block in cuts]
     shard_numels = [_shard_numel(*args) for args in zip(shapes, dims, chunks, strict=True)]
+    if direct_min_bytes is None:
+        slices = [numel * itemsizes[0] for numel in shard_numels]
+        direct_min_bytes = direct_limit(slices, num_shards, num_hosts)
 
     def may_be_direct(i: int) -> bool:
         # A shard of another length is not rounded up: the padding would lie between the rows of two
@@ -216,6 +231,43 @@ def plan_bucket(
         shard_offset += _round_up(shard_numels[i], align if place < len(direct) else 1)
         full_offset += _round_up(full_numel, full_align)
     return _finish(num_shards, slots, shard_offset, full_offset, align)
+
+
+def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -> int:
+    """From how many bytes of its slice on a parameter of a bucket is direct.
+
+    NCCL deals the bytes of a batch out to its channels evenly, small entries first. A channel runs
+    its parts of several entries one after the other, each a ring through all ranks. So
+
+    - the smallest entries, all of which the first channel gets, are packed: those that come to a
+      channel's part of the bytes. Copying these few costs less than their rings.
+    - between hosts, where a ring is long, everything is packed where the rings that the others add
+      take longer than copying them. (Within a host, large ones stay direct: a ring is short there,
+      and copies take memory, and bandwidth from what computes.)
+
+    Args:
+        slices: bytes that a rank sends of each parameter.
+        num_hosts: on which the ranks are; None: no batch of NCCL, since the host orders messages
+            (gloo), or all direct parameters are one message (`CommOptions.gathers_flat`).
+
+    Returns:
+        The limit; a pure function of the arguments, so every rank computes the same.
+    """
+    limit = DIRECT_MIN_BYTES
+    if num_hosts is None:
+        return limit
+    part = sum(slices) / CHANNELS
+    for size in set(slices):
+        if sum(nbytes for nbytes in slices if nbytes <= size) <= part:
+            limit = max(limit, size + 1)
+    direct = [nbytes for nbytes in slices if nbytes >= limit]
+    if num_hosts == 1 or not direct:
+        return limit
+    # So many of the smallest ones fit into a part, which ends inside one more.
+    more_rings = ceil(part / min(direct))
+    steps_s = (num_ranks - num_hosts) * NODE_STEP_S + (num_hosts - 1) * NETWORK_STEP_S
+    copies_s = 2 * num_ranks * sum(direct) / MEMORY_BYTES_PER_S
+    return max(direct) + 1 if more_rings * (RING_S + steps_s) > copies_s else limit
 
 
 def secondary_layout(

@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
+import socket
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..common.failures import explained
+from ..common.host import boot_id
 
 # Backends with nothing to connect ahead of time: gloo connects when a group is made.
 _CONNECTED = ("gloo", "fake", "mpi")
@@ -60,7 +64,7 @@ def own_group(
             group = _split(beside, device, purpose, [theirs.index(rank) for rank in chosen])
         else:
             group = _fresh(beside, device, purpose, chosen, connect)
-        _register(group, chosen)
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(chosen)}
         if connect:
             connect_group(group, device)
     return group
@@ -83,22 +87,35 @@ def native_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let ``group`` make its communicator now, by a small collective on the current stream."""
+    """Let ``group`` make its communicator now, by a small collective on the current stream.
+
+    In it the ranks tell each other on which hosts they are, for `num_hosts`.
+    """
     # NCCL makes it at the first collective: hundreds of megabytes of buffers. In the first step
     # that is at peak memory, and while other ranks are in other collectives.
     backend = None if device.type == "cpu" else native_backend(group, device)
-    if backend is None or backend.name().lower() in _CONNECTED or group in _is_connected:
+    if backend is None or backend.name().lower() in _CONNECTED or group in _num_hosts:
         return
+    # What NCCL tells hosts apart by. (Not LOCAL_WORLD_SIZE: that may differ between hosts, and what
+    # follows from their number may not.)
+    name = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id()}"
+    hosts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    hosts[group.rank()] = zlib.crc32(name.encode())
     options = c10d.AllreduceOptions()
     options.asyncOp = False
     with explained("the first collective of a process group", group), torch.no_grad():
-        work = group.allreduce([torch.zeros(1, device=device)], options)
+        work = group.allreduce([hosts], options)
         if work is not None:
             work.wait()
-    _is_connected.add(group)
+    _num_hosts[group] = len(set(hosts.tolist()))
 
 
-_is_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+def num_hosts(group: dist.ProcessGroup | None) -> int:
+    """Of the ranks of ``group``, the same on all of them; 1 where `connect_group` asks nobody."""
+    return 1 if group is None else _num_hosts.get(group, 1)
+
+
+_num_hosts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 # -- split -----------------------------------------------------------------------------------
@@ -240,7 +257,3 @@ def _name(purpose: str, ranks: Sequence[int]) -> str:
 
 # By default group, whose store has the keys: after a new ``init_process_group`` names start again.
 _num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[object, ...]]] = WeakKeyDictionary()
-
-
-def _register(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}

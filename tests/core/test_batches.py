@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2.comm.transports
 import fsdp2.sharding.layout
-from benchmarks import batches
+import testdev
+from benchmarks import batches, nccl_model
 from benchmarks.machine import REPOSITORY
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import CommPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.comm.transports import GroupTransport
 from fsdp2.runtime.unit import unit_of
 from fsdp2.sharding.layout import MAX_DIRECT
-from harness import cached_mesh, distributed, ours_only
+from fsdp2.sharding.process_groups import num_hosts, own_group
+from harness import cached_mesh, distributed, ours_only, run_on
 from reference import average_gradients
 
 pytestmark = ours_only("how collectives are batched")
@@ -187,6 +191,89 @@ def test_a_large_pack_is_given_back_after_the_gather() -> None:
                     assert torch.equal(mine, other)
                 model.reshard()
                 assert bucket.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("name", batches.UNITS)
+def test_the_rule_is_as_fast_as_both_alternatives_in_the_model_of_nccl(name: str) -> None:
+    """Time of the gather and of the copies; the alternatives: all large ones direct, all packed."""
+    with torch.device("meta"):
+        unit = batches.UNITS[name]()
+    for num_ranks in (2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024, 4096):
+        rule, direct, packed = (
+            batches.batch_of(unit, num_ranks, direct_min_bytes=least)
+            for least in batches.WAYS.values()
+        )
+        assert rule.seconds <= 1.002 * direct.seconds
+        if rule.links.num_hosts > 1:
+            assert rule.seconds <= packed.seconds
+        else:
+            # Large parameters stay direct: what a ring or two cost more, copies take from what
+            # computes beside them, and a pack takes of memory.
+            assert rule.seconds <= 1.06 * packed.seconds + rule.links.ring_s
+            assert rule.packed_bytes <= direct.packed_bytes + packed.packed_bytes / 16
+
+
+def test_entries_are_dealt_out_as_nccl_deals_them() -> None:
+    links = nccl_model.Links(8, 1, channels=4, bytes_per_s=4e9)
+    mib = 1 << 20
+    # One entry: a quarter on each channel. Small ones share the first; the next begins there, too.
+    assert nccl_model.deal([4 * mib], links) == [[mib]] * 4
+    small, rest = nccl_model.deal([mib // 4, mib // 4, 3 * mib + mib // 2], links)[:2]
+    assert small == [mib // 4, mib // 4, mib // 2]
+    assert rest == [mib]
+    # Equal ones that come out even: a channel each.
+    assert nccl_model.deal([mib] * 4, links) == [[mib]] * 4
+    ring = 8.4e-6 + 7 * 3.4e-6
+    assert nccl_model.seconds([mib] * 4, links) == pytest.approx(ring + 7 * mib / 1e9)
+    assert nccl_model.seconds([mib // 4] * 16, links) == pytest.approx(4 * ring + 7 * mib / 1e9)
+
+
+class Two(nn.Module):
+    """A weight of 64 KiB per rank of four, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def _on_hosts(hosts: list[int]) -> None:
+    """Ranks find out on how many hosts they are, and batch as was predicted for so many."""
+    rank, device = dist.get_rank(), torch.device(testdev.NAME)
+    os.environ["NCCL_HOSTID"] = f"host {hosts[rank]}"
+    world: Any = dist.group.WORLD
+    group = own_group(world, device, "hosts")
+    assert num_hosts(group) == len(set(hosts))
+    mesh = DeviceMesh.from_group(group, testdev.NAME)
+    num_direct = 1 if len(set(hosts)) == 1 else 0
+    for options, expected in (({}, num_direct), ({"direct_min_bytes": 0}, 2)):
+        torch.manual_seed(0)
+        plain = Two()
+        model: Any = fully_shard(copy.deepcopy(plain), mesh=mesh, **options)
+        (bucket,) = unit_of(model).buckets
+        assert len(bucket.layout.direct) == expected
+        x = torch.randn(3, 256)
+        model(x).backward()
+        plain(x).backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+    # Under a policy large parameters are one message: they stay direct, or would not be narrow.
+    model = fully_shard(Two(), mesh=mesh)
+    model(x)
+    model.set_comm_policy(CommPolicy(gather=torch.int8))
+    model(x)
+    assert len(unit_of(model).buckets[0].layout.direct) == 1
+    model.set_comm_policy(None)
+    model(x)
+    assert len(unit_of(model).buckets[0].layout.direct) == num_direct
+
+
+@pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3]], ids=str)
+def test_ranks_batch_by_the_hosts_that_they_are_on(hosts: list[int]) -> None:
+    run_on(4, _on_hosts, hosts, device=testdev.NAME, restart=True)
 
 
 def test_the_table_in_docs_is_what_the_command_prints() -> None:

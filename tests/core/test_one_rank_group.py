@@ -7,6 +7,7 @@ before the device is done. The same bodies run on the test device and, over gloo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import testdev
+from fsdp2.comm.means import mean_over
+from fsdp2.comm.streams import wait_for
 from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
 from fsdp2.sharding.bucket import Segments
 from fsdp2.sharding.gather_plan import GatherBatch, GatherPlan
 from fsdp2.sharding.layout import BucketLayout, plan_bucket
-from fsdp2.sharding.process_groups import own_group, timeout_of
+from fsdp2.sharding.process_groups import num_hosts, own_group, timeout_of
 from fsdp2.sharding.reduce_plan import ReducePlan
 from harness import ours_only, run_on
 
 pytestmark = ours_only("calls its transports")
 
-SHAPES = [(300, 8), (5,), (64, 3)]
+SHAPES = [(5,), (300, 8), (64, 3)]
 GATHERED = [
     torch.float32,
     torch.bfloat16,
@@ -41,9 +44,9 @@ GATHERED = [
 REDUCED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 
 
-def layout_for(dtype: torch.dtype, direct_min_bytes: int) -> BucketLayout:
-    sizes = [dtype.itemsize] * 3
-    return plan_bucket(SHAPES, [0, 0, 0], 1, itemsizes=sizes, direct_min_bytes=direct_min_bytes)
+def layout_for(dtype: torch.dtype) -> BucketLayout:
+    """Of one rank: all parameters are direct."""
+    return plan_bucket(SHAPES, [0, 0, 0], 1, itemsizes=[dtype.itemsize] * 3)
 
 
 def numbers(numel: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -51,10 +54,10 @@ def numbers(numel: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def gather_plan(
-    dtype: torch.dtype, device: str, direct_min_bytes: int, source: torch.dtype | None = None
+    dtype: torch.dtype, device: str, source: torch.dtype | None = None
 ) -> tuple[GatherPlan, Callable[[], None]]:
     """A plan, and what checks that it was carried out."""
-    layout = layout_for(dtype, direct_min_bytes)
+    layout = layout_for(dtype)
     shards = numbers(layout.shard_numel, source or dtype, device)
     gathered = Segments([0, layout.gathered_numel], dtype, torch.device(device))
     plan = GatherPlan(layout, 0, shards, gathered)
@@ -77,47 +80,95 @@ def finish(done: Callable[[], None] | None) -> None:
 
 def gathers(device: str) -> None:
     transport = GroupTransport(dist.group.WORLD, torch.device(device))
-    for direct_min_bytes in (0, 10**9):
-        for dtype in GATHERED:
-            plan, check = gather_plan(dtype, device, direct_min_bytes)
-            finish(transport.all_gather(plan, 0))
-            check()
-        plan, check = gather_plan(torch.bfloat16, device, direct_min_bytes, torch.float32)
+    for dtype in GATHERED:
+        plan, check = gather_plan(dtype, device)
         finish(transport.all_gather(plan, 0))
         check()
-    plans, checks = zip(*(gather_plan(dtype, device, 64) for dtype in GATHERED), strict=True)
+    plan, check = gather_plan(torch.bfloat16, device, torch.float32)
+    finish(transport.all_gather(plan, 0))
+    check()
+    plans, checks = zip(*(gather_plan(dtype, device) for dtype in GATHERED), strict=True)
     finish(transport.all_gather(GatherBatch(plans), 0))
     for check in checks:
         check()
 
 
 def reductions(device: str) -> None:
-    for sum_only in (False, True):
-        transport = GroupTransport(dist.group.WORLD, torch.device(device), sum_only=sum_only)
+    """Those of one rank, and all that those of many ranks call: AVG, sums that are divided
+    afterwards, halves that are divided before, too. (With one rank AVG changes nothing.)"""
+    for num_ranks, hosts in ((1, None), (6, None), (8, 1), (16, 16)):
+        transport = GroupTransport(dist.group.WORLD, torch.device(device))
         for dtype in REDUCED:
-            for direct_min_bytes in (0, 10**9):
-                layout = layout_for(dtype, direct_min_bytes)
-                bucket: Any = SimpleNamespace(layout=layout, reduce_dtype=dtype, widens=False)
-                plan = ReducePlan(layout, range(len(SHAPES)), transport.must_copy_in(bucket))
-                sizes = [torch.Size(shape).numel() for shape in SHAPES]
-                grads = [
-                    numbers(numel, dtype, device).view(shape)
-                    for numel, shape in zip(sizes, SHAPES, strict=True)
-                ]
-                flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
-                outs = plan.outputs(flat)
-                finish(transport.reduce_scatter(bucket, plan, grads, outs, 0))
-                for slot, grad in zip(layout.slots, grads, strict=True):
-                    got = flat[slot.shard_offset : slot.shard_offset + grad.numel()]
-                    assert torch.equal(got.cpu(), grad.flatten().cpu())
+            mean = mean_over(num_ranks, dtype, sum_only=False, num_hosts=hosts)
+            by = 1 if mean.operation == dist.ReduceOp.AVG else num_ranks
+            assert (by == 1) == (num_ranks == 1 or (hosts != 1 and dtype != torch.float16))
+            transport._mean = lambda _, mean=mean: mean  # type: ignore[misc]
+            for num_staged in (0, 1, 2):  # of the last ones, which have no padding
+                reduce_once(transport, num_staged, dtype, by, device)
             tensors = [numbers(numel, dtype, device) for numel in (7, 4096)]
             finish(transport.all_reduce(tensors, 0))
             for tensor in tensors:
-                assert torch.equal(tensor.cpu(), numbers(len(tensor), dtype, "cpu"))
+                torch.testing.assert_close(tensor.cpu(), numbers(len(tensor), dtype, "cpu") / by)
     mixed = [numbers(5, dtype, device) for dtype in REDUCED]
     sum_together(dist.group.WORLD, mixed)
     for tensor in mixed:
         assert torch.equal(tensor.cpu(), numbers(5, tensor.dtype, "cpu"))
+
+
+def reduce_once(
+    transport: GroupTransport, num_staged: int, dtype: torch.dtype, divided_by: int, device: str
+) -> None:
+    layout = layout_for(dtype)
+    bucket: Any = SimpleNamespace(layout=layout, reduce_dtype=dtype, widens=False)
+    everything = range(len(SHAPES))
+    plan = ReducePlan(layout, everything, everything[len(SHAPES) - num_staged :])
+    grads = [numbers(prod(shape), dtype, device).view(shape) for shape in SHAPES]
+    flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+    finish(transport.reduce_scatter(bucket, plan, grads, plan.outputs(flat), 0))
+    for slot, grad in zip(layout.slots, grads, strict=True):
+        got = flat[slot.shard_offset : slot.shard_offset + grad.numel()]
+        expected = numbers(grad.numel(), dtype, "cpu")
+        assert torch.equal(grad.flatten().cpu(), expected), "what autograd made is not ours"
+        torch.testing.assert_close(got.cpu(), expected / divided_by)
+
+
+def slices_in_place(device: str) -> None:
+    """What each of three ranks sends and receives of its own, in place and in one call: several
+    entries that begin in the middle of the gathered storage. Then what is packed is taken out."""
+    transport = GroupTransport(dist.group.WORLD, torch.device(device))
+    for dtype, source, direct_min_bytes in (
+        (torch.bfloat16, torch.float32, 0),
+        (torch.float16, torch.float32, 100),
+        (torch.float32, torch.float64, 0),
+        (torch.float64, torch.float32, 10**9),
+        (torch.int64, torch.int32, 100),
+    ):
+        layout = plan_bucket(
+            SHAPES,
+            [0, 0, 0],
+            3,
+            itemsizes=[dtype.itemsize, source.itemsize, dtype.itemsize],
+            direct_min_bytes=direct_min_bytes,
+        )
+        assert bool(layout.direct) == (direct_min_bytes < 10**9)
+        assert layout.packed
+        wholes = [numbers(prod(s), source, device).view(s) for s in SHAPES]
+        gathered = Segments([0, layout.gathered_numel], dtype, torch.device(device))
+        for rank in range(3):
+            shards = torch.zeros(layout.shard_numel, dtype=source, device=device)
+            for slot, whole in zip(layout.slots, wholes, strict=True):
+                start, stop = slot.span(rank)
+                rows = whole[start:stop].flatten()
+                shards[slot.shard_offset : slot.shard_offset + rows.numel()] = rows
+            plan = GatherPlan(layout, rank, shards, gathered)
+            assert plan.inputs is plan.own, "in place, since there is a cast"
+            torch._foreach_copy_(plan.own, plan.source)
+            work = transport._gather(plan.own, plan.inputs, transport._gather_options)
+            wait_for([work])
+        plan.unpack()
+        for slot, whole in zip(layout.slots, wholes, strict=True):
+            got = gathered.view(slot.full_offset, whole.numel())
+            assert got.cpu().tolist() == whole.flatten().cpu().to(dtype).tolist()
 
 
 def groups(device: str) -> None:
@@ -127,6 +178,7 @@ def groups(device: str) -> None:
     target = torch.device(device)
     made = own_group(world, target, "beside")
     assert made is not world
+    assert num_hosts(made) == 1
     assert timeout_of(made, target) == timeout_of(world, target)
     apart = separate_group(world, target, True)
     assert separate_group(world, target, True) is apart
@@ -136,7 +188,7 @@ def groups(device: str) -> None:
         assert torch.equal(value.cpu(), numbers(5, torch.float32, "cpu"))
 
 
-BODIES = {body.__name__: body for body in (gathers, reductions, groups)}
+BODIES = {body.__name__: body for body in (gathers, slices_in_place, reductions, groups)}
 
 
 def run_body(name: str, device: str) -> None:
@@ -184,7 +236,7 @@ def test_nccl(name: str, nccl: None) -> None:
 def test_nccl_does_not_wait_on_the_host(nccl: None) -> None:
     """``asyncOp=False``: on the current stream, in its order; the call returns at once."""
     transport = GroupTransport(dist.group.WORLD, torch.device("cuda"))
-    plan, check = gather_plan(torch.float32, "cuda", 0)
+    plan, check = gather_plan(torch.float32, "cuda")
     finish(transport.all_gather(plan, 0))  # kernels are loaded, the communicator is there
     for own in plan.outputs:
         own.zero_()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CommPolicy, MixedPrecisionPolicy, Plan, plan, units_of
+from fsdp2.estimation.device import Transfer
 from fsdp2.estimation.estimating import default_checkpoint_modules
 from fsdp2.estimation.events import StepTrace
 from fsdp2.estimation.setups import make_setup
@@ -181,6 +182,24 @@ def test_a_pack_saves_messages_and_costs_copies(step: Any) -> None:
 
     assert gathers_s(0, channels=1) > 1.1 * gathers_s(10**12, channels=1)
     assert gathers_s(10**12, channels=1000) > 1.1 * gathers_s(0, channels=1000)
+
+
+def test_gathers_are_batched_as_ranks_on_so_many_hosts_would(step: Any) -> None:
+    """Two matrices of 33.6 MB and a pack; between hosts, all in one."""
+
+    def num_entries(ranks_per_node: int, num_ranks: int, **options: Any) -> set[int]:
+        hardware = replace(H100, ranks_per_node=ranks_per_node)
+        launches = simulate(step, hardware, num_ranks, **options).launches
+        sent = [launch.work for launch in launches if isinstance(launch.work, Transfer)]
+        return {
+            work.messages for work in sent if work.kind == "all_gather" and "blocks" in work.unit
+        }
+
+    assert num_entries(8, 8) == num_entries(64, 64) == {3}
+    assert num_entries(8, 64) == {1}
+    assert num_entries(8, 64, direct_min_bytes=64 * 1024) == {3}
+    narrow = CommPolicy(reduce=torch.int8)
+    assert num_entries(8, 64, comm_policy=narrow) == {3}, "which needs no packing"
 
 
 # -- the choice ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil, prod
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,50 @@ def test_of_many_large_parameters_the_largest_are_direct() -> None:
     assert set(layout.direct) - large_ones == set(sorted({*range(len(shapes))} - large_ones)[:64])
     alone = plan_bucket(shapes, [0] * len(shapes), 1, itemsizes=(4,), direct_min_bytes=0)
     assert len(alone.direct) == len(shapes), "nothing is gathered"
+
+
+BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)] + 3 * [(14336, 4096)] + [(4096,)]
+
+
+def direct_of(shapes: list[tuple[int, ...]], num_ranks: int, **options: Any) -> tuple[int, ...]:
+    """The direct ones, in bfloat16."""
+    dims = [0] * len(shapes)
+    return plan_bucket(shapes, dims, num_ranks, itemsizes=(2, 4, 4), **options).direct
+
+
+def test_without_a_batch_of_nccl_the_limit_is_64_kib() -> None:
+    for num_ranks in (2, 8, 64, 512):
+        limited = direct_of(BLOCK, num_ranks, direct_min_bytes=64 * 1024)
+        assert direct_of(BLOCK, num_ranks) == limited
+        assert direct_of(BLOCK, num_ranks, num_hosts=None) == limited
+
+
+@pytest.mark.parametrize(("num_ranks", "num_hosts"), [(8, 1), (64, 8), (64, 64), (512, 64)])
+def test_a_limit_of_the_user_holds_on_any_number_of_hosts(num_ranks: int, num_hosts: int) -> None:
+    for least in (0, 64 * 1024, 10**6, 10**12):
+        chosen = direct_of(BLOCK, num_ranks, direct_min_bytes=least, num_hosts=num_hosts)
+        assert chosen == direct_of(BLOCK, num_ranks, direct_min_bytes=least)
+
+
+def test_small_entries_that_share_a_channel_are_packed() -> None:
+    assert direct_of(BLOCK, 8, num_hosts=1) == (0, 3, 4, 5, 6), "k and v are 4 % of the block"
+    equal = [(1024, 1024)] * 20
+    assert direct_of(equal, 8, num_hosts=1) == tuple(range(20)), "none is smaller than the others"
+    for size in range(1, 200, 7):  # those of one size are all direct, or all packed
+        shapes = [(8 * size, 4096)] * 3 + [(8 * 100, 4096)] * 5
+        assert {0, 1, 2} & {*direct_of(shapes, 8, num_hosts=1)} in ({0, 1, 2}, set())
+
+
+def test_between_many_hosts_everything_is_packed() -> None:
+    hosts = {num_ranks: num_ranks // 8 for num_ranks in (8, 16, 32, 64, 128, 512, 4096)}
+    counts = [len(direct_of(BLOCK, n, num_hosts=hosts[n])) for n in hosts]
+    assert counts == [5, 5, 5, 5, 0, 0, 0]
+    experts = [(768, 2048)] * 256 + [(2048, 768)] * 128
+    counts = [len(direct_of(experts, n, num_hosts=hosts[n])) for n in hosts]
+    assert counts == [MAX_DIRECT, 0, 0, 0, 0, 0, 0]
+    # Steps between hosts take longest: with a GPU on each, a ring costs more.
+    assert direct_of(BLOCK, 32, num_hosts=4)
+    assert not direct_of(BLOCK, 32, num_hosts=32)
 
 
 def test_gradients_that_are_cast_join_the_stage() -> None:
