@@ -48,7 +48,8 @@ def mean_over(
     """
     if num_ranks == 1:
         return Mean(dist.ReduceOp.SUM)
-    if overflows(dtype):
+    # bfloat16 has the exponents of float32: what it loses are digits, however it is divided.
+    if dtype.is_floating_point and torch.finfo(dtype).max < 1e30:
         # A sum in float16 overflows at 65,504, and terms divided by all ranks underflow at 6e-8.
         # AVG divides all before (NCCL) or all after (gloo). So divide by about the root of the
         # number of ranks before, and by the rest after; before by a power of two, which is exact.
@@ -62,12 +63,6 @@ def mean_over(
     if sum_only or has_switches:
         return Mean(dist.ReduceOp.SUM, 1, num_ranks)
     return Mean(dist.ReduceOp.AVG)
-
-
-def overflows(dtype: torch.dtype) -> bool:
-    """Whether sums of gradients in ``dtype`` may leave its range: float16, not bfloat16."""
-    # bfloat16 has the exponents of float32: what it loses are digits, however it is divided.
-    return dtype.is_floating_point and torch.finfo(dtype).max < 1e30
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

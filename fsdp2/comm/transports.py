@@ -292,16 +292,20 @@ class GroupTransport:
                 inputs = list(torch._foreach_div(inputs, mean.before))
         if plan.copied_in:
             staged = copy_in(bucket.layout, plan, grads, dtype, outs[0].device).view(-1)
-            mean.begin([staged])
+            if mean.before != 1:
+                mean.begin([staged])
             inputs.append(staged)
-        inputs, sums = [as_real(t) for t in inputs], [as_real(out) for out in outs]
+        if dtype.is_complex:
+            inputs = [as_real(tensor) for tensor in inputs]
+        sums = [as_real(out) for out in outs] if dtype.is_complex else outs
         self._reduce_options.reduceOp = mean.operation
         work = self._reduce(sums, inputs, self._reduce_options)
 
         def finish() -> None:
             wait_for([work])
             inputs.clear()
-            mean.finish(outs)
+            if mean.after != 1:
+                mean.finish(outs)
 
         return ended(finish, stream_ordered=self.stream_ordered)
 

@@ -261,13 +261,14 @@ def direct_limit(slices: Sequence[int], num_ranks: int, num_hosts: int | None) -
         if sum(nbytes for nbytes in slices if nbytes <= size) <= part:
             limit = max(limit, size + 1)
     direct = [nbytes for nbytes in slices if nbytes >= limit]
-    if num_hosts == 1 or not direct:
-        return limit
-    # So many of the smallest ones fit into a part, which ends inside one more.
-    more_rings = ceil(part / min(direct))
-    steps_s = (num_ranks - num_hosts) * NODE_STEP_S + (num_hosts - 1) * NETWORK_STEP_S
-    copies_s = 2 * num_ranks * sum(direct) / MEMORY_BYTES_PER_S
-    return max(direct) + 1 if more_rings * (RING_S + steps_s) > copies_s else limit
+    if num_hosts > 1 and direct:
+        # So many of the smallest ones fit into a part, which ends inside one more, if there is one.
+        others = len(direct) - (len(direct) == len(slices))
+        more_rings = min(ceil(part / min(direct)), others)
+        steps_s = (num_ranks - num_hosts) * NODE_STEP_S + (num_hosts - 1) * NETWORK_STEP_S
+        if more_rings * (RING_S + steps_s) > 2 * num_ranks * sum(direct) / MEMORY_BYTES_PER_S:
+            return max(direct) + 1
+    return limit
 
 
 def secondary_layout(

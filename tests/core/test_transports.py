@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fsdp2.comm.transports
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from harness import cached_mesh, distributed
+from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER
 from reference import Training, average_gradients, check_training, pair, run_both
 
@@ -123,6 +123,42 @@ def test_sums_in_float16_do_not_overflow(replicas: int, direct_min_bytes: int) -
                 grad = param.grad.full_tensor()
                 expected = torch.full_like(grad, value).half().float()
                 torch.testing.assert_close(grad.float(), expected, rtol=2e-3, atol=0)
+
+
+class EightRanks:
+    """A group whose all-reduce adds as if all had the same, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.operations: list[Any] = []
+
+    def size(self) -> int:
+        return 8
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        self.operations.append(options.reduceOp.op)
+        if options.reduceOp == dist.ReduceOp.SUM:
+            torch._foreach_mul_(tensors, 8)
+
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = None
+
+
+@ours_only("asks its transports")
+@pytest.mark.parametrize(
+    ("backend", "hosts", "operation"),
+    [("nccl", 1, "SUM"), ("nccl", 2, "SUM"), ("nccl", 8, "AVG"), ("testccl", 1, "AVG")],
+)
+def test_nccl_adds_where_ranks_share_a_host(backend: str, hosts: int, operation: str) -> None:
+    group: Any = EightRanks()
+    with (
+        mock.patch.object(fsdp2.comm.transports, "backend_name", return_value=backend),
+        mock.patch.object(fsdp2.comm.transports, "num_hosts", return_value=hosts),
+    ):
+        transport = fsdp2.comm.transports.make_transport(group, torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = torch.arange(5).to(dtype)
+        transport.all_reduce([tensor], 0)()  # type: ignore[misc]
+        assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert group.operations == [getattr(dist.ReduceOp.RedOpType, operation)] * 3
 
 
 class Phases(nn.Module):

@@ -76,9 +76,10 @@ def test_the_core_stays_small() -> None:
     # for what units that are planned anew in the middle of a step still hold; 4 and 1 for moves
     # that move nothing; 24 and 1 for what is frozen between a forward and its backward; 22
     # and 2 for errors of subclasses on some ranks, which all are told in the first gather; 7
-    # and 1 for marks that a recomputation leaves, and for what predictions share.
-    assert core().code_lines <= 9963
-    assert core().functions <= 1060
+    # and 1 for marks that a recomputation leaves, and for what predictions share; 44 for gathers
+    # that are batched by sizes and hosts, and ranks that tell each other theirs.
+    assert core().code_lines <= 10007
+    assert core().functions <= 1058
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -106,7 +107,7 @@ def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entere
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:
-    assert measured[STEADY].calls_per_file_change >= 1.65
+    assert measured[STEADY].calls_per_file_change >= 1.64
 
 
 def test_what_a_step_has_to_enter_is_counted(measured: dict[str, Entered]) -> None:

@@ -213,6 +213,8 @@ def test_between_many_hosts_everything_is_packed() -> None:
     experts = [(768, 2048)] * 256 + [(2048, 768)] * 128
     counts = [len(direct_of(experts, n, num_hosts=hosts[n])) for n in hosts]
     assert counts == [MAX_DIRECT, 0, 0, 0, 0, 0, 0]
+    # One parameter is one ring, packed or not.
+    assert direct_of([(4096, 4096)], 512, num_hosts=64) == (0,)
     # Steps between hosts take longest: with a GPU on each, a ring costs more.
     assert direct_of(BLOCK, 32, num_hosts=4)
     assert not direct_of(BLOCK, 32, num_hosts=32)
