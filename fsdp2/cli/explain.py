@@ -17,7 +17,7 @@ def add_explain(groups: Any) -> None:
         "--ranks-per-node",
         type=parse_number,
         metavar="G",
-        help="ranks on each host, to say what goes to other hosts",
+        help="ranks on each host (without it: all), to batch gathers and say what goes to others",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--params", action="store_true", help="list every parameter")
