@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ KEPT_LINES = 40
 # pytest's turn only where starting ranks hangs).
 TEST_LIMIT_S, RANKS_LIMIT_S = 20, 150
 
-CUDA_TESTS = ("core/test_cuda", "core/test_cuda_graphs")
+COLLECTIVES = "core/test_one_rank_group"
 # What takes data between streams, the host and other ranks, the most telling first.
 SUITES = (
     "core/test_parity_models",
@@ -166,13 +167,22 @@ def bench(name: str, limit_s: float, folder: Path, *options: str) -> Step:
     return script(name, "benchmarks.gpu", limit_s, *short, *to, *options, result=f"{name}.json")
 
 
+def cuda_tests() -> list[str]:
+    """The other files that have tests marked `cuda`, or take the mark from one of these."""
+    tests = machine.REPOSITORY / "tests"
+    mark = re.compile(r"mark\.cuda\b|^from test_cuda import .*\b(each_device|cuda_only)\b", re.M)
+    files = [path for path in tests.glob("*/test_*.py") if mark.search(path.read_text())]
+    names = sorted(str(path.relative_to(tests).with_suffix("")) for path in files)
+    return [name for name in names if name != COLLECTIVES]
+
+
 def truth(folder: Path) -> list[Step]:
     """Part A."""
     two = "two ranks"
     return [
         Step("machine", ("-m", "benchmarks.gpu_probe"), 40),
-        pytest("collectives", ["core/test_one_rank_group"], 60, "-m", "cuda"),
-        pytest("cuda", CUDA_TESTS, 130, "-m", "cuda"),
+        pytest("collectives", [COLLECTIVES], 60, "-m", "cuda"),
+        pytest("cuda", cuda_tests(), 130, "-m", "cuda"),
         bodies(two, ["core/test_two_ranks"], 100, "2ranks"),
         bodies("four ranks", ["core/test_two_ranks"], 100, "4ranks", needs=two),
         bodies("suites", SUITES, BUDGET_S, "2ranks", needs=two),
