@@ -227,8 +227,8 @@ def rest(folder: Path) -> list[Step]:
 def small_truth(folder: Path) -> list[Step]:
     """Part A on the CPU."""
     return [
-        Step("machine", ("-m", "benchmarks.gpu_probe"), 60),
-        bodies("two ranks", ["core/test_two_ranks"], 100, "2ranks and fp32", device="cpu"),
+        Step("machine", ("-m", "benchmarks.gpu_probe"), 120),
+        bodies("two ranks", ["core/test_two_ranks"], 120, "2ranks and fp32", device="cpu"),
     ]
 
 
@@ -238,14 +238,14 @@ def small_figures(folder: Path) -> list[Step]:
     to, cost = ("--small", "--output", str(folder)), "gpu-host-cost.json"
     return [
         bench("gpu-small", 120, folder, *tiny, "--iters", "1"),
-        script("host cost", "benchmarks.gpu_host_cost", 60, *to, result=cost),
+        script("host cost", "benchmarks.gpu_host_cost", 120, *to, result=cost),
     ]
 
 
 def small_rest(folder: Path) -> list[Step]:
     """Part C on the CPU."""
     to = ("--small", "--saves", "2", "--output", str(folder))
-    return [script("saves", "benchmarks.gpu_saves", 60, *to, result="gpu-saves-small.json")]
+    return [script("saves", "benchmarks.gpu_saves", 120, *to, result="gpu-saves-small.json")]
 
 
 PARTS = {"A": truth, "B": figures, "C": rest}

@@ -258,7 +258,7 @@ def pytest_configure(config):
 def test_tests_go_on_after_one_that_hangs_and_one_that_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_session, "TEST_LIMIT_S", 2)
+    monkeypatch.setattr(gpu_session, "TEST_LIMIT_S", 3)
     suite = tmp_path / "test_suite.py"
     suite.write_text(SUITE)
     step = gpu_session.pytest("tests", (), 100, str(suite))
