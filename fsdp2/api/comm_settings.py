@@ -68,7 +68,8 @@ def set_comm_policy(self: nn.Module, policy: CommPolicy | None, *, recurse: bool
     """Send fewer bytes from the next gather on; residuals of error feedback start from zero.
 
     All ranks call it. Collective over the ranks of the mesh where groups must be made, for
-    ``ranks_per_node``.
+    ``ranks_per_node``. What is packed stays so, and travels in bfloat16: between hosts of
+    accelerators that may be whole units, which ``comm_policy`` of `fully_shard` leaves direct.
 
     Args:
         policy: None: send everything in full again.

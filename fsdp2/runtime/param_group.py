@@ -327,8 +327,6 @@ class ParamGroup:
             ValueError: if the parameters cannot be sent so.
         """
         self.check_comm_policy(self.params, options)
-        flat = self._config.comm_options.gathers_flat
-        self.dirty |= self.device.type != "cpu" and options.gathers_flat != flat
         self._config.comm_options = options
         # Transports are made with these options, and the plans of reductions depend on transports:
         # on what these must copy in, and cast.

@@ -260,14 +260,9 @@ def _on_hosts(hosts: list[int]) -> None:
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
     # Under a policy large parameters are one message: they stay direct, or would not be narrow.
-    model = fully_shard(Two(), mesh=mesh)
-    model(x)
-    model.set_comm_policy(CommPolicy(gather=torch.int8))
+    model = fully_shard(Two(), mesh=mesh, comm_policy=CommPolicy(gather=torch.int8))
     model(x)
     assert len(unit_of(model).buckets[0].layout.direct) == 1
-    model.set_comm_policy(None)
-    model(x)
-    assert len(unit_of(model).buckets[0].layout.direct) == num_direct
 
 
 @pytest.mark.skipif(testdev.why_not() is not None, reason=testdev.why_not() or "")
