@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.checks import check_bytes
 from ..common.host import memory_bytes
 from ..dtensor.placement import all_ranks, this_rank
 from .agreement import added, forget, said_by_first, told_by_all
@@ -29,7 +30,7 @@ from .memory.part import write_part
 from .memory.transfer import Peer, older_parts
 from .saving.capture import Captured, RankLocal
 from .saving.repeated import Repeated
-from .saving.staging import Staging
+from .saving.staging import Staged, Staging
 from .saving.training import Optimizers, capture_training
 
 CLOSE_S = 600.0
@@ -71,9 +72,9 @@ class MemorySnapshots:
     *Memory*: in ``directory`` two snapshots of what this rank and the rank whose copies it holds
     save (for AdamW in fp32, 12 bytes for each parameter of a shard, so 48 in all), and one more of
     this rank's own in (pinned) memory of the process. Too little is an error in the first
-    `after_step`. *Time*: `after_step` waits for the copy to host memory only. While the last
-    snapshot is not finished everywhere, the next ones are left out, on all ranks alike, with a
-    warning the first time.
+    `after_step`. *Time*: the current stream waits for the copy to host memory, and nothing else
+    does. While the last snapshot is not finished everywhere, the next ones are left out, on all
+    ranks alike, with a warning the first time.
 
     All ranks create one after ``init_process_group``, again in each restart, and call the same
     methods for the same steps. Nothing goes through training's process groups: a few bytes go
@@ -98,6 +99,7 @@ class MemorySnapshots:
         rank_local: as for `save_model`.
         stale_s: snapshots of other runs in ``directory`` that no process holds are removed if
             nothing was written to them for this many seconds.
+        max_device_bytes: as for `Checkpointer`.
 
     Attributes:
         run, every: as given.
@@ -131,7 +133,9 @@ class MemorySnapshots:
         address: str | None = None,
         rank_local: RankLocal | None = None,
         stale_s: float = 86400.0,
+        max_device_bytes: int = 0,
     ) -> None:
+        check_bytes("max_device_bytes", max_device_bytes)
         if not RUN.fullmatch(run):
             raise ValueError(
                 f"run must be letters, digits, '.', '_' and '-' (at most 100), got {run!r}"
@@ -160,7 +164,7 @@ class MemorySnapshots:
         self._base: Generation | None = None  # which was restored
         self._kept: Generation | None = None  # of this session
         self._pending: Generation | None = None
-        self._staging = Staging()
+        self._staging = Staging(max_device_bytes)
         self._repeated = Repeated()
         self._thread: threading.Thread | None = None
         self._count = 0  # of snapshots that were begun
@@ -229,12 +233,15 @@ class MemorySnapshots:
             if error is not None:
                 raise error
             assert captured is not None
-            read = self._staging.fill(captured)
+            staged = self._staging.fill(captured)
         except BaseException:
             added(f"{self._key}/ended", 1)  # the others go on
             raise
         self._thread = threading.Thread(
-            target=self._copy, args=(generation, captured, read), name="fsdp2-snapshot", daemon=True
+            target=self._copy,
+            args=(generation, captured, staged),
+            name="fsdp2-snapshot",
+            daemon=True,
         )
         self._thread.start()
         return True
@@ -301,7 +308,7 @@ class MemorySnapshots:
             self._kept = pending
         return True
 
-    def _copy(self, generation: Generation, captured: Captured, read: Any) -> None:
+    def _copy(self, generation: Generation, captured: Captured, staged: Staged) -> None:
         """Write and send this rank's part; in a thread."""
         part = PartName(generation, self.rank, len(self.ranks))
         key = self._key
@@ -310,7 +317,7 @@ class MemorySnapshots:
             self._folder.remove(keep, older_parts(self._folder, part))
             if self._kept is not None and self._session.cleans:
                 self._folder.remove(keep, self._of_other_sessions())
-            write_part(self._folder, part, captured, read)
+            write_part(self._folder, part, captured, staged)
             added(f"{key}/written", 1)
             if self.neighbour is not None:
                 address = self._session.address_of(self.neighbour)

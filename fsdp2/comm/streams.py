@@ -271,9 +271,9 @@ class CopyStream:
         """Mark the end of a copy; called inside `copying`."""
         return self._stream.record_event()
 
-    def on(self, stream: object) -> AbstractContextManager[None]:
-        """Context in which compute's memory is allocated for ``stream``, and used there."""
-        return self._module.stream(stream)
+    def on(self, stream: object = None) -> AbstractContextManager[None]:
+        """Context of ``stream``, to which memory allocated there belongs; None: of the copies."""
+        return self._module.stream(self._stream if stream is None else stream)
 
     def synchronize(self) -> None:
         """The host waits for all copies."""

@@ -44,9 +44,9 @@ def test_buffers_and_places_are_kept_from_save_to_save(tmp_path: Path) -> None:
         expected[number] = values(model)
         step(model, optimizer)  # while it is written
         staging = checkpoints._staging
-        assert staging._bytes is not None
-        addresses.append([piece.data_ptr() for piece in staging._bytes.pieces(0, 1 << 40)])
-        targets.append([id(t) for pieces in staging._targets for t in pieces])
+        ((area, _),) = staging._areas.values()
+        addresses.append([piece.data_ptr() for piece in area.bytes.pieces(0, 1 << 40)])
+        targets.append([id(t) for run in area._direct for t in run.into or ()])
         handle.wait_committed()
     assert addresses[0] == addresses[1] == addresses[2]
     assert targets[0] == targets[1] == targets[2]
@@ -54,7 +54,7 @@ def test_buffers_and_places_are_kept_from_save_to_save(tmp_path: Path) -> None:
         other, _ = trained(5, width)
         checkpoints.save(number, model=other, blocking=False).wait_committed()
         expected[number] = values(other)
-        assert (len(checkpoints._staging._targets)) == 10
+        assert len(checkpoints._staging._places) == 10
     other.double()  # of the same names and shapes
     checkpoints.save(7, model=other, blocking=False).wait_committed()
     expected[7] = values(other)
@@ -64,8 +64,8 @@ def test_buffers_and_places_are_kept_from_save_to_save(tmp_path: Path) -> None:
         for name, value in into.state_dict().items():
             assert torch.equal(value, wanted[name]), (number, name)
     checkpoints.close()
-    assert checkpoints._staging._bytes is None
-    assert not checkpoints._staging._targets
+    assert not checkpoints._staging._areas
+    assert not checkpoints._staging._places
 
 
 def test_the_thread_that_writes_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

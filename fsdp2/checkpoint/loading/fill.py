@@ -103,6 +103,10 @@ def fill(
     # Reading, which may fail, only writes to memory that nothing else refers to yet.
     read(source, [*new, *staged])
     # From here on the model changes.
+    if torch.accelerator.is_available():
+        # Threads write to it on streams of their own. What is enqueued on others may still need the
+        # old values: a step, or the copies of an asynchronous save.
+        torch.accelerator.synchronize()
     for module in fsdp_modules(model) if model is not None else ():
         module.reshard()  # gathered parameters are about to be out of date
     if staged:

@@ -9,16 +9,17 @@ from ..format.header import frame
 from ..format.manifest import Manifest, dump, marker_name
 from ..saving.capture import Captured
 from ..saving.job import describe_writer, plan_of, write_small_files
+from ..saving.staging import Staged
 from ..saving.writing import Progress, Writer
 from .choice import PartName
 from .folder import Folder
 
 
-def write_part(folder: Folder, part: PartName, captured: Captured, read) -> None:
+def write_part(folder: Folder, part: PartName, captured: Captured, staged: Staged) -> None:
     """Write a part into its place.
 
     Args:
-        read: returns the bytes of a part of a tensor, as for a `Writer`.
+        staged: as `Staging.fill` returned it for ``captured``.
 
     Raises:
         OSError: if there is no space; nothing is left behind.
@@ -26,7 +27,7 @@ def write_part(folder: Folder, part: PartName, captured: Captured, read) -> None
     disk, ranks = folder.disk, tuple(range(part.num_ranks))
     plan = plan_of(captured, part.rank, ranks, layout="per-rank")
     with folder.incoming(part) as path, disk.directory(path) as into:
-        chunks = Writer(disk, plan, read, Progress(plan.nbytes)).write(into)
+        chunks = Writer(disk, plan, staged(), Progress(plan.nbytes)).write(into)
         for files in plan.sets:
             for file, header in files.headers.items():
                 _write_header(disk, into, file, header)

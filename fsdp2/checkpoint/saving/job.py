@@ -26,6 +26,7 @@ from ..format.tensors import LocalBytes
 from .attempt import Attempt, sweep
 from .capture import Captured
 from .roll_call import RollCall, left_open, settled
+from .staging import Staged
 from .writing import MAX_FILE_BYTES, Progress, SavePlan, Writer, plan_save
 
 LAYOUTS = ("auto", "shared", "per-rank")
@@ -97,14 +98,14 @@ class SaveJob:
                 sweep(self.disk, self.attempt.root, grace_s=self.options.grace_s)
         self.attempt.begin()
 
-    def write(self, read=None) -> None:
+    def write(self, staged: Staged | None = None) -> None:
         """Write, make durable, mark, and commit if this rank is the last.
 
         Args:
-            read: returns the bytes of a part; None reads straight from the tensors.
+            staged: as `Staging.fill` returns it; None reads straight from the tensors.
         """
         try:
-            read = read or LocalBytes(self.captured.locals)
+            read = staged() if staged is not None else LocalBytes(self.captured.locals)
             writer = Writer(
                 self.disk, self.plan, read, self.progress, num_threads=self.options.num_threads
             )
@@ -217,9 +218,9 @@ class SaveHandle:
         self._finished: float | None = None
         self.blocked_s = 0.0
 
-    def _run(self, read: Any = None, after: Any = None) -> None:
+    def _run(self, staged: Staged | None = None, after: Any = None) -> None:
         try:
-            self._job.write(read)
+            self._job.write(staged)
             if after is not None:
                 after(self)
         except BaseException as error:

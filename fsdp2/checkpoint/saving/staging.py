@@ -1,138 +1,264 @@
-"""Copies of a rank's tensors, so that training can go on while a thread writes them."""
+"""Copies of a rank's tensors, so that training can go on while a thread writes them.
+
+A checkpoint holds the values at the moment of its save, whatever is done next: an optimizer's step,
+``param.data.mul_()``, a kernel of the user's own. No hook sees all of these, so none is relied on.
+Tensors on a device are copied to the host on a stream of their own, and the stream on which the
+save was called *waits for these copies at once*: what it is given later runs behind them. The host
+does not wait, and no other stream does.
+
+Forward only reads, so it could run beside the copies, with a wait before the next optimizer step,
+as in DataStates-LLM (Maurya et al., HPDC 2024). But any other write would then be silently wrong.
+What buys the same without a promise is memory: up to `max_device_bytes` of what is saved are copied
+on the device first, at the speed of its memory, and from there to the host while training goes on.
+
+That second copy is started by the thread that writes. So in the first save, this thread also
+page-locks the memory that it goes to. Memory for what is copied directly has to be there before the
+save returns: a stream cannot wait for a copy that is not enqueued yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...comm.streams import CopyStream, copy_stream_for
 from ...common.memory import memory_of
 from ...common.pinned import PinnedBytes
+from ...dtensor.subclasses import is_subclass
+from ..errors import CheckpointError
 from ..format.manifest import Part
 from .capture import Captured
 
 ALIGN_BYTES = 64
 MAX_GAP_BYTES = 4096  # between tensors that one call copies, together with what lies between them
+OWN = "own"  # the kind of `Captured.own`
 Key = tuple[str, str]
+Read = Callable[[Part, int, int], memoryview]
+Staged = Callable[[], Read]
 
 
 class Staging:
-    """Host memory, pinned where there is an accelerator, kept from save to save.
+    """Host memory, page-locked for what is on a device, kept from save to save.
 
-    Training waits for the copies. So where they go is kept as well, as long as what is saved has
-    the same names, shapes and dtypes, and as long as what one call copies still lies together.
+    Where tensors go is kept as well, as long as what is saved has the same names, shapes and
+    dtypes, and as long as what one call copies still lies together.
+
+    Args:
+        max_device_bytes: how much of what is on a device to copy there first.
     """
 
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, max_device_bytes: int = 0) -> None:
+        self._max_device_bytes = max_device_bytes
+        self._forget()
 
-    def clear(self) -> None:
-        """Free the memory."""
-        self._bytes: PinnedBytes | None = None
+    def _forget(self) -> None:
+        self._areas: dict[torch.device, tuple[_Area, list[int]]] = {}  # and which tensors
+        self._places: dict[Key, tuple[_Area, int]] = {}
         self._form: list[object] = []
         self._plans: object = None  # of the last save: equal forms share them
-        self._places: dict[Key, int] = {}
-        self._targets: list[list[Tensor]] = []
-        self._runs: list[_Run] = []
-        self._single: list[int] = []
 
-    def fill(self, captured: Captured):
-        """Copy everything that this rank writes; returns a reader for a `Writer`.
+    def clear(self) -> None:
+        """Free the memory. The thread that writes must have ended."""
+        for area, _ in self._areas.values():
+            area.wait()
+        self._forget()
 
-        ``captured`` keeps no tensor of the model: copies replace the small ones, and ``locals`` is
-        emptied.
+    def fill(self, captured: Captured) -> Staged:
+        """Copy everything that this rank writes, as it is now.
+
+        Returns:
+            A function for the thread that writes: it waits for the copies, gives ``captured`` the
+            small tensors, and returns a reader for a `Writer`. Until then ``captured`` has none.
+
+        Raises:
+            CheckpointError: if a graph is being captured.
         """
-        tensors = list(captured.locals.values())
+        own = {name: t for name, t in captured.own.items() if not is_subclass(t)}
+        others = captured.own.keys() - own.keys()
+        tensors = captured.locals | {(OWN, name): t for name, t in own.items()}
         if not self._fits(captured, tensors):
-            self._place(captured.locals)
-            self._form = _form_of(captured)
-            self._plans = captured.plans
-        staged, places = self._bytes, self._places
-        assert staged is not None
-        with torch.no_grad():
-            for run in self._runs:
-                _copy(run.into, run.bytes_in(tensors))
-            into, sources = [], []
-            for index in self._single:
-                pieces, source = self._targets[index], tensors[index]
-                if len(pieces) == 1:
-                    into.append(pieces[0])
-                    sources.append(source)
-                else:
-                    _copy(pieces, source.contiguous().view(-1).view(torch.uint8))
-            if into:
-                torch._foreach_copy_(into, sources, non_blocking=True)
-        if torch.accelerator.is_available():
-            # The copies above do not block. They must be done before the caller trains on and
-            # overwrites their sources, and before a thread writes what they copied.
-            torch.accelerator.synchronize()
-        captured.own = {name: t.detach().to("cpu", copy=True) for name, t in captured.own.items()}
+            self._place(tensors)
+            self._form, self._plans = _form_of(tensors), captured.plans
+        places, values = self._places, list(tensors.values())
+        waits = [area.copy([values[i] for i in which]) for area, which in self._areas.values()]
+        rest = {name: captured.own[name].detach().to("cpu", copy=True) for name in others}
+        forms = {name: (t.dtype, t.shape) for name, t in own.items()}
         captured.locals.clear()
+        captured.own.clear()
 
-        def read(part: Part, start: int, stop: int) -> memoryview:
-            first = places[part.kind, part.tensor.name]
-            found = [memory_of(piece) for piece in staged.pieces(first + start, first + stop)]
+        def bytes_at(key: Key, start: int, stop: int) -> memoryview:
+            area, first = places[key]
+            found = [memory_of(piece) for piece in area.bytes.pieces(first + start, first + stop)]
             return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
-        return read
+        def read(part: Part, start: int, stop: int) -> memoryview:
+            return bytes_at((part.kind, part.tensor.name), start, stop)
 
-    def _fits(self, captured: Captured, tensors: Sequence[Tensor]) -> bool:
+        def staged() -> Read:
+            for wait in waits:
+                wait()
+            captured.own.update(rest)
+            for name, (dtype, shape) in forms.items():
+                tensor = captured.own[name] = torch.empty(shape, dtype=dtype, device="cpu")
+                if tensor.nbytes:
+                    memory_of(tensor)[:] = bytes_at((OWN, name), 0, tensor.nbytes)
+            return read
+
+        return staged
+
+    def _fits(self, captured: Captured, tensors: dict[Key, Tensor]) -> bool:
         """Whether all of it goes where that of the last save went."""
-        if self._bytes is None:
+        if captured.plans is not self._plans and _form_of(tensors) != self._form:
             return False
-        if captured.plans is not self._plans and _form_of(captured) != self._form:
-            return False
-        return all(run.is_in(tensors) for run in self._runs)
+        values = list(tensors.values())
+        return all(area.fits([values[i] for i in which]) for area, which in self._areas.values())
 
     def _place(self, tensors: dict[Key, Tensor]) -> None:
-        """Find a place for each tensor, and make the memory as large as they need it."""
-        self._bytes = staged = self._bytes or PinnedBytes(torch.accelerator.is_available())
-        # Views would keep memory that is given up for more.
-        self._form, self._plans, self._targets, self._runs = [], None, [], []
-        values, starts = list(tensors.values()), [0] * len(tensors)
-        runs = _runs_of(values)
-        self._single = sorted(set(range(len(values))) - {i for r in runs for i in r.indices})
-        end = 0
+        """Find a place for each tensor."""
+        before = self._areas
+        self._forget()
+        on: dict[torch.device, list[Key]] = {}
+        for key, tensor in tensors.items():
+            on.setdefault(tensor.device, []).append(key)
+        index_of = {key: index for index, key in enumerate(tensors)}
+        # What the host copies comes last: the others are on their way then.
+        for device in sorted(on, key=lambda device: device.type == "cpu"):
+            area, _ = before.pop(device, None) or (_Area(device, self._max_device_bytes), [])
+            starts = area.place([tensors[key] for key in on[device]])
+            self._areas[device] = area, [index_of[key] for key in on[device]]
+            for key, start in zip(on[device], starts, strict=True):
+                self._places[key] = area, start
+        for area, _ in before.values():
+            area.wait()
+
+
+class _Area:
+    """Host memory for the tensors of one device."""
+
+    def __init__(self, device: torch.device, max_device_bytes: int) -> None:
+        on_host = device.type == "cpu"
+        self._copies = None if on_host else _copy_stream(device)
+        self._must_synchronize = self._copies is None and not on_host
+        self._held_bytes = max_device_bytes if self._copies is not None else 0
+        self.bytes = PinnedBytes(pin=not on_host and torch.accelerator.is_available())
+        self._together: list[_Run] = []  # of several tensors
+        self._direct: list[_Run] = []
+        self._held: list[_Run] = []  # on the device first
+
+    def place(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Find a place for each; returns where it begins."""
+        runs, starts, end = _runs_of(tensors), [0] * len(tensors), 0
         for run in runs:
             run.start = end
             for index, distance in zip(run.indices, run.distances, strict=True):
                 starts[index] = end + distance
             end += -(-run.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        for index in self._single:
-            starts[index] = end
-            end += -(-values[index].nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        staged.reserve(end)
-        for run in runs:
-            run.into = list(staged.pieces(run.start, run.start + run.nbytes))
-        self._targets = [[] for _ in values]
-        for index in self._single:
-            tensor = values[index]
-            pieces = list(staged.pieces(starts[index], starts[index] + tensor.nbytes))
-            if len(pieces) == 1:
-                pieces = [pieces[0].view(tensor.dtype).view(tensor.shape)]
-            self._targets[index] = pieces
-        self._places = dict(zip(tensors, starts, strict=True))
-        self._runs = runs
+        # Memory grows at its end. So what the thread that writes makes room for is placed last.
+        num = sum(end - run.start > self._held_bytes for run in runs)
+        num = num if self._held_bytes else len(runs)  # without elements: no bytes
+        self._direct, self._held = runs[:num], runs[num:]
+        self._together = [run for run in runs if len(run.indices) > 1]
+        return starts
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors whose form is the same can go where the last ones went."""
+        return all(run.is_in(tensors) for run in self._together)
+
+    def copy(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Copy them, as they are now; returns what waits for it, in the thread that writes."""
+        copies = self._copies
+        direct = [run.source(tensors) for run in self._direct]
+        if copies is None:
+            self._to_host(self._direct, direct)
+            if self._must_synchronize:
+                torch.accelerator.synchronize()
+            return _done
+        if copies.is_capturing():
+            raise CheckpointError(
+                "A graph is being captured: a save inside would become part of it, and save "
+                "nothing now. Save before or after the capture"
+            )
+        sources = [run.source(tensors) for run in self._held]
+        held = [torch.empty_like(s, memory_format=torch.contiguous_format) for s in sources]
+        if held:
+            torch._foreach_copy_(held, sources)
+        try:
+            with copies.copying():
+                self._to_host(self._direct, direct)
+        finally:
+            if direct:
+                copies.compute.wait_event(copies.copied())
+
+        def wait() -> None:
+            with copies.on():
+                self._to_host(self._held, held)
+                copied = copies.copied()
+            copied.synchronize()
+            # Not before: their memory may belong to a stream that has not waited for the copies.
+            direct.clear()
+            held.clear()
+
+        return wait
+
+    def _to_host(self, runs: Sequence[_Run], sources: Sequence[Tensor]) -> None:
+        """Make room, and enqueue copies."""
+        if any(run.into is None for run in runs):
+            self.bytes.reserve(runs[-1].start + runs[-1].nbytes)
+            for run, source in zip(runs, sources, strict=True):
+                run.into = self._pieces_for(run, source)
+        into, whole = [], []
+        with torch.no_grad():
+            for run, source in zip(runs, sources, strict=True):
+                assert run.into is not None
+                if len(run.into) == 1:
+                    into.append(run.into[0])
+                    whole.append(source)
+                else:
+                    _copy(run.into, source.contiguous().view(-1).view(torch.uint8))
+            if into:
+                torch._foreach_copy_(into, whole, non_blocking=True)
+
+    def _pieces_for(self, run: _Run, source: Tensor) -> list[Tensor]:
+        pieces = list(self.bytes.pieces(run.start, run.start + run.nbytes))
+        if len(pieces) == 1:
+            return [pieces[0].view(source.dtype).view(source.shape)]
+        return pieces
+
+    def wait(self) -> None:
+        """The host waits for all copies, whose memory is about to be freed."""
+        if self._copies is not None:
+            self._copies.synchronize()
+
+
+def _copy_stream(device: torch.device) -> CopyStream | None:
+    """None where the device has no streams to order copies by (MPS)."""
+    module = torch.get_device_module(device)
+    return copy_stream_for(device) if hasattr(module, "Stream") else None
+
+
+def _done() -> None:
+    """The host has copied: there is nothing to wait for."""
 
 
 @dataclass
 class _Run:
-    """Tensors that lie behind each other in one storage, as shards of a unit do: one copy.
+    """One copy: of a tensor, or of several behind each other in one storage, as shards of a unit.
 
     Attributes:
-        indices: of the tensors among those that are saved.
+        indices: of the tensors among those of the device.
         distances: bytes from the beginning of the first to that of each.
         nbytes: from there to the end of the last.
-        start, into: where they go.
+        start, into: where they go; None: not found yet.
     """
 
     indices: list[int]
     distances: list[int]
     nbytes: int
     start: int = 0
-    into: Sequence[Tensor] = ()
+    into: Sequence[Tensor] | None = None
 
     def is_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors``, whose form is the same, lie like this now."""
@@ -144,23 +270,25 @@ class _Run:
             and _after(mine[0]) >= self.nbytes
         )
 
-    def bytes_in(self, tensors: Sequence[Tensor]) -> Tensor:
-        first = tensors[self.indices[0]].view(-1).view(torch.uint8)
-        return first.as_strided((self.nbytes,), (1,))
+    def source(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What to copy: the tensor, or the bytes of all of them."""
+        first = tensors[self.indices[0]]
+        if len(self.indices) == 1:
+            return first
+        return first.view(-1).view(torch.uint8).as_strided((self.nbytes,), (1,))
 
 
 def _runs_of(tensors: Sequence[Tensor]) -> list[_Run]:
-    """Two or more tensors that lie behind each other, with next to nothing in between."""
+    """All of them; together where they lie behind each other, with next to nothing in between."""
     dense = [i for i, t in enumerate(tensors) if t.nbytes and t.is_contiguous()]
-    dense.sort(key=lambda i: (str(tensors[i].device), tensors[i].data_ptr()))
+    dense.sort(key=lambda i: tensors[i].data_ptr())
     runs: list[_Run] = []
-    device, first, room = None, 0, 0  # of the last run: where it begins, and its storage ends
+    first, room = 0, 0  # of the last run: where it begins, and its storage ends
     for index in dense:
         tensor = tensors[index]
         distance, run = tensor.data_ptr() - first, runs[-1] if runs else None
         if (
             run is not None
-            and tensor.device == device
             and 0 <= distance - run.nbytes <= MAX_GAP_BYTES
             and distance + tensor.nbytes <= room
         ):
@@ -168,9 +296,11 @@ def _runs_of(tensors: Sequence[Tensor]) -> list[_Run]:
             run.distances.append(distance)
             run.nbytes = distance + tensor.nbytes
             continue
-        device, first, room = tensor.device, tensor.data_ptr(), _after(tensor)
+        first, room = tensor.data_ptr(), _after(tensor)
         runs.append(_Run([index], [0], tensor.nbytes))
-    return [run for run in runs if len(run.indices) > 1]
+    together = [run for run in runs if len(run.indices) > 1]
+    alone = set(range(len(tensors))) - {index for run in together for index in run.indices}
+    return [*together, *(_Run([index], [0], tensors[index].nbytes) for index in sorted(alone))]
 
 
 def _after(tensor: Tensor) -> int:
@@ -179,8 +309,8 @@ def _after(tensor: Tensor) -> int:
     return storage.nbytes() - (tensor.data_ptr() - storage.data_ptr())
 
 
-def _form_of(captured: Captured) -> list[object]:
-    return [(key, t.shape, t.dtype, t.device) for key, t in captured.locals.items()]
+def _form_of(tensors: dict[Key, Tensor]) -> list[object]:
+    return [(key, t.shape, t.dtype, t.device) for key, t in tensors.items()]
 
 
 def _copy(pieces: Sequence[Tensor], source: Tensor) -> None:
