@@ -3,6 +3,8 @@
 Two ranks train with AdamW and save with ``blocking=False``; in turns, the same tensors are copied
 into memory that is there. The first save makes the memory, so its time is beside a copy into
 memory that is touched for the first time.
+
+On the CPU, where the host copies. On a device a stream does, and `save` returns before.
 """
 
 from __future__ import annotations

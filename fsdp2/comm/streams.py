@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..common.copies import CopyStream
+
 Event = Any
 _no_context: AbstractContextManager[None] = nullcontext()
 
@@ -238,57 +240,13 @@ def streams_for(device: torch.device) -> Streams:
     return kept[key]
 
 
-class CopyStream:
-    """A stream for copies between a device and host memory that are no part of communication.
-
-    Blocks of host memory belong to it: used on this stream alone, they need no event. Memory of the
-    device belongs to compute, which waits for a copy before it uses or frees what was copied.
-    """
-
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self._device, self._module = device, module
-        # Simulated streams are told apart by the names that they get.
-        self._stream = module.Stream(device="copies" if _simulated else device)
-
-    @property
-    def compute(self) -> Any:
-        return self._module.current_stream(self._device)
-
-    @contextmanager
-    def copying(self, after: Iterable[object] = ()) -> Iterator[None]:
-        """Copy what compute has written, or to memory that compute has used, inside.
-
-        Args:
-            after: streams other than the current one that have used it.
-        """
-        compute = self.compute
-        for stream in (compute, *(other for other in after if other != compute)):
-            self._stream.wait_stream(stream)
-        with self._module.stream(self._stream):
-            yield
-
-    def copied(self) -> Event:
-        """Mark the end of a copy; called inside `copying`."""
-        return self._stream.record_event()
-
-    def on(self, stream: object = None) -> AbstractContextManager[None]:
-        """Context of ``stream``, to which memory allocated there belongs; None: of the copies."""
-        return self._module.stream(self._stream if stream is None else stream)
-
-    def synchronize(self) -> None:
-        """The host waits for all copies."""
-        self._stream.synchronize()
-
-    def is_capturing(self) -> bool:
-        """Whether a graph is being captured."""
-        capturing = getattr(self._module, "is_current_stream_capturing", None)
-        return capturing is not None and capturing()
-
-
 def copy_stream_for(device: torch.device) -> CopyStream | None:
     """A new one; None where the host orders the work (CPU), and nothing can be copied meanwhile."""
     module = device_module(device)
-    return None if module is None else CopyStream(device, module)
+    if module is None:
+        return None
+    # Simulated streams are told apart by the names that they get.
+    return CopyStream(device, module, module.Stream(device="copies" if _simulated else device))
 
 
 Finish = Callable[[], None]

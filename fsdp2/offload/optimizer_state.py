@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm.streams import CopyStream, copy_stream_for
+from ..comm.streams import copy_stream_for
 from ..common.checks import check_bytes
+from ..common.copies import CopyStream
 from ..dtensor.parts import local_part
 from ..optim.local import elementwise_trial, step_with
 from ..optim.stepping import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.streams import CopyStream
+from ..common.copies import CopyStream
 from ..dtensor.memory import with_own_storage
 from ..dtensor.parts import laid_out_like, local_part, placed_like
 from ..optim.local import state_outside

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.streams import CopyStream
+from ..common.copies import CopyStream
 from .host_memory import HostMemory
 
 Places = dict[int, "weakref.ref[Entry]"]

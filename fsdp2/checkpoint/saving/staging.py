@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...comm.streams import CopyStream, copy_stream_for
+from ...common.copies import CopyStream
 from ...common.memory import memory_of
 from ...common.pinned import PinnedBytes
 from ...dtensor.subclasses import is_subclass
@@ -126,13 +126,13 @@ class Staging:
         index_of = {key: index for index, key in enumerate(tensors)}
         # What the host copies comes last: the others are on their way then.
         for device in sorted(on, key=lambda device: device.type == "cpu"):
-            area, _ = before.pop(device, None) or (_Area(device, self._max_device_bytes), [])
+            area = before[device][0] if device in before else _Area(device, self._max_device_bytes)
             starts = area.place([tensors[key] for key in on[device]])
             self._areas[device] = area, [index_of[key] for key in on[device]]
             for key, start in zip(on[device], starts, strict=True):
                 self._places[key] = area, start
-        for area, _ in before.values():
-            area.wait()
+        for device in before.keys() - on.keys():
+            before[device][0].wait()
 
 
 class _Area:
@@ -198,8 +198,8 @@ class _Area:
                 copied = copies.copied()
             copied.synchronize()
             # Not before: their memory may belong to a stream that has not waited for the copies.
-            direct.clear()
-            held.clear()
+            for tensors in (direct, sources, held):
+                tensors.clear()
 
         return wait
 
@@ -236,7 +236,7 @@ class _Area:
 def _copy_stream(device: torch.device) -> CopyStream | None:
     """None where the device has no streams to order copies by (MPS)."""
     module = torch.get_device_module(device)
-    return copy_stream_for(device) if hasattr(module, "Stream") else None
+    return CopyStream(device, module) if hasattr(module, "Stream") else None
 
 
 def _done() -> None:

@@ -1,5 +1,6 @@
 // What Python calls: `torch.testdev` is written on top of it.
 
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -16,6 +17,8 @@ PYBIND11_MODULE(testdev_native, m) {
   m.def("current_stream", &current_stream);
   m.def("exchange_current_stream", &exchange_current_stream);
   m.def("synchronize", &synchronize);
+  // The current stream does nothing until what is returned is called.
+  m.def("hold", [] { return hold(stream(current_stream())); });
   m.def("host_waits", &host_waits);
   m.def("synchronous_operators", &synchronous_operators);
   m.def("set_delays", &set_delays, py::arg("seed"), py::arg("probability"), py::arg("max_us"));

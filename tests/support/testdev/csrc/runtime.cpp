@@ -176,6 +176,24 @@ StreamId exchange_current_stream(StreamId id) {
   return before;
 }
 
+std::function<void()> hold(Stream& stream) {
+  struct Gate {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool open = false;
+  };
+  auto gate = std::make_shared<Gate>();
+  stream.push([gate] {
+    std::unique_lock<std::mutex> lock(gate->mutex);
+    gate->changed.wait(lock, [&] { return gate->open; });
+  });
+  return [gate] {
+    std::lock_guard<std::mutex> lock(gate->mutex);
+    gate->open = true;
+    gate->changed.notify_all();
+  };
+}
+
 void synchronize() {
   std::vector<Stream*> all;
   {

@@ -73,6 +73,7 @@ Stream& stream_from_pool();      // one of 32, in turn, as CUDA's
 Stream& new_stream();            // never in the pool: for the library's own threads
 StreamId current_stream();       // of this thread
 StreamId exchange_current_stream(StreamId id);
+std::function<void()> hold(Stream& stream);  // nothing after it runs until that is called
 void synchronize();              // the host waits for all streams; rethrows errors
 void rethrow_error();            // what failed on a stream, once
 
