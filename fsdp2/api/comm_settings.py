@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..comm.custom import AllGather, ReduceScatter
+from ..comm.custom import AllGather, ReduceScatter, choose_symmetric_backend
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
@@ -179,13 +179,29 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
 
 
 def set_symm_mem_for_comm(self: nn.Module, backend: str = "NCCL") -> None:
-    """Gather on symmetric memory, with flat buffers. Not recursive.
+    """Gather into symmetric memory, which the ranks know of each other. Not recursive.
 
-    Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``.
+    Unsharded parameters lie in it, so nothing is copied out of a buffer. NCCL chooses how: with
+    copy engines, which leave the multiprocessors to compute, if the environment variable
+    ``NCCL_CTA_POLICY`` is 2 (within a node), else with kernels of its own. Parameters of this unit
+    are then freed with the unit and never earlier. Tensor subclasses that decide what is gathered
+    are gathered as usual.
+
+    Reduce-scatters use it too after ``set_force_sum_reduction_for_comms(True)``, with buffers and
+    copies. Has not run on a GPU yet.
+
+    Args:
+        backend: of `torch.distributed._symmetric_memory`; for the whole process.
 
     Raises:
-        RuntimeError: without CUDA and NCCL, or with a custom collective.
+        RuntimeError: without CUDA and NCCL 2.27; with a custom collective; after symmetric memory
+            of another backend was allocated; or if captured graphs may use what is gathered now
+            (`set_keep_unsharded_storage`): call this before the first forward.
         ValueError: for a ``backend`` other than "NCCL".
+
+    Example:
+        >>> for block in model.layers:
+        ...     block.set_symm_mem_for_comm()
     """
     if backend != "NCCL":
         raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")
@@ -302,4 +318,11 @@ def _change_memory(unit: Unit, method: str, kind: str, enable: bool) -> None:
             f"{method} needs CUDA and NCCL, but this module is on '{unit.device.type}' with "
             f"'{backend}'"
         )
+    if enable and kind == "symmetric":
+        if unit.config.keep_unsharded_storage and any(b.allocated_bytes for b in unit.buckets):
+            raise RuntimeError(
+                f"{method} would move gathered parameters that keep their memory "
+                "(set_keep_unsharded_storage): call it before the first forward"
+            )
+        choose_symmetric_backend(unit.device)
     _change(unit, method, replace(options, memory=kind if enable else None))

@@ -1,12 +1,15 @@
 """Collectives and memory that users bring: `FSDPModule.set_custom_all_gather` and its like.
 
 A user's collective moves one flat tensor. So this is the classic way: parameters are copied out
-of one flat buffer after the gather, and gradients into one before the reduction.
+of one flat buffer after the gather, and gradients into one before the reduction. Gathers into
+symmetric memory need no such buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -17,7 +20,8 @@ from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.reduce_plan import ReducePlan, copy_in
 from .means import as_real, mean_over
-from .transports import Finish, Transport, ended
+from .streams import Finish, ended, wait_for
+from .transports import GroupTransport, Transport
 
 
 class Comm(Protocol):
@@ -132,7 +136,7 @@ class FlatTransport:
         def finish() -> None:
             # ``flat`` lives until here, since ``rows`` is a view of it. Where streams order the
             # work it is freed on the stream it was allocated on, behind these copies.
-            _wait_for(work)
+            wait_for([work])
             outputs = [output.view(num_ranks, -1) for output in plan.outputs]
             torch._foreach_copy_(outputs, rows.split(numels, dim=1))
             plan.unpack()
@@ -186,7 +190,7 @@ class FlatTransport:
         held = [staged]
 
         def finish() -> None:
-            _wait_for(work)
+            wait_for([work])
             held.clear()  # only now: where the host orders, messages read it until the wait is over
             out.copy_(reduced)
             mean.finish([out])
@@ -197,37 +201,63 @@ class FlatTransport:
         return self.base.all_reduce(tensors, tag)
 
 
-def _wait_for(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
 # -- memory of the group, symmetric memory --------------------------------------------------------
 
+# [Note: symmetric memory]
+# Where both sides of a gather are registered with the communicator, at the same place on all ranks,
+# NCCL writes to all of them at once, or lets copy engines do it and leaves the multiprocessors to
+# compute. Here gathered storage itself is such memory, so there is no flat buffer to copy out of.
+# Only this rank's slices, 1/n of the bytes, are copied in.
+#
+# It is from torch's pool for symmetric memory, whose segments units use in turn, as they do with
+# any memory. A segment is registered with a group once, by a call that all ranks of the group make
+# and in which the host waits; later calls only look it up. So ranks must allocate and free in the
+# same order: where one took a new segment and another one a known one, they would wait for ever.
+# All gathers and frees are in an order that ranks share, but for one: parameters that are freed
+# early if nothing on this rank refers to them. In this memory they are not (`Unit._release`).
 
-def with_memory_of(
-    kind: str, group: dist.ProcessGroup, *, sum_only: bool
-) -> tuple[AllGather, ReduceScatter | None]:
-    """The group's own collectives on the memory that its backend prefers.
 
-    Args:
-        kind: "group" or "symmetric"; CUDA and NCCL only.
-        sum_only: whether reductions use SUM.
-    """
+def on_memory(kind: str, base: Transport, device: torch.device, *, sum_only: bool) -> Transport:
+    """The collectives of ``base``'s group on memory of a ``kind``: "group" (of its backend, in flat
+    buffers) or "symmetric". CUDA and NCCL only."""
+    gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
     if kind == "group":
-        allocate = _memory_of_group(group)
-        return _AllGatherOn(allocate), _ReduceScatterOn(allocate)
-    allocate = _symmetric_memory(group)
-    # NCCL's kernels for symmetric memory reduce with SUM only. With AVG the usual reduce-scatter
-    # runs, straight from the gradients, without a copy into such memory.
-    scatter = _ReduceScatterOn(allocate, rendezvous=True) if sum_only else None
-    return _AllGatherOn(allocate, rendezvous=True), scatter
+        allocate = _memory_of_group(base.group)
+        on_group = _On(gather, allocate), _On(reduce, allocate)
+        return FlatTransport(base, device, *on_group, sum_only=sum_only)
+    base = SymmetricTransport(base.group, device)
+    if not sum_only:
+        # NCCL's kernels for symmetric memory reduce with SUM only. With AVG the usual one runs,
+        # straight from the gradients, without a copy into such memory.
+        return base
+    return FlatTransport(
+        base, device, None, _On(reduce, _symmetric_empty, _register), sum_only=True
+    )
 
 
-Allocate = Callable[..., torch.Tensor]
+@dataclass(frozen=True)
+class _On:
+    """A collective of the group itself, on memory of ``allocate``."""
+
+    collective: Callable[..., dist.Work | None]
+    allocate: Callable[..., torch.Tensor]
+    register: Callable[..., None] | None = None
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        *args: Any,
+        **options: Any,
+    ) -> dist.Work | None:
+        if self.register is not None:  # both: kernels for such memory read and write no other
+            self.register(input_tensor, group)
+            self.register(output_tensor, group)
+        return self.collective(output_tensor, input_tensor, *args, group=group, **options)
 
 
-def _memory_of_group(group: dist.ProcessGroup) -> Allocate:
+def _memory_of_group(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         backend: Any = group._get_backend(device)
         if not backend.supports_tensor_alloc(device):
@@ -237,60 +267,59 @@ def _memory_of_group(group: dist.ProcessGroup) -> Allocate:
     return allocate
 
 
-def _symmetric_memory(group: dist.ProcessGroup) -> Allocate:
+class SymmetricTransport(GroupTransport):
+    """The group's own collectives; gathers are between registered memory."""
+
+    in_place = True  # shards are in other memory
+
+    def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
+        for each in plan.plans if isinstance(plan, GatherBatch) else (plan,):
+            if each.pieces is None:
+                of_storage = {t.untyped_storage()._cdata: t for t in each.outputs}
+                each.pieces = tuple(of_storage.values())
+            for piece in each.pieces:
+                _register(piece, self.group)
+            if each.inputs is not each.own:
+                torch._foreach_copy_(each.own, each.inputs)
+        return super().all_gather(plan, tag)
+
+
+def choose_symmetric_backend(device: torch.device) -> None:
+    """Let torch allocate symmetric memory by NCCL, from now on and for the whole process.
+
+    Raises:
+        RuntimeError: if this torch cannot, or has allocated some in another way.
+    """
+    symm_mem = _symm_mem()
+    try:
+        if symm_mem.get_backend(device) != "NCCL":
+            symm_mem.set_backend("NCCL")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} with NCCL {torch.cuda.nccl.version()} cannot allocate "
+            "symmetric memory by NCCL. That needs NCCL 2.27, and no symmetric memory of another "
+            f"backend allocated before in this process: {error}"
+        ) from error
+
+
+def allocating_symmetric(device: torch.device) -> AbstractContextManager[None]:
+    """Context in which memory of ``device`` is symmetric; on all ranks alike (see the note)."""
+    return torch.get_device_module(device).use_mem_pool(_symm_mem().get_mem_pool(device))
+
+
+def _symmetric_empty(
+    size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    with allocating_symmetric(device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+def _register(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Make the segment of ``tensor`` known to ``group``; collective at the first call for it."""
+    _symm_mem().rendezvous(tensor, group=group.group_name)
+
+
+def _symm_mem() -> Any:
     import torch.distributed._symmetric_memory as symm_mem
 
-    symm_mem.set_backend("NCCL")
-    dist.barrier(group)  # a rendezvous needs a communicator, which NCCL makes at its first use
-
-    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pool: Any = symm_mem.get_mem_pool(device)
-        with torch.cuda.use_mem_pool(pool):
-            return torch.empty(size, dtype=dtype, device=device)
-
-    return allocate
-
-
-class _OnMemory:
-    """What both collectives share: the memory, and making it known to the other ranks."""
-
-    def __init__(self, allocate: Allocate, *, rendezvous: bool = False) -> None:
-        self.allocate = allocate
-        self._rendezvous = rendezvous
-
-    def _meet(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if self._rendezvous:
-            import torch.distributed._symmetric_memory as symm_mem
-
-            symm_mem.rendezvous(tensor, group=group.group_name)
-
-
-class _AllGatherOn(_OnMemory):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._meet(output_tensor, group)
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class _ReduceScatterOn(_OnMemory):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        # Both sides: the kernels for symmetric memory neither read nor write any other.
-        self._meet(input_tensor, group)
-        self._meet(output_tensor, group)
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+    return symm_mem

@@ -49,6 +49,7 @@ class ExtensionPlan(GatherPlan):
     # What the class returns is other memory each time, while plans hold fixed views. So it is
     # copied into the own slices, as after a cast, and gathered in place.
     cast = True
+    pieces = ()  # none that a transport has to know
 
     def __init__(self, bucket: ExtensionBucket, outputs: list[torch.Tensor]) -> None:
         num_shards, rank = bucket.mesh.num_shards, bucket.rank

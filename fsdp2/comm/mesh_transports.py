@@ -6,8 +6,10 @@ A unit has one `MeshTransports` per mesh of its parameters: usually one, two whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +20,7 @@ from ..policy import CommPolicy, hops_of
 from ..sharding.mesh import DataParallelMesh, subgroup_mesh
 from ..sharding.process_groups import connect_group, own_group
 from .compressed import CompressedTransport, Hops
-from .custom import AllGather, FlatTransport, ReduceScatter, with_memory_of
+from .custom import AllGather, FlatTransport, ReduceScatter, allocating_symmetric, on_memory
 from .exchange import Exchange
 from .transports import Transport, check_backend, make_transport, separate_group
 
@@ -32,8 +34,8 @@ class CommOptions:
         separate_reduce_group: reduce-scatter on a group of its own; None: where that helps.
         sum_only: reduce with SUM only, and divide afterwards.
         policy: send fewer bytes; see `CommPolicy`.
-        memory: where flat buffers of collectives come from: "group" (the process group's
-            allocator) or "symmetric" (symmetric memory); None: no flat buffers.
+        memory: "group": flat buffers of collectives are from the process group's allocator;
+            "symmetric": gathered storage is symmetric memory; None: neither.
     """
 
     all_gather: AllGather | None = None
@@ -56,6 +58,7 @@ class MeshTransports:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
         secondary_gather: within the groups of ``reshard_after_forward=int``; see `make_secondary`.
+        allocating: makes the contexts in which gathered storage gets its memory.
     """
 
     def __init__(self, mesh: DataParallelMesh, device: torch.device, options: CommOptions) -> None:
@@ -67,6 +70,9 @@ class MeshTransports:
         self.replicate: Transport | None = None
         self.secondary_gather: Transport | None = None
         self.secondary_mesh: DeviceMesh | None = None
+        self.allocating: Callable[[], AbstractContextManager[None]] = nullcontext
+        if options.memory == "symmetric":
+            self.allocating = partial(allocating_symmetric, device)
         sum_only = options.sum_only
         if mesh.shard_group is not None and mesh.num_shards > 1:
             group = mesh.shard_group
@@ -95,9 +101,7 @@ class MeshTransports:
         options = self.options
         all_gather, reduce_scatter = options.all_gather, options.reduce_scatter
         if options.memory is not None:
-            all_gather, reduce_scatter = with_memory_of(
-                options.memory, transport.group, sum_only=options.sum_only
-            )
+            return on_memory(options.memory, transport, self.device, sum_only=options.sum_only)
         if all_gather is None and reduce_scatter is None:
             return transport
         return FlatTransport(

@@ -220,6 +220,7 @@ class GroupTransport:
     """
 
     coalesces = True
+    in_place = False  # whether gathers read this rank's slices of their outputs
 
     def __init__(
         self,
@@ -252,7 +253,8 @@ class GroupTransport:
         if isinstance(plan, GatherPlan) and plan.outputs and plan.outputs[0].dtype not in _SENT:
             plan.as_bytes = plan.as_bytes or GatherBatch([plan])
             plan = plan.as_bytes
-        work = self._gather(plan.outputs, plan.inputs, self._gather_options)
+        inputs = plan.own if self.in_place else plan.inputs
+        work = self._gather(plan.outputs, inputs, self._gather_options)
 
         def finish() -> None:
             wait_for([work])

@@ -226,7 +226,7 @@ def make_units(trace: StepTrace, setup: Setup, replay: ReplayState) -> list[Coun
     for unit, described in zip(units, descriptions, strict=True):
         unit.choose_reshard(is_root=described.is_root)
     for unit in units:
-        unit.materialize()
+        unit.materialize(Streams())
     _set_prefetch(units[1:], descriptions[1:], trace, setup.prefetch)
     return units
 

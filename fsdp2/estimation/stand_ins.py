@@ -8,6 +8,7 @@ tensor, a `Held` dies here, at the same line.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -159,7 +160,7 @@ class _GradientStore:
             self._held = Held(self._world.account, "gradients", self._nbytes)
 
     def free(self) -> None:
-        # As `GradientStore.free`, for new memory that has another address, which it mostly has.
+        # As `GradientStore.free`.
         if self._nbytes < FREE_MIN_BYTES * len(self.dtensors):
             return
         if self._on_host and self._held is not None:
@@ -383,6 +384,7 @@ class _Transports:
     """The transports of a mesh."""
 
     secondary_mesh = None
+    allocating = staticmethod(nullcontext)
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..comm.streams import streams_for
 from ..dtensor.memory import asked_side_by_side
 from ..sharding.param import ShardedParam
 from .first_forward import FirstForward
@@ -70,7 +71,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     # order of the tree, which ranks share even if their first forwards run other units (experts).
     # And what is still on the meta device is an error before any rank waits in a collective.
     for unit in units:
-        unit.materialize()
+        unit.materialize(streams_for(unit.device))
     check_meta_buffers(root_module)
     runtime = Runtime(root, units, root.device)
     for unit in units:

@@ -409,6 +409,8 @@ class ParamGroup:
     def materialize(self, *, secondary_size: bool | int, split: bool) -> None:
         """Make what is needed from the first gather on: transports, gathered storages, views.
 
+        After `settle`.
+
         Args:
             secondary_size: number of ranks over which larger shards are kept after forward; a bool:
                 none are kept.
@@ -417,7 +419,6 @@ class ParamGroup:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
-        self.settle()
         self._check_materialized()
         # The first forward may be an evaluation in inference mode: parameters that are made there
         # could never be trained.

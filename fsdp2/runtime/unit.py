@@ -256,9 +256,14 @@ class Unit:
             return AfterForward.FREE_TO_SECONDARY
         return AfterForward.FREE
 
-    def materialize(self) -> None:
+    def materialize(self, streams: Streams) -> None:
         """Make everything that gathers need, before the first one."""
-        self.param_group.materialize(secondary_size=self.reshard_after_forward, split=self.encloses)
+        group, size = self.param_group, self.reshard_after_forward
+        group.settle()  # on compute: it may copy shards
+        # No kernel runs here. But views are made of memory, which then stays in the pool of the
+        # stream that it was allocated on: gathers use it next.
+        with streams.gathering():
+            group.materialize(secondary_size=size, split=self.encloses)
 
     # -- gathering --------------------------------------------------------------------------
 
@@ -335,7 +340,7 @@ class Unit:
         self.drop_cache(streams)
         if self.param_group.num_plans:
             self.gradients.accumulate(leaves_params=True)
-        self.materialize()
+        self.materialize(streams)
         self.runtime.choose_cached()
         streams.before_gathers()  # compute has just written the new shards
 
@@ -398,7 +403,8 @@ class Unit:
             bucket.mark_cached()
         if bucket.aliases_shards or not bucket.layout.gathered_numel:
             return None, None
-        bucket.allocate()
+        with transports.allocating():
+            bucket.allocate()
         secondary = bucket.secondary
         if secondary is not None and secondary.saved:
             return transports.secondary_gather, secondary.plan
@@ -553,9 +559,10 @@ class Unit:
 
         References are counted on this rank alone: a debugger that holds the parameter on one rank
         keeps it there. Ranks must agree on every gather that follows, so all of them go on as if
-        it had been freed: the next use gathers it again, on the rank that kept it too.
+        it had been freed: the next use gathers it again, on the rank that kept it too. Symmetric
+        memory is freed by all ranks or by none; see the note in `comm.custom`.
         """
-        if not bucket.can_free_early(i):
+        if not bucket.can_free_early(i) or self.config.comm_options.memory == "symmetric":
             return
         param = bucket.params[i]
         if param in self._freed and not bucket.has_memory(i):

@@ -30,15 +30,16 @@ class GatherPlan:
         inputs, outputs: of the all-gathers, one pair per direct parameter and one for the pack.
         own, source: this rank's slices of ``outputs`` and where their data comes from.
         rows: for each output, how many elements each rank has that are not padding.
-        messages, as_bytes, row: what transports keep with the plan, so that it is made once:
-            messages to send and to receive, as (tensors, peer, tag), the same gather of bytes, or
-            where the bytes of narrower numbers lie.
+        messages, as_bytes, row, pieces: what transports keep with the plan, so that it is made
+            once: messages to send and to receive, as (tensors, peer, tag), the same gather of
+            bytes, where the bytes of narrower numbers lie, or an output in each piece of memory.
         encoded: what is sent in narrower numbers, if it is kept so; None: it is made of ``source``.
     """
 
     messages: tuple[Messages, Messages] | None = None
     as_bytes: GatherBatch | None = None
     row: object = None
+    pieces: Sequence[torch.Tensor] | None = None
     encoded: torch.Tensor | None = None
 
     def __init__(
@@ -142,6 +143,7 @@ class GatherBatch:
         # mixed dtypes and corrupt data without an error, and of NCCL's torch does not say.
         self.outputs = [t.view(torch.uint8) for plan in plans for t in plan.outputs]
         self.inputs = [t.view(torch.uint8) for plan in plans for t in plan.inputs]
+        self.own = [t.view(torch.uint8) for plan in plans for t in plan.own]
 
     def unpack(self) -> None:
         for plan in self.plans:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -187,28 +186,3 @@ def test_memory_of_the_group_excludes_custom_collectives() -> None:
 test_memory_of_the_group_excludes_custom_collectives = ours_only("another error type")(
     test_memory_of_the_group_excludes_custom_collectives
 )
-
-
-@ours_only("memory of its own")
-@distributed(2)
-def test_symmetric_memory_is_registered_on_both_sides() -> None:
-    """A collective of symmetric memory reads and writes nothing else."""
-    from fsdp2.comm.custom import _AllGatherOn, _ReduceScatterOn
-
-    met: list[int] = []
-
-    def rendezvous(tensor: torch.Tensor, group: str) -> None:
-        met.append(tensor.untyped_storage().data_ptr())
-
-    group = dist.group.WORLD
-    assert group is not None
-    with mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous):
-        scatter = _ReduceScatterOn(torch.empty, rendezvous=True)
-        whole, part = torch.ones(4), torch.empty(2)
-        scatter(part, whole, group, dist.ReduceOp.SUM)
-        assert part.tolist() == [2, 2]
-        assert set(met) == {whole.data_ptr(), part.data_ptr()}
-        met.clear()
-        gather = _AllGatherOn(torch.empty, rendezvous=True)
-        gather(whole, whole[2 * group.rank() :][:2], group)
-        assert met == [whole.data_ptr()], "which the input is a part of"

@@ -7,6 +7,8 @@ before the device is done. The same bodies run on the test device and, over gloo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import testdev
+from fsdp2.comm.custom import (
+    SymmetricTransport,
+    allocating_symmetric,
+    choose_symmetric_backend,
+)
 from fsdp2.comm.means import mean_over
 from fsdp2.comm.streams import wait_for
 from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
@@ -54,12 +61,20 @@ def numbers(numel: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def gather_plan(
-    dtype: torch.dtype, device: str, source: torch.dtype | None = None
+    dtype: torch.dtype,
+    device: str,
+    source: torch.dtype | None = None,
+    allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[GatherPlan, Callable[[], None]]:
-    """A plan, and what checks that it was carried out."""
+    """A plan, and what checks that it was carried out.
+
+    Arguments:
+        allocating: makes the context in which the gathered storage gets its memory.
+    """
     layout = layout_for(dtype)
     shards = numbers(layout.shard_numel, source or dtype, device)
-    gathered = Segments([0, layout.gathered_numel], dtype, torch.device(device))
+    with allocating():
+        gathered = Segments([0, layout.gathered_numel], dtype, torch.device(device))
     plan = GatherPlan(layout, 0, shards, gathered)
     if plan.cast:
         torch._foreach_copy_(plan.own, plan.source)
@@ -249,3 +264,45 @@ def test_nccl_does_not_wait_on_the_host(nccl: None) -> None:
         assert not before.query()
     torch.cuda.synchronize()
     check()
+
+
+@on_cuda
+@pytest.mark.cuda
+def test_gathered_storages_take_turns_in_symmetric_memory(nccl: None) -> None:
+    """What one has freed another one gets, and nothing else: not at once, nor ever."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    choose_symmetric_backend(device)
+    one, other = (Segments([0, 2**20], torch.float32, device) for _ in range(2))
+    addresses = []
+    for segments in (one, other, one):
+        segments.free()  # what it was made with is ordinary memory
+        with allocating_symmetric(device):
+            segments.allocate()
+        addresses.append(segments.storages[0].data_ptr())
+        segments.free()
+        usual = torch.empty(2**20, device=device)
+        assert usual.data_ptr() != addresses[-1]
+    assert len(set(addresses)) == 1
+
+
+@on_cuda
+@pytest.mark.cuda
+def test_nccl_gathers_into_symmetric_memory(nccl: None) -> None:
+    """Registered at the first gather, known at the second; shards are in other memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    choose_symmetric_backend(device)
+    transport = SymmetricTransport(dist.group.WORLD, device)
+    make = partial(gather_plan, allocating=partial(allocating_symmetric, device))
+    kinds = [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float8_e4m3fn, None)]
+    for dtype, source in kinds:
+        plan, check = make(dtype, str(device), source)
+        for _ in range(2):
+            finish(transport.all_gather(plan, 0))
+            check()
+            if source is None:
+                for output in plan.outputs:
+                    output.view(torch.uint8).zero_()
+    plans, checks = zip(*(make(dtype, str(device), source) for dtype, source in kinds), strict=True)
+    finish(transport.all_gather(GatherBatch(plans), 0))
+    for check in checks:
+        check()
