@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,9 +71,13 @@ def check_dtypes(policy: MixedPrecisionPolicy) -> None:
     """Check that ``policy``, ours or torch's, names dtypes that forward can compute in.
 
     Raises:
-        TypeError: if one is neither None nor a floating-point or complex ``torch.dtype``.
+        TypeError: if it is no policy, or a dtype is neither None nor a floating-point or complex
+            ``torch.dtype``.
     """
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+    dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
+    if not all(hasattr(policy, name) for name in (*dtypes, "cast_forward_inputs")):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}")
+    for name in dtypes:
         # torch's class checks nothing when it is made, so `fully_shard` calls this for both: a
         # wrong value would show as an error of a cast in the first forward, far from where it was
         # set.
@@ -302,6 +307,28 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def adopt_offload_policy(policy: Any) -> OffloadPolicy:
+    """``policy`` as one of ours: torch's of the same names are converted, None is the default.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if policy is None:  # torch accepts it, and several trainers pass it
+        return OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    # An instance of one of torch's classes can only exist once their module has been imported.
+    theirs = sys.modules.get("torch.distributed.fsdp")
+    if theirs is not None and isinstance(policy, theirs.CPUOffloadPolicy):
+        return CPUOffloadPolicy(policy.pin_memory)
+    if theirs is not None and isinstance(policy, theirs.OffloadPolicy):
+        return OffloadPolicy()
+    raise TypeError(
+        f"offload_policy must be an OffloadPolicy or None, got {policy!r}: "
+        "CPUOffloadPolicy() keeps shards, gradients and optimizer state in host memory"
+    )
 
 
 @dataclass

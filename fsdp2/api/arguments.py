@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.transports import check_backend
 from ..common.classes import original_class
-from ..policy import OffloadPolicy, check_dtypes
 from ..runtime.hooks import unit_holding
 from ..runtime.unit import Unit, unit_of, units_in
 from ..sharding.mesh import DataParallelMesh, device_of
@@ -26,7 +25,9 @@ _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the mod
 
 def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
     """The modules of the new unit, without those nested in another module of the list."""
-    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    # (Modules that are containers can be iterated over, too.)
+    several = isinstance(module, Collection) and not isinstance(module, nn.Module | str)
+    modules = tuple(module) if several else (module,)
     if not modules:
         raise ValueError(f"{caller} got an empty list of modules")
     for item in modules:
@@ -97,16 +98,6 @@ def meant_reshard(value: Any, num_shards: int) -> Any:
     if type(value) is int and value in (1, num_shards):
         return value != 1
     return value
-
-
-def check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    """Check the policies; torch's classes of the same names are accepted too."""
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(mp_policy, name) for name in names):
-        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}")
-    check_dtypes(mp_policy)
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}")
 
 
 def checked_ignored(ignored: Any) -> set[nn.Parameter]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,7 +19,9 @@ from ..policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    adopt_offload_policy,
     check_comm_policy,
+    check_dtypes,
 )
 from ..runtime.building import name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks
@@ -33,7 +35,6 @@ from .arguments import (
     check_direct_min_bytes,
     check_modules_are_free,
     check_parameter,
-    check_policies,
     check_tied_units,
     checked_device,
     checked_granularity,
@@ -53,24 +54,44 @@ PlacementFn = Callable[[nn.Parameter], Shard | Replicate | ShardPlacementResult 
 Granularity = int | Callable[[nn.Parameter], int] | None
 
 
-# A module, or a list of modules: what is given is what comes back.
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 
+class _ShardOptions(TypedDict, total=False):
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    direct_min_bytes: int | None
+    comm_policy: CommPolicy | None
+    shard_granularity: Granularity
+
+
+# The object that comes back is the one that was passed, and an instance of both its own class and
+# `FSDPModule`. No type says both: as in torch, checkers are told of the latter.
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[_ShardOptions]) -> FSDPModule: ...
+@overload
 def fully_shard(
-    module: M,
+    module: Collection[nn.Module], **options: Unpack[_ShardOptions]
+) -> list[FSDPModule]: ...
+def fully_shard(
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (has no state)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
     shard_granularity: Granularity = None,
-) -> M:
+) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     All parameters that no earlier call on a submodule has taken become one unit: they are
@@ -80,7 +101,7 @@ def fully_shard(
     tied across units moves to the unit of the module that contains both.
 
     Args:
-        module: the module, or a list of modules that form one unit.
+        module: the module, or several modules that form one unit.
         mesh: 1-D: shard over it. 2-D: replicate over dim 0, shard over dim 1 (HSDP). None: all
             ranks of the default process group.
         reshard_after_forward: True frees the gathered parameters after forward and gathers them
@@ -92,6 +113,7 @@ def fully_shard(
             `ShardPlacementResult` to shard it over another mesh, or None for the default.
         mp_policy: dtypes for computation, reduction and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the CPU.
+            None: the default. torch's policies are accepted, as for ``mp_policy``.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of a ``mesh`` that has other dims too.
             Parameters may be DTensors on that whole mesh, replicated over its data-parallel dims.
@@ -110,8 +132,7 @@ def fully_shard(
 
     Returns:
         ``module`` itself; its class is now a subclass of `FSDPModule`, its names are unchanged.
-        Type checkers still see the original class: ``assert isinstance(model, FSDPModule)`` tells
-        them about the methods of `FSDPModule`.
+        Type checkers see an `FSDPModule`; a variable that was passed keeps its type.
 
     Raises:
         ValueError: for a mesh that cannot be used, a module or parameter that is already sharded
@@ -139,7 +160,7 @@ def fully_shard(
         granularity,
         UnitConfig(
             mp_policy,
-            offload_policy,
+            adopt_offload_policy(offload_policy),
             direct_min_bytes=direct_min_bytes,
             reshard_after_forward=reshard,
             comm_options=CommOptions(policy=comm_policy),
@@ -156,7 +177,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no state)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (has no state)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy | None = None,
@@ -212,7 +233,11 @@ def replicate(
         ignored,
         None,
         lambda param, name: 1,
-        UnitConfig(mp_policy, offload_policy, comm_options=CommOptions(policy=comm_policy)),
+        UnitConfig(
+            mp_policy,
+            adopt_offload_policy(offload_policy),
+            comm_options=CommOptions(policy=comm_policy),
+        ),
     )
     return module
 
@@ -229,7 +254,7 @@ def _make_unit(
     # Nothing may change before everything was checked: a program may catch the error and shard the
     # same modules in another way.
     device = checked_device(mesh)
-    check_policies(config.mp_policy, config.offload_policy)
+    check_dtypes(config.mp_policy)
     check_comm_policy(config.comm_options.policy)
     classes = [_sharded_class(sharded) for sharded in modules]  # may fail: before anything changes
     unit = Unit(modules, mesh, device, config)

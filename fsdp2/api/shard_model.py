@@ -47,6 +47,7 @@ from ..policy import (
     MixedPrecisionPolicy,
     OffloadBeyond,
     OffloadPolicy,
+    adopt_offload_policy,
 )
 from ..runtime.unit import unit_of
 from ..sharding.mesh import default_mesh, resolve_mesh
@@ -215,13 +216,14 @@ def shard_model(
     return model
 
 
-def offload_beyond(policy: OffloadPolicy, max_device_bytes: int | None) -> OffloadPolicy:
+def offload_beyond(policy: Any, max_device_bytes: int | None) -> OffloadPolicy:
     """``policy``, which leaves so many bytes of all units together on the device.
 
     Raises:
         ValueError: for a policy that leaves everything there, or a negative number.
-        TypeError: for a number that is no int.
+        TypeError: for a number that is no int, or a policy that is none.
     """
+    policy = adopt_offload_policy(policy)
     if max_device_bytes is None:
         return policy
     check_bytes("max_device_bytes", max_device_bytes)

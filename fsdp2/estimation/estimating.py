@@ -14,6 +14,7 @@ from ..policy import (
     CommPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    adopt_offload_policy,
     check_comm_policy,
 )
 from ..wrap import units_of
@@ -153,7 +154,7 @@ def estimate(
         reshard_after_forward=reshard_after_forward,
         device_type=device_type,
         mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        offload_policy=adopt_offload_policy(offload_policy),
         prefetch=prefetch,
         replicate_below=replicate_below,
         direct_min_bytes=direct_min_bytes,

@@ -12,7 +12,7 @@ from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.paged_state import StateOffload
 from ..estimation.setups import check_number
 from ..estimation.trace_options import LossFn, TraceOptions
-from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_offload_policy
 from ..render.text import show_seconds
 from .arguments import check_ranks, checked_budget
 from .candidates import SEARCHED
@@ -200,7 +200,7 @@ def plan(
         degrees = within_samples(degrees, of_rank * num_ranks, max_samples)
     setup = {
         "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
+        "offload_policy": adopt_offload_policy(offload_policy),
         "comm_policy": comm_policy,
         "micro_batches": micro_batches,
         "max_gathered_bytes": max_gathered_bytes,

@@ -14,7 +14,7 @@ from ..estimation.kernels import Kernels, kernels_of
 from ..estimation.paged_state import StateOffload
 from ..estimation.setups import check_number
 from ..estimation.trace_options import LossFn, TraceOptions
-from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, adopt_offload_policy
 from ..render.text import one_line
 from .candidates import Degrees, Pipeline
 from .cells import Cells, check_mode, mesh_of
@@ -141,7 +141,7 @@ def predict(
     options = {
         "wrap": wrap,
         "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
+        "offload_policy": adopt_offload_policy(offload_policy),
         "replicate_below": replicate_below,
         "direct_min_bytes": direct_min_bytes,
         "comm_policy": comm_policy,

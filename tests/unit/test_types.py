@@ -31,29 +31,29 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_sharded_module_is_of_its_own_class() -> None:
-    linear = fully_shard(nn.Linear(4, 4))
-    assert_type(linear, nn.Linear)
-    assert linear.in_features == 4
+def test_checkers_see_what_torchs_annotations_say() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    assert_type(model, FSDPModule)
+    model.unshard()
+    model.set_modules_to_forward_prefetch([model])
+    assert_type(_parameters_of(model), list[nn.Parameter])
+    both = fully_shard([nn.LayerNorm(4), nn.Linear(4, 4)])
+    assert_type(both, list[FSDPModule])
+    assert isinstance(both, list)
+    both[0].reshard()
+    share_comm_ctx([*both, model])
+
+
+def test_a_variable_that_was_passed_keeps_its_type() -> None:
+    linear = nn.Linear(4, 4)
+    fully_shard(linear)
+    assert_type(linear.in_features, int)
+    assert isinstance(linear, FSDPModule)
+    linear.set_requires_gradient_sync(False)
+    assert_type(linear.in_features, int)
     assert_type(replicate(nn.LayerNorm(4)), nn.LayerNorm)
     model = shard_model(nn.Sequential(nn.Linear(4, 4)))
     assert_type(model, nn.Sequential)
-    both = fully_shard([nn.LayerNorm(4), nn.Linear(4, 4)])
-    assert_type(both, list[nn.Module])
-    assert isinstance(both, list)
-    heads = fully_shard([nn.Linear(4, 4)])
-    assert_type(heads, list[nn.Linear])
-    share_comm_ctx([linear, model])
-    share_comm_ctx(heads)
-
-
-def test_and_an_fsdp_module_too() -> None:
-    linear = fully_shard(nn.Linear(4, 4))
-    assert isinstance(linear, FSDPModule)
-    linear.set_requires_gradient_sync(False)
-    linear.set_modules_to_forward_prefetch([linear])
-    assert_type(linear.in_features, int)
-    assert_type(_parameters_of(linear), list[nn.Parameter])
 
 
 def _parameters_of(module: FSDPModule) -> list[nn.Parameter]:
