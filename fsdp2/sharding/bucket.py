@@ -520,10 +520,14 @@ class Bucket:
         """Take gradients in the dtype that autograd makes, as they are widened anyway."""
         # Norms on the CPU compute the gradient of a bfloat16 weight in float32. Rounded to bfloat16
         # and widened again it would lose 16 bits for nothing, and differ from torch's since 2.15.
-        self.keeps_dtypes = self.widens and KEEPS_DTYPES and not self.params[0].grad_dtype_is_set
-        if self.keeps_dtypes:
+        is_set = self.params[0].grad_dtype_is_set
+        self.keeps_dtypes = self.widens and KEEPS_DTYPES and not is_set
+        # What a user set is the dtype of the result. Micro-batches are added up in that of the
+        # reduction, if the policy names one: to round each of them would lose what it is for.
+        sums_wider = is_set and self.mp_policy.reduce_dtype is not None
+        if self.keeps_dtypes or sums_wider:
             for _, unsharded in self.unsharded:
-                unsharded.grad_dtype = None
+                unsharded.grad_dtype = self.reduce_dtype if sums_wider else None
 
     def widen(self, grads: Collection[torch.Tensor]) -> None:
         """Reduce in the widest dtype of ``grads``: with ``grad_dtype`` None they have any."""

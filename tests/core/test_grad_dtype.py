@@ -117,6 +117,28 @@ def test_float32_gradients_of_low_precision_parameters_add_up() -> None:
         assert model.weight.grad_dtype == FULL
 
 
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 has this rule")
+@distributed(2)
+def test_a_narrow_dtype_that_was_set_rounds_the_sum_and_not_each_micro_batch() -> None:
+    """Three times 1 + 2^-8, which bfloat16 rounds to 1: the sum is 3.0156 there."""
+    for compute, narrow in itertools.product((None, LOW), (False, True)):
+        found = []
+        for library in (torch_fsdp, fsdp2):
+            layer = nn.Linear(2, 4, bias=False)
+            if narrow:
+                layer.weight.grad_dtype = LOW
+            policy = library.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=FULL)
+            model: Any = library.fully_shard(layer, mp_policy=policy)
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                model(torch.ones(1, 2)).float().mul(1 + 2**-8).sum().backward()
+            found.append(layer.weight.grad.full_tensor())
+        assert torch.equal(*found), f"{compute}, {narrow}"
+        if compute is None:
+            expected = 3.015625 if narrow else 3 * (1 + 2**-8)
+            assert torch.equal(found[1].float(), torch.full((4, 2), expected))
+
+
 @distributed(2)
 def test_any_dtype() -> None:
     """``grad_dtype=None``: gradients stay what autograd makes, also a wider one."""
