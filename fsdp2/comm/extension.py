@@ -101,8 +101,9 @@ class ExtensionBucket(Bucket):
         self._replaced: list[torch.Tensor] = []
         self._metadata: Any = None
         self._storages, self._sizes = (), ()
-        param.unsharded = param.secondary = None
-        self.unsharded = self.unsharded_direct = []
+        self.is_made = False
+        # One of an earlier plan holds the gradients of earlier micro-batches until then.
+        self._note_unsharded()
         self._check_methods()
 
     def _versions(self) -> tuple[int, int]:
@@ -329,7 +330,7 @@ class ExtensionBucket(Bucket):
         computing = self.params[0].unsharded
         if self._pieces[0]:
             torch._foreach_copy_(*self._pieces)
-        if computing is None:
+        if computing is None or not self.is_made:
             self._make_unsharded()
         else:
             self._make_again(computing)
@@ -366,6 +367,7 @@ class ExtensionBucket(Bucket):
         note_gathered(self._storages)
         self._written = list(owned)
         param.make_unsharded(whole)
+        self.is_made = True
         self._note_unsharded()
 
     def _without_padding(self, made: torch.Tensor) -> torch.Tensor:

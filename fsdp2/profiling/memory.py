@@ -22,7 +22,6 @@ NOTHING = (0,) * len(PARTS)
 def accumulated_bytes(unit: Unit) -> int:
     """Bytes of the unsharded gradients that a backward without gradient sync left."""
     grads = [p.unsharded.grad for p in unit.params if p.unsharded is not None]
-    grads += unit.gradients.accumulated.values()
     return sum(_nbytes(grad) for grad in grads if grad is not None)
 
 

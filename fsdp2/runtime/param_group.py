@@ -436,7 +436,7 @@ class ParamGroup:
         self._secondary_for = None
         self.materialized = True
         self.num_plans += 1
-        self.incomplete = any(param.unsharded is None for param in self.params)
+        self.incomplete = not all(bucket.is_made for bucket in self.buckets)
         self._follow_unsharded()
 
     def _narrow_secondary(self, bucket: Bucket) -> None:

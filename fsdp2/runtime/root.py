@@ -343,8 +343,8 @@ class Runtime:
         elif self.ends_iteration:
             unit.weight_grads_deferred = False
         self._accumulates |= bool(accumulates)
-        if not config.reduce_grads or unit.gradients.widened:
-            unit.gradients.let_autograd_widen(wanted=not config.reduce_grads)
+        if not config.reduce_grads or unit.gradients.sums:
+            unit.gradients.sum_in_reduce_dtype(wanted=not config.reduce_grads)
         if unit is self._carried_unit:
             self._carried_unit = None
             if unit.is_rewritten():
@@ -447,7 +447,7 @@ class Runtime:
         """Start the reduction of the gradients that ``unit`` has."""
         config, gradients = unit.config, unit.gradients
         if not config.reduce_grads:
-            gradients.accumulate()
+            gradients.keep_as_sums()
             return
         # Even if there turns out to be nothing to reduce: with `reduce_unused` the end of backward
         # reduces each unit that was not, and all ranks must agree on which.
@@ -523,7 +523,7 @@ class Runtime:
             config, gradients = unit.config, unit.gradients
             leave = leaves_sync and config.sync_grads
             if leave:
-                gradients.accumulate()  # or autograd would, in the dtype of computation
+                gradients.keep_as_sums()
             else:
                 if gradients.are_left() or (config.reduce_unused and not unit.reduced):
                     group = unit.param_group
@@ -604,7 +604,7 @@ class Runtime:
             return
         if unit.config.reduce_unused:
             # Other ranks may have none: they meet at the end of the next backward with a reduction.
-            unit.gradients.accumulate()
+            unit.gradients.keep_as_sums()
         else:
             self.reduce(unit)
 

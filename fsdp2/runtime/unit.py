@@ -338,8 +338,6 @@ class Unit:
         if self.runtime.budget is not None:
             self.runtime.budget.make_room(self, streams)  # to plan takes the memory for a moment
         self.drop_cache(streams)
-        if self.param_group.num_plans:
-            self.gradients.accumulate(leaves_params=True)
         self.materialize(streams)
         self.runtime.choose_cached()
         streams.before_gathers()  # compute has just written the new shards

@@ -1,8 +1,8 @@
 """The gradients of a unit that no reduction has taken yet.
 
 Autograd leaves them on the unsharded parameters. Those of a micro-batch without gradient sync wait
-there for the last one; if gradients are reduced in another dtype, they wait in ``accumulated``, in
-that dtype.
+there for the last one, in the dtype of the reduction: ``grad_dtype`` of these parameters is set so
+that autograd itself adds them up in it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ class UnitGrads:
     """Unreduced gradients of one unit.
 
     Attributes:
-        accumulated: sums of micro-batches in the dtype of the reduction, by ``id`` of the
-            parameter.
-        widened: whether autograd itself makes gradients in the dtype of the reduction.
+        sums: whether autograd makes gradients in the dtype of the reduction, or adds to such.
         holds_earlier: whether the last backward left gradients unreduced, so that some rank may
             hold sums in the dtype of the reduction.
         holds_partial_sums: whether the last backward left out the all-reduce over replicas.
@@ -44,11 +42,9 @@ class UnitGrads:
         self._param_group = param_group
         self._config = config
         self._offloads = config.offload
-        # By parameter, not by slot: buckets may be planned again between two micro-batches.
-        self.accumulated: dict[int, torch.Tensor] = {}
         self.deferred = DeferredReductions()
         self._trained: set[ShardedParam] = set()  # see `note_trained`
-        self.widened = False
+        self.sums = False
         self.holds_earlier = False
         self.holds_partial_sums = False
 
@@ -56,8 +52,6 @@ class UnitGrads:
 
     def has_whole(self) -> bool:
         """Whether there are gradients that no reduction has taken."""
-        if self.accumulated:
-            return True
         # A loop: this runs in every backward, and a generator costs a frame per item.
         for param in self._param_group.unsharded:
             if param is not None and param.grad is not None:
@@ -116,7 +110,6 @@ class UnitGrads:
             may_defer
             and config.all_reduce_grads
             and config.all_reduce_hook is None
-            and not self.accumulated
             and not self._offloads
         )
         taken = []
@@ -140,62 +133,45 @@ class UnitGrads:
                         may_wait = may_defer and not bucket.is_reducing(i)
                         grad = self.deferred.local_gradient(param, grad, may_wait=may_wait)
                     grads[i] = grad
-            if self.accumulated:
-                self._add_accumulated(bucket, grads)
             taken.append(grads)
         return taken
 
-    def _add_accumulated(self, bucket: Bucket, grads: dict[int, torch.Tensor]) -> None:
-        """Add what backwards without sync have left, in the dtype of the reduction."""
-        for i, param in enumerate(bucket.params):
-            earlier = self.accumulated.pop(id(param), None)
-            if earlier is not None:
-                grads[i] = earlier.add_(grads[i]) if i in grads else earlier
-
-    def let_autograd_widen(self, *, wanted: bool) -> None:
+    def sum_in_reduce_dtype(self, *, wanted: bool) -> None:
         """Let autograd make gradients in the dtype of the reduction, or stop doing so.
 
-        The first term of a sum over several backwards is widened anyway. If autograd does it, the
-        uses of a tied parameter are added up in that dtype, too.
+        The first term of a sum over several backwards is cast anyway. If autograd does it, the
+        uses of a tied parameter are added up in that dtype, too, and so is the rest of the sum.
 
         Args:
             wanted: whether the backward that begins adds to such a sum.
         """
-        self.widened = wanted
+        self.sums = wanted
         for bucket in self._param_group.buckets:
-            if bucket.params[0].grad_dtype_is_set or not bucket.widens:
+            if bucket.params[0].grad_dtype_is_set or bucket.reduce_dtype == bucket.gather_dtype:
                 continue
-            for i, unsharded in bucket.unsharded:
-                is_added = unsharded.grad is not None or id(bucket.params[i]) in self.accumulated
-                if wanted:
-                    dtype = None if is_added else bucket.reduce_dtype
+            for _, unsharded in bucket.unsharded:
+                if unsharded.grad is not None:
+                    # None: a sum takes terms of any dtype. After this backward it is gone.
+                    unsharded.grad_dtype, self.sums = None, True
+                elif wanted:
+                    unsharded.grad_dtype = bucket.reduce_dtype
                 else:
-                    keeps = bucket.keeps_dtypes or unsharded.grad is not None
-                    dtype = None if keeps else bucket.gather_dtype
-                unsharded.grad_dtype = dtype  # None: autograd's; a sum takes terms of any dtype
+                    unsharded.grad_dtype = None if bucket.keeps_dtypes else bucket.gather_dtype
 
-    def accumulate(self, *, leaves_params: bool = False) -> None:
-        """After a backward without sync: add unsharded gradients up in the reduction's dtype.
+    def keep_as_sums(self) -> None:
+        """After a backward that does not reduce: cast what it began to sum in another dtype.
 
-        Args:
-            leaves_params: also where autograd does that in ``.grad``, as these parameters are about
-                to be made anew.
+        That is what was computed before sync was turned off, or by hand.
         """
         for bucket in self._param_group.buckets:
-            if bucket.reduce_dtype == bucket.gather_dtype and not leaves_params:
-                continue  # autograd accumulates in .grad, in the right dtype
-            for param in bucket.params:
-                unsharded = param.unsharded
-                if unsharded is None or unsharded.grad is None:
-                    continue
-                # Off the parameter: the next backward would add to it in the dtype of computation,
-                # and count it twice.
-                grad, unsharded.grad = unsharded.grad, None
-                grad = param.local_gradient(grad.detach())  # (of backward(create_graph=True))
-                if id(param) in self.accumulated:
-                    self.accumulated[id(param)].add_(grad)
-                else:
-                    self.accumulated[id(param)] = grad.to(bucket.reduce_dtype)
+            if bucket.params[0].grad_dtype_is_set or bucket.reduce_dtype == bucket.gather_dtype:
+                continue
+            for _, unsharded in bucket.unsharded:
+                grad = unsharded.grad
+                if grad is not None and grad.dtype != bucket.reduce_dtype:
+                    unsharded.grad, unsharded.grad_dtype = None, bucket.reduce_dtype
+                    unsharded.grad = grad.detach().to(bucket.reduce_dtype)
+                    self.sums = True
 
     def note_trained(self) -> None:
         """At the end of a backward: other ranks may hold gradients of what users freeze next."""
@@ -208,7 +184,6 @@ class UnitGrads:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False
         self._trained.clear()
-        self.accumulated.clear()
         self.deferred.forget()
         for param in self._param_group.params:
             if param.unsharded is not None:

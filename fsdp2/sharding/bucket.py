@@ -272,6 +272,7 @@ class Bucket:
         self.unsharded: list[tuple[int, torch.Tensor]] = []
         self.unsharded_direct: list[tuple[int, torch.Tensor]] = []
         self.grads: GradientStore | None = None
+        self.is_made = True  # whether there are unsharded parameters; see `ExtensionBucket`
         self.in_flight: set[int] = set()  # slots that reductions in flight write
         # HSDP without all-reduce: sums over shards that wait for a later all-reduce, of which
         # slots.
@@ -347,10 +348,10 @@ class Bucket:
     def _note_unsharded(self) -> None:
         self.unsharded = []
         for i, param in enumerate(self.params):
-            assert param.unsharded is not None
             param.secondary = None
-            self.unsharded.append((i, param.unsharded))
-        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
+            if param.unsharded is not None:
+                self.unsharded.append((i, param.unsharded))
+        self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct if self.unsharded]
 
     def _materialize_gathered(self, secondary_size: int | None, split: bool) -> None:
         secondary, bounds = self._plan_gathered(secondary_size, split)

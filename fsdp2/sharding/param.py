@@ -319,7 +319,11 @@ class ShardedParam:
         is_dtensor = self.tensor_parallel is not None and self.annotations is None
         data = self.tensor_parallel.wrap(full) if self.tensor_parallel and is_dtensor else full
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
-        self.unsharded = self.set_grad_dtype(unsharded)
+        before, self.unsharded = self.unsharded, self.set_grad_dtype(unsharded)
+        if before is not None and before.grad is not None:
+            # A sum of micro-batches goes on where the unit is planned anew between two of them.
+            unsharded.grad_dtype = None
+            unsharded.grad = before.grad.to(data.device)
         attach_attributes(self.unsharded, self.attributes)
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)

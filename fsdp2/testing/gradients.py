@@ -22,7 +22,7 @@ from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
 from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
 
-_UNREDUCED = ("on_param", "waiting", "taken")
+_UNREDUCED = ("on_param", "taken")
 
 
 @contextmanager
@@ -147,13 +147,13 @@ def _take(original: Any, gradients: UnitGrads, **kwargs: Any) -> Any:
     return taken
 
 
-def _accumulate(original: Any, gradients: UnitGrads, **kwargs: Any) -> None:
+def _keep_as_sums(original: Any, gradients: UnitGrads) -> None:
     account = account_of(gradients)
     if account is not None:
         account.observe()
-    original(**kwargs)
+    original()
     if account is not None:
-        account.accumulated(gradients.accumulated)
+        account.kept()
 
 
 def _make_reductions(original: Any, gradients: UnitGrads, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ _FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
     (Middle, "skips_post_forward", _skips_post_forward),
     (Runtime, "pre_backward", _pre_backward),
     (UnitGrads, "take", _take),
-    (UnitGrads, "accumulate", _accumulate),
+    (UnitGrads, "keep_as_sums", _keep_as_sums),
     (UnitGrads, "make_reductions", _make_reductions),
     (UnitGrads, "drop", _drop),
     (Reduction, "complete", _complete),

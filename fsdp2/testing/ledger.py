@@ -2,11 +2,11 @@
 
 The account of a unit follows each gradient (of one parameter and one micro-batch) along this path::
 
-    made -> on the parameter -> (accumulated) -> taken -> in a reduction -> (partial) -> reduced
+    made -> on the parameter -> taken -> in a reduction -> (partial) -> reduced
 
-The steps in brackets are optional: accumulation in the dtype of the reduction, without gradient
-sync; and reduction over shards only, before an all-reduce over replicas. A gradient that leaves
-this path is lost, unless it was dropped on purpose: after a failed backward, or by
+Without gradient sync, those of several micro-batches are on the parameter, as one sum. The step in
+brackets is optional: reduction over shards only, before an all-reduce over replicas. A gradient
+that leaves this path is lost, unless it was dropped on purpose: after a failed backward, or by
 `FSDPModule.reset_iter_state`.
 """
 
@@ -23,7 +23,6 @@ from ..sharding.param import ShardedParam
 # The places of gradients that are not reduced yet, with the text of the error.
 PLACES = {
     "on_param": "it is still on the unsharded parameter: no reduction took it",
-    "waiting": "it is in the accumulated sum, which no reduction took",
     "taken": "it was taken from the parameter, but no reduction has it",
     "flying": "its reduction was never completed",
     "partial": "it was reduced over shards only, and never all-reduced over replicas",
@@ -46,7 +45,6 @@ class Record:
         self.num_reduced = 0
         self.lost: list[str] = []
         self.on_param: list[int] = []
-        self.waiting: list[int] = []
         self.taken: list[int] = []
         self.flying: list[int] = []
         self.partial: list[int] = []
@@ -206,21 +204,17 @@ class Account:
         for param in params:
             record = self.records.get(id(param))
             if record is not None:
-                record.taken += record.waiting + record.on_param
-                record.waiting.clear()
+                record.taken += record.on_param
                 record.on_param.clear()
                 record.seen = record.now()
 
-    def accumulated(self, waiting: Any) -> None:
-        """Record that gradients were added to sums, ``waiting``, by ``id`` of the parameter."""
+    def kept(self) -> None:
+        """Record that sums of gradients may have been cast."""
         for record in self.records.values():
-            if record.on_param and record.now() is None:
-                if id(record.param) in waiting:
-                    record.waiting += record.on_param
-                    record.on_param.clear()
-                else:
-                    record.lose(record.on_param, "it was removed to be accumulated, but was not")
-            record.seen = record.now()
+            now = record.now()
+            if record.on_param and now is None:
+                record.lose(record.on_param, "it was removed to be cast, and not put back")
+            record.seen = now
 
     def launched(self, params: list[ShardedParam]) -> list[Record]:
         """Record that a reduction of these parameters' gradients was launched."""
@@ -299,12 +293,14 @@ def watch(account: Account, unit: Unit, on_made: Any) -> None:
         tensor = param.unsharded
         if tensor is None or record.tensor is tensor:
             continue
-        record.lose(record.on_param, "its unsharded parameter was replaced by another")
+        if tensor.grad is None:
+            record.lose(record.on_param, "its unsharded parameter was replaced by another")
         if record.watching is not None:
             account.leave(record.watching)
         record.watching = record.seen = None
         if tensor.requires_grad:  # else it may be thawed later
             record.watching = account.follow(tensor, _reporting(account, record, on_made))
+            record.seen = record.now()
 
 
 def _reporting(account: Account, record: Record, on_made: Any) -> Any:

@@ -139,6 +139,36 @@ def test_a_narrow_dtype_that_was_set_rounds_the_sum_and_not_each_micro_batch() -
             assert torch.equal(found[1].float(), torch.full((4, 2), expected))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 shows them")
+@pytest.mark.parametrize("reduce", [LOW, FULL, None], ids=str)
+@distributed(2)
+def test_sums_of_micro_batches_are_in_the_gradients_of_gathered_parameters(reduce: Any) -> None:
+    """In the dtype of the reduction, while sync is off; users may read, scale and drop them."""
+    seen: dict[str, list[Tensor]] = {"torch": [], "fsdp2": []}
+    for name, library in (("torch", torch_fsdp), ("fsdp2", fsdp2)):
+        net = build(FULL)
+        policy = library.MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=reduce)
+        model: Any = library.fully_shard(net, mp_policy=policy)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        for micro in range(4):
+            model(torch.full((2, 3), 1.0 + dist.get_rank() + micro)).sum().backward()
+            seen[name] += [p.grad.clone() for p in model.parameters()]
+            if micro == 1:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.grad.mul_(2)
+            if micro == 2:
+                model.last.weight.grad = None
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(2, 3)).sum().backward()
+        seen[name] += [p.grad.full_tensor() for p in model.parameters()]
+    for ours, theirs in zip(seen["fsdp2"], seen["torch"], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 @distributed(2)
 def test_any_dtype() -> None:
     """``grad_dtype=None``: gradients stay what autograd makes, also a wider one."""

@@ -199,7 +199,6 @@ def held_by(model: nn.Module) -> Held:
             for param in bucket.params:
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     held.whole_grads += param.unsharded.grad.nbytes
-        held.whole_grads += sum(grad.nbytes for grad in unit.gradients.accumulated.values())
     return held
 
 

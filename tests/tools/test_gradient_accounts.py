@@ -81,14 +81,14 @@ def forget_to_take() -> Any:
 
 
 def drop_instead_of_accumulating() -> Any:
-    accumulate = UnitGrads.accumulate
+    keep = UnitGrads.keep_as_sums
 
     def dropping(self: UnitGrads) -> None:
-        accumulate(self)
-        if of_unit(self, "2"):
-            self.accumulated.clear()
+        keep(self)
+        for param in self._param_group.params if of_unit(self, "2") else ():
+            param.unsharded.grad = None  # type: ignore[union-attr]
 
-    return mock.patch.object(UnitGrads, "accumulate", dropping)
+    return mock.patch.object(UnitGrads, "keep_as_sums", dropping)
 
 
 def reset_on_the_unsharded_parameter() -> Any:
