@@ -84,10 +84,10 @@ FAULTS = (
     ),
     Fault(
         "sums of micro-batches are lost where a unit is planned anew between two of them",
-        "fsdp2/sharding/param.py",
+        "sharding/param.py",
         "if before is not None and before.grad is not None:",
         "if before is None and before is not None:",
-        test="tests/core/test_replanning.py::XXX",
+        test="tests/core/test_replanning.py::test_micro_batches_before_a_move_or_cast_count",
     ),
     Fault(
         "gradients that a reset has dropped come back",
