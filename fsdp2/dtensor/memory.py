@@ -25,11 +25,16 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
-    start, whole = tensor.storage_offset() * tensor.itemsize, tensor.untyped_storage()
-    storage: Any = whole[start : start + tensor.nbytes]
+    start = tensor.storage_offset() * tensor.itemsize
+    return storage_slice(tensor.untyped_storage(), start, start + tensor.nbytes)
+
+
+def storage_slice(whole: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
+    """Bytes ``start`` to ``stop`` as a storage, on the memory where they are now."""
+    storage: Any = whole[start:stop]
     for name in _SHARING:
         setattr(storage, name, _refuse_to_share)
-    if not tensor.is_cpu:
+    if whole.device.type != "cpu":
         storage.part_of = whole
         _honour_record_stream()
     return storage
