@@ -90,7 +90,6 @@ class ExtensionBucket(Bucket):
     def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
         # No unsharded parameter until then: only the class can make it, of what a gather brings.
-        (param,) = self.params
         self.offload_buffer = None
         self.gathered = None
         self.secondary = None

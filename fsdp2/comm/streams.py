@@ -120,7 +120,7 @@ class DeviceStreams(Streams):
         self.all_reduce = self.module.Stream(device=device)
 
     @property
-    def compute(self) -> Any:  # type: ignore[override]
+    def compute(self) -> Any:
         return self.module.current_stream(self.device)
 
     def before_gathers(self, optimizer_event: Event = None) -> None:

@@ -25,8 +25,8 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_part(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The bytes of a contiguous tensor, as a storage on the memory where they are now."""
-    start = tensor.storage_offset() * tensor.itemsize
-    return storage_slice(tensor.untyped_storage(), start, start + tensor.nbytes)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return storage_slice(tensor.untyped_storage(), start, start + int(tensor.nbytes))
 
 
 def storage_slice(whole: torch.UntypedStorage, start: int, stop: int) -> torch.UntypedStorage:
