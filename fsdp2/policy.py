@@ -309,7 +309,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-def adopt_offload_policy(policy: Any) -> OffloadPolicy:
+def adopt_offload_policy(policy: object) -> OffloadPolicy:
     """``policy`` as one of ours: torch's of the same names are converted, None is the default.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,7 +79,7 @@ def fully_shard(
     module: Collection[nn.Module], **options: Unpack[_ShardOptions]
 ) -> list[FSDPModule]: ...
 def fully_shard(
-    module: Any,
+    module: nn.Module | Collection[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -91,7 +91,7 @@ def fully_shard(
     direct_min_bytes: int | None = None,
     comm_policy: CommPolicy | None = None,
     shard_granularity: Granularity = None,
-) -> Any:
+) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     All parameters that no earlier call on a submodule has taken become one unit: they are
@@ -166,7 +166,7 @@ def fully_shard(
             comm_options=CommOptions(policy=comm_policy),
         ),
     )
-    return module
+    return cast(FSDPModule, module)
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ ALLOWED = {
     "sharding/param.py": "_specs",
     "sharding/process_groups.py": "only native_backend() _options()",
     "sharding/references.py": "tensor",
-    "comm/custom.py": "op backend pool",
+    "comm/custom.py": "op backend args options _symm_mem()",
     "comm/means.py": "operation",
     "comm/wire.py": "op self.group",
     # The same: device modules with their streams and events.
