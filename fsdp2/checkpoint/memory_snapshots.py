@@ -209,9 +209,7 @@ class MemorySnapshots:
         self._folder.note_progress(self._session.number, step)
         if self._pending is not None and step % self.every:
             return False
-        if self._failure:
-            warnings.warn(self._failure, stacklevel=2)
-            self._failure = ""
+        self._warn_of_failure()
         if not self._agree_to_start(step):
             return False
         first, generation = self._pending is None, self._session.generation(step)
@@ -233,17 +231,15 @@ class MemorySnapshots:
             if error is not None:
                 raise error
             assert captured is not None
-            staged = self._staging.fill(captured)
+            copying = (generation, captured, self._staging.fill(captured))
+            thread = threading.Thread(
+                target=self._copy, args=copying, name="fsdp2-snapshot", daemon=True
+            )
+            thread.start()
         except BaseException:
             added(f"{self._key}/ended", 1)  # the others go on
             raise
-        self._thread = threading.Thread(
-            target=self._copy,
-            args=(generation, captured, staged),
-            name="fsdp2-snapshot",
-            daemon=True,
-        )
-        self._thread.start()
+        self._thread = thread
         return True
 
     def _agree_to_start(self, step: int) -> bool:
@@ -497,8 +493,14 @@ class MemorySnapshots:
             thread.join(timeout)
             if thread.is_alive():
                 return False
+        self._warn_of_failure()
         self._look_at_pending()
         return True
+
+    def _warn_of_failure(self) -> None:
+        failure, self._failure = self._failure, ""
+        if failure:
+            warnings.warn(failure, stacklevel=3)
 
     def clear(self) -> None:
         """Remove all snapshots of this run, to begin anew under its name; on all ranks."""

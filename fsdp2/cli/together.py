@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ..common.threads import work_in_turns
 from ..render.text import ERROR, fail, one_line
 
 _CAUSE, _FIRST, _HEARD = (f"fsdp2/together/{name}" for name in ("cause", "first", "heard"))
@@ -33,8 +34,7 @@ def run_together(work: Callable[[], int]) -> int:
     store: Any = dist.distributed_c10d._get_default_store().clone()
     ended = threading.Event()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    watch = threading.Thread(target=_watch, args=(store, ended, rank, num_ranks), daemon=True)
-    watch.start()
+    watch = work_in_turns("fsdp2-together", lambda: _watch(store, ended, rank, num_ranks))
     try:
         return work()
     except Exception as error:
@@ -76,14 +76,18 @@ def _wait_for_others(store: Any, num_ranks: int) -> None:
         time.sleep(_LOOK_S / 4)
 
 
-def _watch(store: Any, ended: threading.Event, rank: int, num_ranks: int) -> None:
-    while not ended.wait(_LOOK_S):
-        try:
-            if not store.check([_CAUSE]):
-                continue
-            cause = _heard(store, rank, num_ranks)
-        except RuntimeError:
-            cause = "the process that serves the job's store has ended: its output says why"
+def _watch(store: Any, ended: threading.Event, rank: int, num_ranks: int) -> bool:
+    """Whether to watch on."""
+    if ended.wait(_LOOK_S):
+        return False
+    try:
+        if not store.check([_CAUSE]):
+            return True
+        cause = _heard(store, rank, num_ranks)
+    except RuntimeError:
+        cause = "the process that serves the job's store has ended: its output says why"
+    try:
         fail(cause)
         sys.stderr.flush()
+    finally:  # also where nobody reads the output any more
         os._exit(ERROR)

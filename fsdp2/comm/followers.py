@@ -46,13 +46,13 @@ class Step:
         self._job: Callable[[], Finish | None] | None = job
         self._is_over = threading.Event()
         self._finish: Finish | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         assert self._job is not None
         try:
             self._finish = self._job()
-        except Exception as error:  # raised by who waits
+        except BaseException as error:  # raised by who waits
             self._error = error
         finally:
             self._job = None  # it holds tensors

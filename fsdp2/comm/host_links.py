@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from ..common.threads import work_in_turns
 from ..sharding.process_groups import timeout_of
 from .cross_memory import Ranges, ReadError, read
 from .host_meeting import Met, meet
@@ -365,23 +366,19 @@ class _Served:
         self.num_unread += change
         if self.num_unread and not self.is_late.is_set():
             if self.thread is None:
-                self.thread = threading.Thread(
-                    target=self._serve_late, name="fsdp2 exchange", daemon=True
-                )
-                self.thread.start()
+                self.thread = work_in_turns("fsdp2 exchange", self._serve_late)
             self.is_late.set()
 
     @torch.no_grad()
-    def _serve_late(self) -> None:
-        while not self.has_ended:
-            self.is_late.wait()
-            time.sleep(_LATE_S)
-            with _lock:
-                if not self.num_unread:
-                    self.is_late.clear()
-                    continue
-            if not self.num_waiting:
-                _serve(0)
+    def _serve_late(self) -> bool:
+        self.is_late.wait()
+        time.sleep(_LATE_S)
+        with _lock:
+            if not self.num_unread:
+                self.is_late.clear()
+        if self.num_unread and not self.num_waiting:
+            _serve(0)
+        return not self.has_ended
 
     def end(self) -> None:
         """End the thread, before the interpreter does (as in `followers`)."""

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..comm.store_exchange import can_meet, name_ranks
 from ..common.failures import lost_what
+from ..common.threads import tell, work_in_turns
 from ..runtime.comparison import name_of
 from ..runtime.unit import units_in
 from . import flight_records
@@ -36,6 +37,7 @@ from .whereabouts import CHECKPOINT, LOST, Whereabouts, line_of_error, look
 EXIT_CODE = 76  # of a process that ends because of a hang; free in sysexits.h
 _INTERVALS = 5  # in the time after which a wait is a hang: how often a rank writes where it is
 _LONGEST_S, _SHORTEST_S = 5.0, 0.05  # between two of them
+_UNSEEN = "a line that could not be seen"
 _AT_STORE = "fsdp2/hangs/at-store"  # the ranks on the store's host: "rank@host," of each
 
 
@@ -251,7 +253,9 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._on_devices = any(unit.device.type != "cpu" for unit in self._units)
         self._beat = 0
         self._ended = ""  # how this rank leaves, if by an error
+        self._left: Whereabouts | None = None
         self._loss: Whereabouts | None = None
+        self._place = Whereabouts(0, "outside", 0, "", "", "")  # at the last look
         self._store_host = ""
         self._at_store: dict[int, Whereabouts] = {}
         self._found: HangReport | None = None
@@ -275,13 +279,12 @@ class watch_hangs:  # noqa: N801 (used like a function)
         self._trains = threading.get_ident()
         self._answered = time.monotonic()
         self._store_host, self._at_store = "", {}
+        self._told = not _is_here(self._store)
+        self._reported = self._reported_store = False  # before it is done: it may raise
+        self._stay, self._stay_without = _Stay(), _Stay()
         # Two, because a request to a store that is cut off may take as long as TCP tries again.
-        self._threads = [
-            threading.Thread(target=target, name="fsdp2-hangs", daemon=True)
-            for target in (self._watch, self._watch_store)
-        ]
-        for thread in self._threads:
-            thread.start()
+        turns = (self._watch, self._watch_store)
+        self._threads = [work_in_turns("fsdp2-hangs", turn) for turn in turns]
         return self
 
     def __exit__(
@@ -310,7 +313,7 @@ class watch_hangs:  # noqa: N801 (used like a function)
         first = (str(error).splitlines() or [""])[0][:200]
         self._ended = f"{type(error).__name__}: {first}"
         self._left = replace(
-            look(self._units, self._names, self._trains),
+            self._look(),
             waits_for=what or "",
             at=line_of_error(error),
             ended=self._ended if what is None else LOST,
@@ -320,57 +323,66 @@ class watch_hangs:  # noqa: N801 (used like a function)
 
     # -- in the threads -----------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        try:
-            self._watch_steps()
-            if self._ended:
-                self._write(self._left)
+    def _watch(self) -> bool:
+        if not self._done.wait(self._interval_s):
+            with suppress(RuntimeError):  # the store is gone, which `_watch_store` reports
+                self._watch_step()
+            return True
+        left, self._left = self._left, None
+        if left is not None:
+            with suppress(RuntimeError):
+                self._write(left)
                 if self._loss is not None:
                     self._found = self._find_lost()
-        except RuntimeError:
-            return  # the store is gone, which others of this class report
+        return False
 
-    def _watch_steps(self) -> None:
-        since, reported = time.monotonic(), False
-        before: Whereabouts | None = None
-        told = not _is_here(self._store)
-        while not self._done.wait(self._interval_s):
-            place = self._write()
-            if not told:
-                self._tell_at_store()
-                told = True
-            self._remember()
-            if before is None or not _stands(before, place):
-                since, reported = time.monotonic(), False
-            before = place
-            waited_s = time.monotonic() - since
-            # Devices wait in the place of the host, which only stops moving.
-            waits = place.waits_for or self._on_devices
-            if waits and waited_s >= self._after_s and not reported:
-                reported = self._report(place, since)
+    def _watch_step(self) -> None:
+        place = self._write()
+        if not self._told:
+            self._tell_at_store()
+            self._told = True
+        self._remember()
+        waited_s = self._stay.in_s(place)
+        if not waited_s:
+            self._reported = False
+        # Devices wait in the place of the host, which only stops moving.
+        waits = place.waits_for or self._on_devices
+        if waits and waited_s >= self._after_s and not self._reported:
+            self._report(place, waited_s)
 
-    def _watch_store(self) -> None:
-        since = time.monotonic()
-        before: Whereabouts | None = None
-        while not self._done.wait(self._interval_s):
-            now = time.monotonic()
-            if now - self._answered < 2 * self._interval_s:
-                before = None
-                continue
-            place = look(self._units, self._names, self._trains)
-            # Counted from here on: the whole process may have been stopped for a while.
-            if before is None or not _stands(before, place):
-                since = now
-            before = place
-            if now - since >= self._after_s and (place.waits_for or self._on_devices):
-                # It may be the store for which the program waits, so there is nobody else to blame.
-                silent = now - self._answered
-                self._act(HangReport(self._rank, now - since, place, {}, {}, (), silent))
-                return
+    def _watch_store(self) -> bool:
+        if self._done.wait(self._interval_s) or self._reported_store:
+            return False
+        silent_s = time.monotonic() - self._answered
+        if silent_s < 2 * self._interval_s:
+            self._stay_without = _Stay()
+            return True
+        place = self._look()
+        # Counted from here on: the whole process may have been stopped for a while.
+        waited_s = self._stay_without.in_s(place)
+        if waited_s < self._after_s or not (place.waits_for or self._on_devices):
+            return True
+        # It may be the store for which the program waits, so there is nobody else to blame.
+        self._reported_store = True
+        self._act(HangReport(self._rank, waited_s, place, {}, {}, (), silent_s))
+        return False
+
+    def _look(self) -> Whereabouts:
+        """Where this rank is; if that cannot be told, where it was."""
+        # The program goes on while it is looked at, and what it does is its own. But a rank that
+        # writes nothing counts as gone.
+        try:
+            self._place = look(self._units, self._names, self._trains)
+        except Exception as error:
+            if not self._place.at.startswith(_UNSEEN):
+                tell(error, "Only this look at where the rank is has failed.")
+            at = f"{_UNSEEN} ({type(error).__name__}: {error})"
+            self._place = replace(self._place, waits_for="", at=at)
+        return self._place
 
     def _write(self, place: Whereabouts | None = None) -> Whereabouts:
         if place is None:
-            place = look(self._units, self._names, self._trains)
+            place = self._look()
         self._beat += 1
         key = self._key(self._rank)
         self._store.set(key, json.dumps([self._beat, asdict(place)]))
@@ -406,13 +418,14 @@ class watch_hangs:  # noqa: N801 (used like a function)
     def _key(self, rank: int) -> str:
         return f"fsdp2/hangs/{rank}"
 
-    def _report(self, place: Whereabouts, since: float) -> bool:
-        """Read what the others wrote, twice, and report; False if there is nothing to report."""
+    def _report(self, place: Whereabouts, waited_s: float) -> None:
+        """Read what the others wrote, twice, and report if there is anything to report."""
+        since = time.monotonic() - waited_s
         first = self._read()
         # Whoever lives writes in between. So does this rank, for others that read at this time.
         for _ in range(3):
             if self._done.wait(self._interval_s) or not _stands(place, self._write()):
-                return False
+                return
         second = self._read()
         places = {rank: where for rank, (_, where) in second.items()}
         alive = {rank: second[rank][0] != first[rank][0] for rank in second}
@@ -420,12 +433,11 @@ class watch_hangs:  # noqa: N801 (used like a function)
         late = any(where.order < place.order for where in report.elsewhere.values())
         waits = place.waits_for and place.waits_for != CHECKPOINT
         failed = any(where.ended for where in report.elsewhere.values())
-        if not (waits or late or failed or report.silent):
-            # It computes, or it is itself the one for which others wait. Or those for which it
-            # waits write or read large files: that is no hang while they live.
-            return False
-        self._act(report)
-        return True
+        # Else it computes, or it is itself the one for which others wait. Or those for which it
+        # waits write or read large files: that is no hang while they live.
+        if waits or late or failed or report.silent:
+            self._reported = True
+            self._act(report)
 
     def _find_lost(self) -> HangReport:
         """Whoever lives writes within one interval; at most two pass until all are told apart."""
@@ -513,6 +525,22 @@ def _is_here(store: Any) -> bool:
 
 def _has_ended(place: Whereabouts | None) -> bool:
     return place is not None and bool(place.ended)
+
+
+class _Stay:
+    """How long a rank has been at one place."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._before: Whereabouts | None = None
+
+    def in_s(self, place: Whereabouts) -> float:
+        """Seconds, up to now; 0 when it has come."""
+        if self._before is None or not _stands(self._before, place):
+            self._since, self._before = time.monotonic(), place
+            return 0.0
+        self._before = place
+        return time.monotonic() - self._since
 
 
 def _stands(before: Whereabouts, now: Whereabouts) -> bool:

@@ -138,15 +138,19 @@ def _file(frame: FrameType) -> str:
 def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -> str:
     """From the functions of the library, and of torch.distributed, that wait."""
     for frame in stack:
-        function, values = frame.f_code.co_qualname, frame.f_locals
+        function = frame.f_code.co_qualname
         if _file(frame).startswith(_OURS):
             if function in ("Unit.wait_unshard", "Unit._launch"):
-                unit = values["self"]
-                return f"the all-gather of unit '{names.get(unit, unit.name)}'"
-            if function == "ReductionsInFlight._complete_oldest" and "launched" in values:
-                return f"the reduction of unit '{values['launched'].unit_name}'"
+                unit = _local(frame, "self")
+                return f"the all-gather of unit '{names.get(unit) or unit.name}'"
+            if function == "ReductionsInFlight._complete_oldest":
+                launched = _local(frame, "launched")
+                if launched is not None:
+                    return f"the reduction of unit '{launched.unit_name}'"
             if function.startswith("StoreExchange."):
-                return f"all ranks to {values['self']._about}"
+                about = getattr(_local(frame, "self"), "_about", "")
+                if about:
+                    return f"all ranks to {about}"
             if function in _OF_CHECKPOINTS and _file(frame).startswith(_OURS + "checkpoint"):
                 return CHECKPOINT
         if function == "Thread.start" and _file(frame) == threading.__file__:
@@ -155,6 +159,15 @@ def _what_is_waited_for(stack: Sequence[FrameType], names: Mapping[Unit, str]) -
             outer = _outermost_of_torch(stack)
             return f"torch.distributed, in {outer.f_code.co_name}()"
     return ""
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    """A local variable; None where there is none (yet), as ``self`` in a comprehension.
+
+    Only of frames of this package: until Python 3.13, a frame whose variables were looked at keeps
+    what they referred to, so a user's loss would outlive its step.
+    """
+    return frame.f_locals.get(name)
 
 
 def _outermost_of_torch(stack: Sequence[FrameType]) -> FrameType:

@@ -102,7 +102,7 @@ class Link:
 
     def _transfer(
         self, name: str, wire_bytes: float, move: Move, called: float
-    ) -> Exception | None:
+    ) -> BaseException | None:
         begin = max(called, self._free_at)  # the thread may wake up late, but the link is on time
         seconds = self.seconds(wire_bytes)
         try:
@@ -110,7 +110,7 @@ class Link:
                 move()
                 while (left := begin + seconds - time.perf_counter()) > 0:
                     time.sleep(left)
-        except Exception as error:
+        except BaseException as error:
             return error
         self._free_at = begin + seconds
         if self.log is not None:
@@ -159,10 +159,10 @@ class _HostWork(dist.Work):
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._done = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._result = result
 
-    def end(self, error: Exception | None) -> threading.Event:
+    def end(self, error: BaseException | None) -> threading.Event:
         """Record how it ended; the caller sets the returned event next."""
         self._error = error
         return self._done

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from checkpoint_cases import adamw, assert_equal_bits, build, train, whole_state
 from checkpoint_crash import exits, fork, memory_folder
-from fsdp2.checkpoint import Checkpointer, CheckpointError, MemorySnapshots
+from fsdp2.checkpoint import Checkpointer, CheckpointError, MemorySnapshots, memory_snapshots
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.memory.choice import Generation, PartName
 from fsdp2.checkpoint.memory.folder import Folder, remove_stale
@@ -260,6 +263,25 @@ def test_a_slow_neighbour_makes_all_ranks_leave_one_out() -> None:
         shots.close()
 
 
+@distributed(2)
+def test_the_failure_of_the_last_snapshot_is_said_at_the_end() -> None:
+    """Nothing comes after it that could say so."""
+    with shared_folder() as root:
+        model = nn.Linear(4, 4)
+        shots = snapshots(root, 1, every=1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if dist.get_rank() == 1:
+                fails = OSError(errno.ENOSPC, "No space left on device")
+                monkeypatch.setattr(memory_snapshots, "write_part", Mock(side_effect=fails))
+            assert shots.after_step(0, model=model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                shots.close()
+        said = [str(w.message) for w in caught if "is not complete" in str(w.message)]
+        assert len(said) == dist.get_rank()
+        assert all("OSError: [Errno 28] No space left" in text for text in said)
+
+
 # -- one process: kills between any two calls, and what must not be heard --------------------------
 
 
@@ -345,6 +367,40 @@ def test_a_copy_that_ends_in_the_middle_or_is_damaged_is_not_taken(tmp_path: Pat
         cut_off(server.port)
         assert there.parts() == [part_of(1)]
         assert not list(there.path.glob(".incoming*"))
+    finally:
+        server.close()
+
+
+def test_a_server_without_memory_for_a_thread_says_so_and_serves_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that accepts connections would end, and the other side wait for a minute."""
+    told: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    here, there = Folder(tmp_path / "a", "x"), Folder(tmp_path / "b", "x")
+    write(here, 1)
+    server = Server(there, "127.0.0.1", "secret")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    try:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        began = time.monotonic()
+        for is_refused in (True, False):
+            with Peer("127.0.0.1", server.port, "secret") as peer:
+                if is_refused:
+                    with pytest.raises(TransferError):
+                        peer.put(here, part_of(1), [])
+                else:
+                    peer.put(here, part_of(1), [])
+        assert time.monotonic() - began < 20
+        assert there.parts() == [part_of(1)]
+        assert told == ["can't start new thread"]
     finally:
         server.close()
 

@@ -408,6 +408,37 @@ def test_an_error_in_the_thread_that_serves_does_not_end_it_for_other_groups() -
 
 
 @distributed(2)
+def test_the_thread_that_serves_outlives_any_error() -> None:
+    """Else a rank that waits elsewhere would never be read, and read nothing."""
+    way = HostReads(links_of(new_group()))
+    me = dist.get_rank()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        told: list[str] = []
+        monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
+        if me == 0:
+            dist.barrier()  # it has begun, and finds nothing to read yet
+            exchange(way)()
+            dist.barrier()
+        else:
+            failed, serve = threading.Event(), fsdp2.comm.host_links._serve
+
+            def fails_once(timeout_s: float) -> None:
+                if threading.current_thread().name == "fsdp2 exchange" and not failed.is_set():
+                    failed.set()
+                    raise MemoryError("no memory for a list")
+                serve(timeout_s)
+
+            monkeypatch.setattr(fsdp2.comm.host_links, "_serve", fails_once)
+            wait = exchange(way)
+            dist.barrier()
+            dist.barrier()  # for a rank that waits for this one to read
+            wait()
+            assert failed.is_set()
+            assert told == ["no memory for a list"]
+    dist.barrier()
+
+
+@distributed(2)
 def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
     """It posts, reads, and fails: the memory may be another's by the time it is read."""
     links = links_of(new_group())

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ...common.threads import work_in_turns
 from ..errors import CheckpointError
 from ..format.disk import read_exactly
 from .choice import Generation, PartName
@@ -115,8 +116,7 @@ class Server:
         self._open: set[socket.socket] = set()
         self._closed = False
         self._guard = threading.Lock()
-        self._thread = threading.Thread(target=self._accept, name="fsdp2-snapshots", daemon=True)
-        self._thread.start()
+        self._thread = work_in_turns("fsdp2-snapshots", self._accept)
 
     def close(self) -> None:
         """Stop, also in the middle of what is being served."""
@@ -131,23 +131,32 @@ class Server:
                 sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
+    def _accept(self) -> bool:
+        try:
+            sock, _ = self._socket.accept()
+        except OSError:
+            if not self._closed:
                 time.sleep(0.1)  # no descriptors left, say
-                continue
-            with self._guard:
-                if self._closed:
-                    sock.close()
-                    return
-                self._open.add(sock)
-            threading.Thread(
-                target=self._serve, args=(sock,), name="fsdp2-snapshots-serve", daemon=True
-            ).start()
+            return not self._closed
+        with self._guard:
+            if self._closed:
+                sock.close()
+                return False
+            self._open.add(sock)
+        serving = threading.Thread(
+            target=self._serve, args=(sock,), name="fsdp2-snapshots-serve", daemon=True
+        )
+        try:
+            serving.start()
+        except BaseException:  # no memory for a thread, say: the other side need not wait
+            self._drop(sock)
+            raise
+        return True
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._guard:
+            self._open.discard(sock)
+        sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -174,9 +183,7 @@ class Server:
         except (OSError, ValueError, CheckpointError):
             pass  # The other side has gone, or is none of ours.
         finally:
-            with self._guard:
-                self._open.discard(sock)
-            sock.close()
+            self._drop(sock)
 
     def _take(self, sock: socket.socket, message: dict[str, Any]) -> None:
         part = _part_of(message)
