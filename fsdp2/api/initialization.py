@@ -25,8 +25,8 @@ from ..common.memory import usual_device
 from ..common.pytree import map_tensors
 from ..dtensor.placement import is_gathered_part, own_part
 from ..runtime.hooks import about_to_write
-from ..runtime.unit import units_in
-from ..runtime.unwritten import never_written
+from ..runtime.unit import own_modules, units_in
+from ..runtime.unwritten import Mark, never_written, seen_by_all, to_be_made, write_pattern
 from .torch_errors import items_reach_shards
 
 
@@ -206,8 +206,9 @@ def materialize(
         ``model``.
 
     Raises:
-        RuntimeError: if ``init`` gave no values to buffers that checkpoints do not hold; names
-            them.
+        RuntimeError: if ``init`` gave no values to parameters or buffers (without ``parameters``:
+            to buffers that checkpoints do not hold). The message names them. Everything else has
+            its values then, so it is enough to write these.
 
     Example:
         >>> with torch.device("meta"):
@@ -227,13 +228,15 @@ def materialize(
         return torch.empty_like(tensor, device=to)
 
     make.makes_empty = True  # type: ignore[attr-defined]
+    outside = to_be_made(make, own_modules(model), ())
     model._apply(make)
+    outside = write_pattern(outside)
     for module in model.modules():
         # transformers records which modules have values; these were made on the meta device.
         vars(module).pop("_is_hf_initialized", None)
     with nullcontext() if seed is None else init_on_whole_tensors(seed):
         (init or _usual_init)(model)
-    _check_buffers(model)
+    _check_written(model, outside, parameters)
     return model
 
 
@@ -248,21 +251,33 @@ def _usual_init(model: nn.Module) -> None:
             reset()
 
 
-def _check_buffers(model: nn.Module) -> None:
-    """Check that buffers that no checkpoint holds have values.
+def _check_written(model: nn.Module, outside: list[Mark], parameters: bool) -> None:
+    """Check that nothing is left as `materialize` has allocated it.
+
+    Args:
+        outside: what it made of modules that are not sharded.
+        parameters: False: only of buffers that no checkpoint holds.
 
     Raises:
-        RuntimeError: naming them.
+        RuntimeError: naming what is left.
     """
     names = {module: name for name, module in model.named_modules()}
-    marks = [mark for unit in units_in(model) for mark in unit.param_group.unwritten]
-    left = [
-        mark.full_name(names)
-        for mark in never_written(m for m in marks if m.module is not None)
-        if mark.name in mark.module._non_persistent_buffers_set  # type: ignore[union-attr]
-    ]
-    if left:
+    left = never_written([*outside, *(m for u in units_in(model) for m in u.param_group.unwritten)])
+    if not parameters:
+        left = [m for m in left if m.module and m.name in m.module._non_persistent_buffers_set]
+    # Where some ranks cannot tell, others would be alone with an error: the first forward warns.
+    if not any(map(seen_by_all, left)):
+        return
+    listed = ", ".join(sorted({mark.full_name(names) for mark in left}))
+    if not parameters:
         raise RuntimeError(
-            f"Nothing gave values to these buffers, which no checkpoint holds: {', '.join(left)}. "
-            "Pass init=, a function of the model that also computes them"
+            f"Nothing gave values to these buffers, which no checkpoint holds: {listed}. Pass "
+            "init=, a function of the model that also computes them"
         )
+    raise RuntimeError(
+        f"Nothing gave values to {listed}: their memory is arbitrary, and everything else is "
+        "initialized. Write them now, or pass init=, a function of the model that writes all "
+        "parameters and buffers. (By default that is init_weights() of the model, else "
+        "reset_parameters() of each module.) If a checkpoint has them, call "
+        "materialize(model, parameters=False) and then load_model"
+    )

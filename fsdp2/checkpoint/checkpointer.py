@@ -46,7 +46,7 @@ class Checkpointer:
         keep: how many committed steps to keep; None: all.
         layout, max_file_bytes, ranks, rank_local: as for `save_model`.
         grace_s: a later save removes an unfinished attempt if nothing was written to it for this
-            many seconds.
+            many seconds; one that a rank has given up, after a minute.
         max_device_bytes: how many bytes of device memory this rank may spend, during a save with
             ``blocking=False``, to make training wait less for copies to the host: so much of what
             it saves is first copied on the device. (Adam in fp32 has 12 bytes for each parameter of

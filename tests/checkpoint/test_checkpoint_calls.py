@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from checkpoint_cases import build
 from fsdp2.checkpoint import Checkpointer, CheckpointError, CheckpointNotFound, peek, save_model
+from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.saving import roll_call
 from fsdp2.checkpoint.saving.job import SaveJob
 from harness import distributed, ours_only, shared_folder
@@ -131,6 +134,58 @@ def test_a_rank_that_fails_before_it_writes_tells_those_that_wait() -> None:
         # The same step again, as ranks count their attempts alike.
         checkpoints.save(1, model=model, extra=1)
         assert checkpoints.steps() == [1]
+
+
+class NoRoom:
+    """A ``before`` of `Disk`: neither for data nor for a note."""
+
+    def __init__(self) -> None:
+        self.full = True
+
+    def __call__(self, call: str, operand: str) -> None:
+        if self.full and call in ("pwrite", "note"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@distributed(2)
+def test_a_rank_without_room_for_a_note_tells_those_that_wait() -> None:
+    """They would wait for ten minutes, and its bytes would stay for an hour."""
+    rank, model = dist.get_rank(), build("1d")
+    store = dist.distributed_c10d._get_default_store()
+    with shared_folder() as root:
+        checkpoints = Checkpointer(root)
+        disk = NoRoom()
+        if rank == 0:
+            checkpoints._disk = Disk(disk)
+            with pytest.raises(OSError, match="No space left"):
+                checkpoints.save(1, model=model)
+            store.set("failed", "")
+        else:
+
+            def later(call: str, operand: str) -> None:
+                """The first rank cannot remove what this one is to write to."""
+                if call == "open":
+                    store.wait(["failed"])
+
+            checkpoints._disk = Disk(later)
+            with pytest.raises(CheckpointError, match=r"rank 0 failed: OSError: .* No space left"):
+                checkpoints.save(1, model=model, timeout=20)
+        dist.barrier()
+        disk.full = False
+        checkpoints.save(2, model=model)
+        dist.barrier()
+        assert [name for name in os.listdir(root) if "step" in name] == ["step-000002"]
+
+
+@distributed(3)
+def test_what_others_had_written_is_removed_if_a_rank_fails_before_it_writes() -> None:
+    model, fails = build("1d"), dist.get_rank() == 0
+    with shared_folder() as root:
+        checkpoints = Checkpointer(root)
+        with pytest.raises(TypeError if fails else CheckpointError):
+            checkpoints.save(1, model=model, extra=object() if fails else 1, timeout=20)
+        dist.barrier()
+        assert [name for name in os.listdir(root) if "step" in name] == []
 
 
 @distributed(2)

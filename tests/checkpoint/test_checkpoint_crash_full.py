@@ -18,11 +18,15 @@ from torch import Tensor
 
 from checkpoint_crash import (
     NAME,
+    At,
+    Held,
     committed,
     exits,
     fork,
+    leftovers,
     make_job,
     memory_folder,
+    nonce,
     run,
     save,
     tensors,
@@ -136,3 +140,64 @@ def test_a_disk_that_gets_full_anywhere(small_disk: Path) -> None:
     assert pages > 10
     assert handle.wait_committed(30.0)
     assert committed(small_disk, 1, whole=old)
+
+
+# -- a disk that is too full to clean up --------------------------------------------------------
+
+
+class FullDisk:
+    """A ``before`` of `Disk`: no room for data, nor for the calls named, while it is full."""
+
+    def __init__(self, *calls: str) -> None:
+        self.full, self.calls = True, ("pwrite", *calls)
+
+    def __call__(self, call: str, operand: str) -> None:
+        # (The rename that gives a file its name comes after its data, and is not reached.)
+        if self.full and call in self.calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails(root: Path, disk: FullDisk, rank: int, num_ranks: int) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        run(make_job(root, rank, num_ranks, before=disk))
+
+
+def test_one_rank_needs_no_room_for_a_note_to_itself(root: Path) -> None:
+    fails(root, FullDisk("note"), 0, 1)
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("calls", [("rename",), ("note",), ("note", "rename")])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_next_save_first_removes_what_could_not_be_removed(
+    root: Path, num_ranks: int, calls: tuple[str, ...]
+) -> None:
+    disk = FullDisk(*calls)
+    if num_ranks == 2:
+        written(root, tensors(1))
+    fails(root, disk, 0, num_ranks)
+    there = leftovers(root)
+    assert bool(there) == ("rename" in calls)  # by which a folder is removed
+    disk.full = False
+    at = At()
+    make_job(root, 0, num_ranks, attempt=2, before=at).begin()
+    assert not set(there) & set(leftovers(root))
+    removed = [i for i, (call, _) in enumerate(at.calls) if call == "remove"]
+    (made,) = (i for i, call in enumerate(at.calls) if call == ("mkdir", f".{NAME}.{nonce(2)}.tmp"))
+    assert all(i < made for i in removed)
+    save(root, num_ranks, attempt=2, seed=2)
+    assert os.listdir(root) == [NAME]
+    assert committed(root, 2, num_ranks)
+
+
+def test_the_next_save_leaves_what_another_rank_still_writes(root: Path) -> None:
+    """That rank is to hear why, and then removes it."""
+    writes = Held(12, lambda before: run(make_job(root, 1, before=before)))
+    fails(root, FullDisk(), 0, 2)
+    make_job(root, 0, attempt=2, seed=2).begin()
+    assert len(leftovers(root)) == 2
+    writes.finish()
+    assert "will not be committed: rank 0 gave up: OSError: [Errno 28]" in str(writes.error)
+    assert leftovers(root) == [f".{NAME}.{nonce(2)}.tmp"]
+    save(root, attempt=2, seed=2)
+    assert committed(root, 2)

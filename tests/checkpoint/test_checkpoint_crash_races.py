@@ -30,7 +30,8 @@ from checkpoint_crash import (
 from fsdp2.checkpoint import CheckpointError, CheckpointExists
 from fsdp2.checkpoint.format.disk import Disk
 from fsdp2.checkpoint.format.manifest import FOLDER, marker_name
-from fsdp2.checkpoint.saving.attempt import sweep
+from fsdp2.checkpoint.saving.attempt import Attempt, _left, sweep
+from fsdp2.checkpoint.saving.job import SaveJob
 from harness import ours_only
 
 pytestmark = ours_only("checkpoints")
@@ -405,3 +406,49 @@ def test_a_clean_up_may_end_anywhere(root: Path) -> None:
         if not at.reached:
             break
     assert number > 8
+
+
+def given_up(root: Path, run_name: str, start: int, seconds: float, *, failed: bool = True) -> str:
+    """Rank 0 gave up, if it ``failed``, and rank 1 was killed before it had finished."""
+    job = attempt_of(root, run_name, start)
+    job.attempt.begin()
+    (root / job.attempt.staging / "model.safetensors").write_bytes(bytes(10))
+    if failed:
+        job.attempt.give_up("OSError: No space left on device")
+    _left.clear()  # another process
+    age(root / job.attempt.staging, seconds)
+    return job.attempt.staging
+
+
+def attempt_of(root: Path, run_name: str, start: int) -> SaveJob:
+    job = make_job(root, 0)
+    name = f"step-{start:06d}"
+    its = f"{run_name * 8}{start:04x}{'00' * 8}-1"  # as `next_nonce` makes it
+    job.attempt = Attempt(job.disk, root, name, its, 0, (0, 1))
+    return job
+
+
+def test_what_was_given_up_goes_at_once_after_a_restart_and_soon_in_other_runs(root: Path) -> None:
+    """And never what a rank may still be writing, or commit."""
+    before = given_up(root, "5a", 0, 1.0)
+    not_failed = given_up(root, "5a", 1, 1.0, failed=False)
+    same_start = given_up(root, "5a", 2, 1.0)
+    later = given_up(root, "5a", 3, 1.0)
+    other_old, other_young = given_up(root, "6b", 0, 61.0), given_up(root, "6b", 1, 30.0)
+    assert leftovers(root) == sorted(
+        [before, not_failed, same_start, later, other_old, other_young]
+    )
+    attempt_of(root, "5a", 2).begin()
+    assert leftovers(root) == sorted([not_failed, same_start, later, other_young])
+
+
+def test_who_writes_to_an_attempt_that_was_removed_hears_that(root: Path) -> None:
+    """And not of a file that is missing, which is a puzzle."""
+    for number in range(3, 40, 4):
+        writes = Held(number, lambda before: run(make_job(root, 1, before=before)))
+        sweep(Disk(), root, grace_s=-60.0)
+        writes.finish()
+        assert writes.error is None or "abandoned and removed" in str(writes.error), number
+        assert isinstance(writes.error, CheckpointError | None), number
+        sweep(Disk(), root, grace_s=-60.0)
+    assert os.listdir(root) == []

@@ -219,7 +219,7 @@ def test_materialize_gives_the_weights_of_one_process() -> None:
 def test_materialize_leaves_what_has_values_and_names_what_gets_none() -> None:
     model = counted()
     with pytest.raises(RuntimeError, match=r"Nothing gave values .*: table\. Pass init="):
-        materialize(model)
+        materialize(model, parameters=False, init=lambda model: model.order.fill_(3))
     model = counted()
     model.table = torch.full((6,), 2.0)
     materialize(model, parameters=False, init=lambda model: model.order.fill_(3))
@@ -236,3 +236,98 @@ def test_materialize_makes_shards_where_their_policy_wants_them() -> None:
     materialize(model, init=init_counted)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert said_by(lambda: model(torch.ones(2, 4)))[1] == []
+
+
+class Scaled(nn.Module):
+    """A projection that can be reset, and two parameters that nothing resets."""
+
+    def __init__(self, bias: int = 8) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8, 8))
+        self.bias = nn.Parameter(torch.zeros(bias))
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) @ self.scale + self.bias.sum() + self.steps.sum()
+
+
+def on_meta(build: Callable[[], nn.Module], wrap: str) -> Any:
+    """Sharded as a whole, only the projection inside, or not at all."""
+    with torch.device("meta"):
+        model = build()
+    if wrap == "all":
+        fully_shard(model)
+    elif wrap == "inner":
+        fully_shard(model.proj)
+    return model
+
+
+@pytest.mark.parametrize("wrap", ["all", "inner", "none"])
+@distributed(1, 2)
+def test_materialize_names_parameters_that_no_init_fills_and_keeps_the_rest(wrap: str) -> None:
+    """Training over arbitrary memory would go on without a word."""
+    model = on_meta(Scaled, wrap)
+    with pytest.raises(RuntimeError, match=r"gave values to bias, scale, steps: their memory"):
+        materialize(model, seed=5)
+    plain = Scaled()
+    torch.manual_seed(5)
+    plain.proj.reset_parameters()
+    # What is left is enough, by hand or by an ``init`` of all.
+    with torch.no_grad():
+        model.scale.fill_(1)
+        model.bias.zero_()
+        model.steps.zero_()
+    assert_same_parameters(model, plain, bitwise=True)
+    output, said = said_by(lambda: model(torch.ones(2, 8)))
+    assert said == []
+    assert torch.equal(output, plain(torch.ones(2, 8)))
+
+
+@pytest.mark.parametrize("wrap", ["all", "inner", "none"])
+@distributed(2)
+def test_memory_to_be_filled_later_comes_from_to_empty(wrap: str) -> None:
+    """As in torch: an initialization of one's own, or a load, may follow."""
+    model = on_meta(Scaled, wrap)
+    model.to_empty(device="cpu")
+    model.load_state_dict({
+        name: DTensor.from_local(torch.ones_like(t.to_local()), t.device_mesh, t.placements)
+        if isinstance(t, DTensor)
+        else torch.ones_like(t)
+        for name, t in model.state_dict().items()
+    })  # fmt: skip
+    assert said_by(lambda: model(torch.ones(2, 8)))[1] == []
+
+
+@distributed(3)
+def test_what_some_ranks_cannot_see_raises_on_none_of_them() -> None:
+    """Two elements on three ranks: the last has nothing that could show it."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(9, 9)
+            self.gate = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x) * self.gate.sum()
+
+    model = on_meta(Gated, "all")
+    materialize(model)
+    _, said = said_by(lambda: model(torch.ones(2, 9)))
+    assert ["gate" in text for text in said] == [True] * (dist.get_rank() < 2)
+
+
+@pytest.mark.parametrize("wrap", ["all", "none"])
+@distributed(1)
+def test_a_head_that_nothing_resets_is_told_how_to_go_on(wrap: str) -> None:
+    model = on_meta(lambda: nn.Sequential(Scaled()), wrap)
+    with pytest.raises(RuntimeError, match=r"0\.scale.*Write them now, or pass init=.*load_model"):
+        materialize(model)
+
+    def init(model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            nn.init.ones_(tensor)
+
+    model = on_meta(lambda: nn.Sequential(Scaled()), wrap)
+    assert materialize(model, init=init) is model

@@ -22,6 +22,7 @@ from .strict import Check, converted, is_file_name
 
 VERSION = 1
 FOLDER = ".fsdp2"
+FAILED = "failed-*"  # every `failed_name`
 BLOCK_BYTES = 1 << 20  # of data per checksum
 INDEX = "model.safetensors.index.json"
 

@@ -23,12 +23,14 @@ import json
 import os
 import re
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExists
 from ..format.disk import Disk
 from ..format.header import frame
 from ..format.manifest import (
+    FAILED,
     FOLDER,
     INDEX,
     Manifest,
@@ -41,6 +43,7 @@ from ..format.manifest import (
 
 STAGING = re.compile(r"\.(?P<name>.+)\.(?P<nonce>[0-9a-f]{16,}-\d+)\.tmp")
 CLOCK = ".fsdp2-clock"
+GIVEN_UP_S = 60.0  # without a write, after which an attempt that was given up is removed
 # Errors of a rename whose source is gone or whose target is taken: another rank was faster.
 _TAKEN = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -66,6 +69,7 @@ class Attempt:
         self.ranks = ranks
         self.staging = f".{name}.{nonce}.tmp"
         self.committed = False
+        self._reason: str | None = None  # why this rank gave up
 
     def begin(self) -> None:
         """Make the staging folder.
@@ -98,14 +102,19 @@ class Attempt:
             )
             self.disk.sync(folder, FOLDER)
 
-    def give_up(self, reason: str) -> None:
-        """Note that this rank failed, and why; remove the attempt if all ranks are done with it."""
-        try:
-            with self.folder() as staging, self.disk.directory(FOLDER, staging) as folder:
-                self.disk.note(failed_name(self.rank), reason, folder)
-            self._remove_if_settled()
-        except OSError:
-            pass  # The disk is broken or full; a later save cleans up after a grace time.
+    def give_up(self, reason: str, rank: int | None = None) -> None:
+        """Note that a rank failed, and why; remove the attempt if all ranks are done with it.
+
+        Args:
+            rank: the one that failed, and has not marked; None: this one.
+        """
+        if rank is None:
+            rank, self._reason = self.rank, reason
+        # The disk may be broken or full: what fails here is tried again by the next save.
+        notes = self.root / self.staging / FOLDER
+        with suppress(OSError), self.disk.directory(notes) as folder:
+            self.disk.note(failed_name(rank), reason, folder)
+        self._remove_if_settled()
 
     # -- committing -------------------------------------------------------------------------
 
@@ -131,9 +140,7 @@ class Attempt:
             # Another rank renamed the folder meanwhile, or the folder was removed.
             if self._find_committed():
                 return True
-            raise CheckpointError(
-                f"{self.root / self.name}: this attempt to save was abandoned and removed"
-            ) from None
+            raise self.abandoned() from None
         if failed:
             self._remove_if_settled()
             raise CheckpointError(
@@ -141,6 +148,16 @@ class Attempt:
                 f"{reason or 'its error is raised there'}"
             )
         return self.committed
+
+    def is_gone(self) -> bool:
+        """Whether the staging folder was removed, or renamed."""
+        return self.root.is_dir() and not os.path.lexists(self.root / self.staging)
+
+    def abandoned(self) -> CheckpointError:
+        """The error of a rank that finds it gone."""
+        return CheckpointError(
+            f"{self.root / self.name}: this attempt to save was abandoned and removed"
+        )
 
     def unfinished(self) -> list[int]:
         """Ranks whose parts are not durable yet; [] if the staging folder is gone."""
@@ -257,19 +274,45 @@ class Attempt:
     # -- leftovers --------------------------------------------------------------------------
 
     def _remove_if_settled(self) -> None:
-        """Remove the staging folder once every rank has marked or given up."""
+        """Remove the staging folder once every rank has marked or given up.
+
+        What is not settled yet, or cannot be removed now, is looked at again by the next save.
+        """
+        left = _left.setdefault(self.root, {})
+        left[self.staging] = self
+        with suppress(OSError):
+            if self._is_removed():
+                left.pop(self.staging, None)
+
+    def _is_removed(self) -> bool:
         with self.disk.directory(self.root) as root:
             try:
                 with self.disk.directory(f"{self.staging}/{FOLDER}", root) as folder:
                     names = set(self.disk.names(folder))
             except FileNotFoundError:
-                return
-            settled = all(
-                failed_name(r) in names or marker_name(r, len(self.ranks)) in names
-                for r in self.ranks
-            )
-            if settled and any(failed_name(r) in names for r in self.ranks):
-                _remove(self.disk, self.staging, root)
+                return True
+            failed = {r for r in self.ranks if failed_name(r) in names}
+            if self._reason is not None:  # there may have been no room for its note
+                failed.add(self.rank)
+            others = [r for r in self.ranks if r not in failed]
+            if not failed or any(marker_name(r, len(self.ranks)) not in names for r in others):
+                return False
+            _remove(self.disk, self.staging, root)
+            return True
+
+
+def remove_left(disk: Disk, root: Path) -> None:
+    """Remove attempts that this process gave up, or saw given up, and that are still there."""
+    for attempt in list(_left.get(root, {}).values()):
+        attempt.disk = disk
+        if attempt._reason is not None:
+            attempt.give_up(attempt._reason)
+        else:
+            attempt._remove_if_settled()
+
+
+# By root and name of the staging folder.
+_left: dict[Path, dict[str, Attempt]] = {}
 
 
 def check_agreement(manifests: list[Manifest]) -> None:
@@ -303,11 +346,18 @@ def check_agreement(manifests: list[Manifest]) -> None:
             raise CheckpointError(f"'{name}': the ranks wrote {nbytes} of {total} bytes")
 
 
-def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
+def sweep(disk: Disk, root: Path, *, grace_s: float, nonce: str = "") -> list[str]:
     """Remove staging folders in which nothing was written for ``grace_s`` seconds.
+
+    Those of attempts that were given up, which nobody can commit, sooner: at once, if they are of
+    an earlier start of this run, as torchrun ends all ranks before it starts them again. Else after
+    `GIVEN_UP_S`: other ranks may still be writing, and are to get the reason as their error.
 
     Ages are measured against a file that was just touched in the same folder: the clocks of other
     nodes and of the file system may differ from this node's.
+
+    Args:
+        nonce: of the attempt that begins.
     """
     removed = []
     with disk.directory(root) as folder:
@@ -321,10 +371,22 @@ def sweep(disk: Disk, root: Path, *, grace_s: float) -> list[str]:
         now = disk.touch(CLOCK, folder)
         disk.unlink(CLOCK, folder)
         for name in leftovers:
-            if now - _newest(root / name) > grace_s:
+            limit_s = grace_s
+            if any((root / name / FOLDER).glob(FAILED)):
+                limit_s = -inf if _is_of_earlier_start(name, nonce) else min(grace_s, GIVEN_UP_S)
+            if now - _newest(root / name) > limit_s:
                 _remove(disk, name, folder)
                 removed.append(name)
     return removed
+
+
+def _is_of_earlier_start(name: str, nonce: str) -> bool:
+    """Whether a staging folder is of the same run as ``nonce``, before torchrun restarted it."""
+    found = STAGING.fullmatch(name)
+    assert found is not None
+    run, start = slice(0, 16), slice(16, 20)  # as `next_nonce` makes them
+    its = found["nonce"]
+    return its[run] == nonce[run] and its[start] < nonce[start]
 
 
 def _remove(disk: Disk, staging: str, root: int) -> None:

@@ -23,7 +23,7 @@ from ..format.disk import Disk
 from ..format.manifest import FOLDER, Manifest, own_name, state_name
 from ..format.strict import small_limit
 from ..format.tensors import LocalBytes
-from .attempt import Attempt, sweep
+from .attempt import Attempt, remove_left, sweep
 from .capture import Captured
 from .roll_call import RollCall, left_open, settled
 from .staging import Staged
@@ -39,7 +39,8 @@ class Options:
     Attributes:
         layout: "shared", "per-rank" or "auto".
         max_file_bytes: of one file of a checkpoint.
-        grace_s: leftovers of an attempt are removed after this many seconds without a write.
+        grace_s: leftovers of an attempt are removed after this many seconds without a write; those
+            of one that was given up after a minute at most.
         num_threads: threads per rank that write.
     """
 
@@ -93,9 +94,11 @@ class SaveJob:
 
     def begin(self) -> None:
         """Make the staging folder, and reject early what cannot work."""
+        root = self.attempt.root
+        remove_left(self.disk, root)
         if self.rank == self.ranks[0]:
-            with _named(self.attempt.root):
-                sweep(self.disk, self.attempt.root, grace_s=self.options.grace_s)
+            with _named(root):
+                sweep(self.disk, root, grace_s=self.options.grace_s, nonce=self.attempt.nonce)
         self.attempt.begin()
 
     def write(self, staged: Staged | None = None) -> None:
@@ -132,6 +135,8 @@ class SaveJob:
             if isinstance(error, OSError) and error.errno and not error.filename:
                 error.filename = str(self.attempt.root / self.attempt.name)  # for its message
             self.attempt.give_up(f"{type(error).__name__}: {error}")
+            if isinstance(error, FileNotFoundError) and self.attempt.is_gone():
+                raise self.attempt.abandoned() from error
             raise
         self.attempt.commit()
 
@@ -225,6 +230,9 @@ class SaveHandle:
                 after(self)
         except BaseException as error:
             self._error = error
+            # Where there was no room for its note, the store tells the others.
+            if self._call is not None and self._job.rank in self._job.attempt.unfinished():
+                self._call.refuse(error)
         finally:
             if self._call is not None and not self._job.attempt.committed:
                 left_open(self._call, self._job.attempt, self._error)
@@ -276,7 +284,7 @@ class SaveHandle:
         try:
             committed = attempt.commit()
             if call is not None and not committed:
-                call.check_refused()
+                call.check_refused(attempt)
         except (OSError, CheckpointError):
             settled(attempt)
             raise

@@ -8,6 +8,7 @@ process group's key-value store. The keys are read only while a save waits for o
 from __future__ import annotations
 
 import atexit
+import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -50,8 +51,12 @@ class RollCall:
         try:
             yield
         except BaseException as error:
-            self._answer("refused", f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            self.refuse(error)
             raise
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and will never mark its part."""
+        self._answer("refused", json.dumps([self.rank, f"{type(error).__name__}: {error}"]))
 
     def _answer(self, key: str, value: str) -> None:
         store = self._store()
@@ -72,18 +77,22 @@ class RollCall:
             pass
         return None
 
-    def check_refused(self) -> None:
-        """Check that no rank failed before it staged anything.
+    def check_refused(self, attempt: Attempt) -> None:
+        """Check that no rank failed without a note in the folder.
 
         Raises:
             CheckpointError: with the reason; this save can never be committed.
         """
-        store, reason = self._store(), None
+        store, said = self._store(), None
         with suppress(RuntimeError):  # the store may be gone, and with it what it knew
             if store is not None and store.check([f"{self._key}/refused"]):
-                reason = store.get(f"{self._key}/refused").decode()
-        if reason is not None:
-            raise CheckpointError(f"{self.target} will not be committed: {reason}")
+                said = store.get(f"{self._key}/refused").decode()
+        if said is not None:
+            rank, reason = json.loads(said)
+            attempt.give_up(reason, rank)  # for it: it may not even have known of a folder
+            raise CheckpointError(
+                f"{self.target} will not be committed: rank {rank} failed: {reason}"
+            )
 
     def forget(self) -> None:
         """Remove this rank's key, once the checkpoint is committed."""
