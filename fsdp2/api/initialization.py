@@ -26,7 +26,8 @@ from ..common.pytree import map_tensors
 from ..dtensor.placement import is_gathered_part, own_part
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import own_modules, units_in
-from ..runtime.unwritten import Mark, never_written, seen_by_all, to_be_made, write_pattern
+from ..runtime.unwritten import Mark, never_written, to_be_made, write_pattern
+from ..sharding.initial_values import is_seen_by_all
 from .torch_errors import items_reach_shards
 
 
@@ -266,18 +267,13 @@ def _check_written(model: nn.Module, outside: list[Mark], parameters: bool) -> N
     if not parameters:
         left = [m for m in left if m.module and m.name in m.module._non_persistent_buffers_set]
     # Where some ranks cannot tell, others would be alone with an error: the first forward warns.
-    if not any(map(seen_by_all, left)):
-        return
-    listed = ", ".join(sorted({mark.full_name(names) for mark in left}))
-    if not parameters:
+    if any(mark.param is None or is_seen_by_all(mark.param) for mark in left):
+        listed = ", ".join(sorted({mark.full_name(names) for mark in left}))
+        held = "No checkpoint holds these buffers"
+        if parameters:
+            held = "If a checkpoint has them: materialize(model, parameters=False), then load_model"
         raise RuntimeError(
-            f"Nothing gave values to these buffers, which no checkpoint holds: {listed}. Pass "
-            "init=, a function of the model that also computes them"
+            f"Nothing gave values to {listed}: their memory is arbitrary. Write them now, or "
+            "pass init=, a function of the model that does (the default is its init_weights(), or "
+            f"else reset_parameters() of each module). {held}"
         )
-    raise RuntimeError(
-        f"Nothing gave values to {listed}: their memory is arbitrary, and everything else is "
-        "initialized. Write them now, or pass init=, a function of the model that writes all "
-        "parameters and buffers. (By default that is init_weights() of the model, else "
-        "reset_parameters() of each module.) If a checkpoint has them, call "
-        "materialize(model, parameters=False) and then load_model"
-    )

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor.boxes import split_evenly
 from ..sharding.param import ShardedParam
 from ..sharding.samples import bits_of
 
 # Quiet NaNs with a payload in the floating-point types; far from any count or index in integers.
 _PATTERNS = {1: -91, 2: -27, 4: -1727067, 8: -948991719791195}  # by the size of an element
-_LEAST_BYTES = 4  # of a tensor: fewer may be the pattern by chance
 # What torch's to_empty hands to _apply; a test notices if that changes.
 _TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
 
@@ -118,26 +116,15 @@ def never_written(marks: Iterable[Mark]) -> list[Mark]:
         ]
 
 
-def seen_by_all(mark: Mark) -> bool:
-    """Whether all ranks can tell that it was never written, and not only those with enough rows."""
-    param = mark.param
-    if param is None or param.dim is None:
-        return True
-    dim, num, local = param.dim, param.mesh.num_shards, param.local
-    fewest = split_evenly(param.full_shape[dim], num, num - 1, param.granularity)[1]
-    return fewest * (local.nbytes // local.shape[dim]) >= _LEAST_BYTES
-
-
 def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | None:
     """The elements of a plain tensor as integers, which of them are looked at, and the pattern.
 
     None for tensors without such a view, or too small to be sure of.
     """
     found = bits_of(tensor)
-    # As integers the patterns are negative, which no count or index is: uint8 has no such value.
-    if tensor is None or found is None or tensor.dtype is torch.uint8:
-        return None
-    if tensor.nbytes < _LEAST_BYTES:
+    # Fewer than four bytes may be the pattern by chance. And as integers the patterns are negative,
+    # which no count or index is: uint8 has no such value.
+    if tensor is None or found is None or tensor.nbytes < 4 or tensor.dtype is torch.uint8:
         return None
     bits, index = found
     return bits, index, _PATTERNS[tensor.itemsize]

@@ -26,7 +26,8 @@ class InitialValues:
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._params = [param for param in params if _is_cut_for_all(param)]
+        cut = (param for param in params if param.mesh.num_shards > 1 and param.dim is not None)
+        self._params = [param for param in cut if is_seen_by_all(param)]
         self._whole = Samples([whole_of(param) for param in self._params])
         self._shards = Samples([])
         self._others: list[InitialValues] = []
@@ -60,12 +61,13 @@ def whole_of(param: ShardedParam) -> torch.Tensor:
     return local_of(param.sharded.detach())
 
 
-def _is_cut_for_all(param: ShardedParam) -> bool:
-    """Whether there are several shards of it, and none is empty."""
-    # A rank without rows cannot see that they were not written. It would leave the parameter out of
-    # what it says, and so disagree with ranks that have some.
-    num_shards, dim = param.mesh.num_shards, param.dim
-    if num_shards == 1 or dim is None or not param.full_shape[dim]:
-        return False
-    last = split_evenly(param.full_shape[dim], num_shards, num_shards - 1, param.granularity)
-    return last[1] > 0
+def is_seen_by_all(param: ShardedParam) -> bool:
+    """Whether the shards of all ranks can show whether they were written: no rank has too few rows.
+
+    That one would leave the parameter out of what it says, and so disagree with the others.
+    """
+    dim, num_shards, local = param.dim, param.mesh.num_shards, local_of(param.sharded)
+    if dim is None or num_shards == 1 or not local.numel():
+        return dim is None or num_shards == 1
+    last = split_evenly(param.full_shape[dim], num_shards, num_shards - 1, param.granularity)[1]
+    return last * (local.nbytes // local.shape[dim]) >= 4  # as `unwritten` wants

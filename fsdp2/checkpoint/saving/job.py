@@ -9,6 +9,7 @@ import platform
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -231,8 +232,9 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
             # Where there was no room for its note, the store tells the others.
-            if self._call is not None and self._job.rank in self._job.attempt.unfinished():
-                self._call.refuse(error)
+            with suppress(OSError):
+                if self._call is not None and self._job.rank in self._job.attempt.unfinished():
+                    self._call.refuse(error)
         finally:
             if self._call is not None and not self._job.attempt.committed:
                 left_open(self._call, self._job.attempt, self._error)
