@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -72,10 +73,14 @@ def test_a_save_whose_store_is_gone_was_not_refused(
     call: Any = object.__new__(roll_call.RollCall)
     call.target, call.ranks, call._key = tmp_path, (0, 1), "key"
     monkeypatch.setattr(roll_call, "the_store", GoneStore)
-    call.check_refused()
+    attempt = Mock()
+    call.check_refused(attempt)
     store = dist.HashStore()
     monkeypatch.setattr(roll_call, "the_store", lambda: store)
-    call.check_refused()
-    store.set("key/refused", "rank 1 failed")
-    with pytest.raises(CheckpointError, match="will not be committed: rank 1 failed"):
-        call.check_refused()
+    call.check_refused(attempt)
+    attempt.give_up.assert_not_called()
+    call.rank = 1
+    call.refuse(OSError("no space"))
+    with pytest.raises(CheckpointError, match="be committed: rank 1 failed: OSError: no space"):
+        call.check_refused(attempt)
+    attempt.give_up.assert_called_once_with("OSError: no space", 1)
