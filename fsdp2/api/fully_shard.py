@@ -45,7 +45,7 @@ from .arguments import (
     warn_of_padding,
 )
 from .deepcopy import refuse_own_deepcopy
-from .library_methods import adapt_layers, refuse_pruning, refused_methods
+from .library_methods import adapt_layers, adapted_methods, refuse_pruning
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
 from .torch_errors import explain_errors
@@ -312,7 +312,7 @@ def _sharded_class(module: nn.Module) -> type:
         made = _sharded_classes[cls] = class_for(
             module,
             f"FSDP{cls.__name__}",
-            {**refuse_own_deepcopy(cls), **refused_methods(cls)},
+            {**refuse_own_deepcopy(cls), **adapted_methods(cls)},
             before=(FSDPModule,),
             after=(TorchFSDPModule,),
         )

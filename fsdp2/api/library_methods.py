@@ -5,29 +5,45 @@ Layers of peft merge an adapter into a weight with ``weight.data = merged``, com
 changes memory that the next free discards. So inside `merge` and `unmerge` the parameters of such
 a layer are whole plain tensors, and their final values are written into the shards.
 
-torch.nn.utils.prune registers the parameter under another name, with a mask computed from it.
+``save_pretrained`` (transformers, peft, diffusers, sentence-transformers) writes what
+``state_dict()`` returns. Which versions can do so with DTensors, and of which models, is found out
+by trying: where the library raises, or would write a shard, it saves whole tensors on rank 0.
 
-``save_pretrained`` (peft, transformers) writes what ``state_dict()`` returns, and files of whole
-weights cannot be written from shards. ``share_memory`` of a DTensor crashes the process.
+`torch.nn.utils.prune` registers the parameter under another name, with a mask computed from it: in
+part before it finds that it cannot. ``share_memory`` of a DTensor crashes the process.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
-from ..dtensor.placement import own_part
+from ..comm.store_exchange import StoreExchange, can_meet
+from ..comm.transports import backend_name
+from ..common.classes import original_class
+from ..dtensor.placement import own_part, this_rank
+from ..runtime.comparison import by_ranks
+from ..runtime.first_forward import WARN_AFTER_S
 from ..runtime.hooks import about_to_write, units_holding
+from ..runtime.unit import Unit, units_in
+from ..sharding.mesh import replicated
 from ..sharding.param import managed_param
+from ..sharding.process_groups import timeout_of
+from .full_state import full_state_dict
 
 _refuses_pruning = False
 
@@ -110,23 +126,113 @@ def _share_memory(self: nn.Module) -> Any:
     )
 
 
-def refused_methods(cls: type) -> dict[str, Callable[..., Any]]:
+def adapted_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """What to put into the class of sharded modules of class ``cls``."""
-    refused: dict[str, Callable[..., Any]] = {"share_memory": _share_memory}
+    adapted: dict[str, Callable[..., Any]] = {"share_memory": _share_memory}
     original = getattr(cls, "save_pretrained", None)
     if original is None:
-        return refused
+        return adapted
     signature = inspect.signature(original)
 
+    @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind(self, *args, **kwargs).arguments, **kwargs}
-        rest = given.get("kwargs", {})
-        if given.get("state_dict", rest.get("state_dict")) is None:
-            raise RuntimeError(
-                f"{cls.__name__}.save_pretrained of a sharded model needs whole tensors: call "
-                "state = fsdp2.full_state_dict(model) on every rank, and then on rank 0 "
-                "model.save_pretrained(folder, state_dict=state)"
-            )
-        return original(self, *args, **kwargs)
+        state = given.get("state_dict", given.get("kwargs", {}).get("state_dict"))
+        if state is not None or isinstance(vars(self).get("state_dict"), _WholeState):
+            return original(self, *args, **kwargs)
+        return _save_on_all_ranks(self, partial(original, self, *args, **kwargs))
 
-    return refused | {"save_pretrained": save_pretrained}
+    return adapted | {"save_pretrained": save_pretrained}
+
+
+def _save_on_all_ranks(model: nn.Module, save: Callable[[], Any]) -> Any:
+    """Let the library save shards; if it cannot on some rank, let rank 0 save whole tensors."""
+    ranks, unit = _ranks_of(model)
+    meeting = _meeting(ranks, unit)
+    about = f"call {original_class(type(model)).__name__}.save_pretrained"
+    meeting.compare({}, about)  # a rank that calls it alone waits for nothing else
+    with _NoShardsInFiles():
+        result, error = _attempt(save)
+    if not _any_failed(meeting, error, about):
+        return result
+    everyone = len(ranks) == dist.get_world_size()
+    group = None if everyone else replicated(unit.mesh).replicate_group
+    state = full_state_dict(model, ranks=ranks[:1], group=group)
+    result = error = None
+    if this_rank() == ranks[0]:
+        with _shown(state, model):
+            result, error = _attempt(save)
+    if _any_failed(meeting, error, about):
+        raise error or RuntimeError(f"Rank {ranks[0]} failed to {about}: its error says why")
+    return result
+
+
+def _ranks_of(model: nn.Module) -> tuple[tuple[int, ...], Unit]:
+    """The ranks that share ``model``, and one of the units that all of them have."""
+    found = by_ranks(units_in(model)).items()
+    ranks, units = max(found, key=lambda item: len(item[0]))
+    return ranks, units[0]
+
+
+def _meeting(ranks: tuple[int, ...], unit: Unit) -> StoreExchange:
+    group = unit.mesh.shard_group or unit.mesh.replicate_group
+    assert group is not None
+    if not can_meet(backend_name(group, unit.device)):
+        ranks = (this_rank(),)
+    timeout_s = timeout_of(group, unit.device).total_seconds()
+    return StoreExchange("save", ranks, timeout_s, warn_after_s=WARN_AFTER_S)
+
+
+def _attempt(save: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return save(), None
+    except Exception as error:
+        return None, error
+
+
+def _any_failed(meeting: StoreExchange, error: Exception | None, about: str) -> bool:
+    found = meeting.compare({"": {"failed": str(error is not None)}}, about)
+    return bool(found) or error is not None
+
+
+class _NoShardsInFiles(TorchFunctionMode):
+    """Makes pickling a DTensor raise: `torch.save` would write this rank's shard alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__reduce_ex__ and isinstance(args[0], DTensor):
+            raise RuntimeError("A file would have this rank's shard in place of a parameter")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _WholeState:
+    """Stands in for `state_dict` of a module while its whole tensors are saved."""
+
+    state: dict[str, Any]
+    at: str  # the module's name with a dot, which its names in ``state`` begin with
+
+    def __call__(
+        self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        found = OrderedDict() if destination is None else destination
+        for name, value in self.state.items():
+            if name.startswith(self.at):
+                found[prefix + name.removeprefix(self.at)] = value
+        return found
+
+
+@contextmanager
+def _shown(state: dict[str, Any], model: nn.Module) -> Iterator[None]:
+    """Context in which ``state_dict()`` of ``model`` and of each module in it is from ``state``."""
+    before = {module: vars(module).get("state_dict") for module in model.modules()}
+    for name, module in model.named_modules():
+        vars(module)["state_dict"] = _WholeState(state, f"{name}." if name else "")
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            vars(module)["state_dict"] = own
+            if own is None:
+                del vars(module)["state_dict"]
