@@ -193,6 +193,14 @@ DISTRIBUTED = (
         "torch.distributed._composable.contract.STATE_KEY",
     ),
     *_names(
+        "the state of a sharded module, where other libraries look it up, and what it says",
+        "torch.distributed._composable_state._module_state_mapping",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
+        "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo",
+        "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo",
+    ),
+    *_names(
         "torch's `fully_shard` of a module that ours has sharded: an error that says so",
         "torch.distributed.fsdp._fully_shard._fsdp_init._get_managed_modules",
         without="torch raises `TypeError: Invariant encountered`",

@@ -12,12 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, fully_shard, merge_units
+from fsdp2 import replicate as replicate_unit
 from harness import cached_mesh, distributed, ours_only
 from reference import assert_same, average_gradients, whole
 
@@ -62,6 +67,77 @@ def test_the_state_of_a_module() -> None:
     assert model._get_fsdp_state() is states[0] is torch_fully_shard.state(model)
     model(torch.ones(1, 2)).sum().backward()
     assert set(states[0]._state_ctx.all_states) == set(states)
+
+
+def reset_training_state(model: nn.Module) -> int:
+    """verl 0.9.1 (automodel and veomni engines) and veomni 0.1.12, before they offload a model."""
+    found = 0
+    for module in model.modules():
+        state: Any = _get_module_fsdp_state(module)
+        if state is None:
+            continue
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        found += 1
+    return found
+
+
+@distributed(2)
+def test_what_released_clients_read_of_a_state() -> None:
+    """By torch's own lookup, which finds torch's states as before."""
+    policy = TorchPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for shape in ((2,), (1, 2), (2, 1)):
+        mesh = cached_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+        made: list[Any] = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+        for shard, model in zip((fully_shard, torch_fully_shard), made, strict=True):
+            shard(model[0], mesh=mesh, mp_policy=policy)
+            shard(model, mesh=mesh, reshard_after_forward=False)
+            # nemo-automodel 0.7: is a module sharded already; the dtype that a head computes in.
+            sharded = [_get_module_fsdp_state(m) is not None for m in model.modules()]
+            assert sharded == [True, True, False]
+            assert model[0]._get_fsdp_state()._mp_policy.param_dtype is torch.bfloat16
+            assert model._get_fsdp_state()._mp_policy.param_dtype is None
+            assert _get_module_fsdp_state(model[0]) is shard.state(model[0])
+        ours, theirs = (model._get_fsdp_state()._fsdp_param_group.mesh_info for model in made)
+        assert ours == theirs
+        assert type(ours) is type(theirs)
+        for name, value in vars(theirs).items():
+            assert getattr(ours, name) == value, name
+        assert reset_training_state(made[0]) == reset_training_state(made[1]) == 2
+        # verl's copy of `set_reshard_after_forward` for older versions of torch.
+        assert _get_post_forward_mesh_info(True, ours) == _get_post_forward_mesh_info(True, theirs)
+        made[0].reshard()
+        made[0](torch.ones(1, 2)).sum().backward()
+
+
+@distributed(2)
+def test_states_of_copies_merged_units_and_replicas_are_found() -> None:
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for layer in model[:3]:
+        fully_shard(layer)
+    replicate_unit(model[3])
+    fully_shard(model)
+    info = _get_module_fsdp_state(model[3]).mesh_info  # type: ignore[union-attr]
+    assert (type(info).__name__, info.replicate_mesh_size) == ("DDPMeshInfo", 2)
+    copied = copy.deepcopy(model)
+    model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    merge_units(model, min_bytes=1 << 20)
+    for tree in (model, copied):
+        for module in tree.modules():
+            assert _get_module_fsdp_state(module) is fully_shard.state(module)  # type: ignore[attr-defined]
+    assert _get_module_fsdp_state(copied) is not _get_module_fsdp_state(model)
+
+
+@distributed(1)
+def test_a_state_has_no_code_of_torch() -> None:
+    state = fully_shard.state(fully_shard(nn.Linear(2, 2)))  # type: ignore[attr-defined]
+    assert isinstance(state, FSDPState)
+    assert FSDPState not in type(state).__mro__
+    for name in ("fsdp_params", "_pre_forward", "_lazy_init", "unshard"):
+        assert not hasattr(state, name)
 
 
 @pytest.mark.parametrize("inner", ["replicated", "sharded"])
