@@ -138,7 +138,7 @@ def adapted_methods(cls: type) -> dict[str, Callable[..., Any]]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind(self, *args, **kwargs).arguments, **kwargs}
         state = given.get("state_dict", given.get("kwargs", {}).get("state_dict"))
-        if state is not None or isinstance(vars(self).get("state_dict"), _WholeState):
+        if state is not None:
             return original(self, *args, **kwargs)
         return _save_on_all_ranks(self, partial(original, self, *args, **kwargs))
 
@@ -160,8 +160,7 @@ def _save_on_all_ranks(model: nn.Module, save: Callable[[], Any]) -> Any:
     state = full_state_dict(model, ranks=ranks[:1], group=group)
     result = error = None
     if this_rank() == ranks[0]:
-        with _shown(state, model):
-            result, error = _attempt(save)
+        result, error = _attempt(partial(_save_whole, model, state, save))
     if _any_failed(meeting, error, about):
         raise error or RuntimeError(f"Rank {ranks[0]} failed to {about}: its error says why")
     return result
@@ -223,16 +222,19 @@ class _WholeState:
         return found
 
 
-@contextmanager
-def _shown(state: dict[str, Any], model: nn.Module) -> Iterator[None]:
-    """Context in which ``state_dict()`` of ``model`` and of each module in it is from ``state``."""
-    before = {module: vars(module).get("state_dict") for module in model.modules()}
+def _save_whole(model: nn.Module, state: dict[str, Any], save: Callable[[], Any]) -> Any:
+    """Let each module of ``model`` have its own class, and the values in ``state``."""
+    # Libraries write the names of classes into files, from which they load.
+    before = [(m, type(m), vars(m).get("state_dict")) for m in model.modules()]
     for name, module in model.named_modules():
         vars(module)["state_dict"] = _WholeState(state, f"{name}." if name else "")
+    for module in (m for unit in units_in(model) for m in unit.modules):
+        object.__setattr__(module, "__class__", original_class(type(module)))
     try:
-        yield
+        return save()
     finally:
-        for module, own in before.items():
+        for module, cls, own in before:
+            object.__setattr__(module, "__class__", cls)
             vars(module)["state_dict"] = own
             if own is None:
                 del vars(module)["state_dict"]

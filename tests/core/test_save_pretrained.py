@@ -62,6 +62,7 @@ class OnEveryRank(Layers):
 
 class Part(nn.Linear):
     def save(self, folder: str, name: str) -> None:
+        Path(folder, f"{name}.json").write_text(type(self).__name__)
         save_file(dict(self.state_dict()), Path(folder, f"{name}.safetensors"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import full_state_dict, fully_shard, register_fsdp_forward_method
-from harness import distributed, ours_only
+from fsdp2 import FSDPModule, full_state_dict, fully_shard, register_fsdp_forward_method
+from harness import distributed, ours_only, shared_folder
 from reference import assert_same, assert_same_gradients, assert_same_parameters, average_gradients
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is fetched
@@ -143,18 +142,85 @@ def test_generate(kind: str) -> None:
     train_both(model.train(), plain.train(), 2)
 
 
-@ours_only("full_state_dict")
+def assert_same_files(actual: str, expected: str) -> None:
+    names = sorted(path.name for path in Path(expected).iterdir())
+    assert sorted(path.name for path in Path(actual).iterdir()) == names
+    for name in names:
+        assert Path(actual, name).read_bytes() == Path(expected, name).read_bytes(), name
+
+
+@ours_only("torch's leaves files without weights, and raises on rank 0")
+@pytest.mark.parametrize("kind", ["llama-tied", long("llama"), long("gpt2")])
 @distributed(2)
-def test_save_pretrained_with_whole_tensors() -> None:
-    """What it writes is read by `from_pretrained`."""
-    plain = build("llama-tied")
+def test_save_pretrained(kind: str) -> None:
+    """All ranks call it, or rank 0 with whole tensors: the files of a plain model, in two parts."""
+    plain = build(kind)
     model = shard(copy.deepcopy(plain))
     train_both(model, plain, 1)
-    states = full_state_dict(model)
-    if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder, state_dict=states)
-            assert Path(folder, "model.safetensors").exists()
-            read = type(plain).from_pretrained(folder, dtype=torch.float64)
-        for name, value in read.state_dict().items():
-            assert_same(value, plain.state_dict()[name], name)
+    state = full_state_dict(model, ranks=range(2))
+    plain.load_state_dict(state)
+    with shared_folder() as ours, shared_folder() as given, shared_folder() as expected:
+        model.save_pretrained(ours, max_shard_size="10KB")
+        if dist.get_rank() == 0:
+            assert len([*Path(ours).glob("model-*.safetensors")]) > 1
+            model.save_pretrained(given, state_dict=state, max_shard_size="10KB")
+            plain.save_pretrained(expected, max_shard_size="10KB")
+            assert_same_files(given, expected)
+            assert_same_files(ours, expected)
+        read = type(plain).from_pretrained(ours, dtype=torch.float64)
+    for name, value in read.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    train_both(model, plain, 1)
+
+
+@distributed(2)
+def test_a_model_that_transformers_shards() -> None:
+    """Its own ways to save, load and generate are untouched: they gather, or use torch's DCP."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import (
+        DistributedConfig,
+        fsdp,
+        load_optimizer_distributed,
+        save_optimizer_distributed,
+    )
+
+    plain = build("llama")
+
+    def load(folder: str) -> Any:
+        config = DistributedConfig(fsdp_size=2)
+        return LlamaForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, distributed_config=config
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "fully_shard", fully_shard)
+        with shared_folder() as source, shared_folder() as whole, shared_folder() as parts:
+            if dist.get_rank() == 0:
+                plain.save_pretrained(source)
+            dist.barrier()
+            model = load(source)
+            assert isinstance(model, FSDPModule)
+            train_both(model.train(), plain, 1)
+            plain.load_state_dict(full_state_dict(model, ranks=range(2)))
+            model.save_pretrained(whole)
+            model.save_pretrained(parts, distributed_checkpoint=True)
+            assert len([*Path(parts).glob("shard-*.safetensors")]) == 2
+            if dist.get_rank() == 0:
+                plain.save_pretrained(source)
+                assert_same_files(whole, source)
+            prompt = torch.arange(5)[None]
+            options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+            expected = plain.eval().generate(prompt, **options)
+            for again in (load(whole), load(parts)):
+                assert_same_parameters(again, plain)
+                assert torch.equal(again.eval().generate(prompt, **options), expected)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(input_ids=prompt, labels=prompt).loss.backward()
+            optimizer.step()
+            kept = {p: s["exp_avg"].to_local().clone() for p, s in optimizer.state.items()}
+            save_optimizer_distributed(model, optimizer, f"{parts}/optimizer")
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+            load_optimizer_distributed(model, optimizer, f"{parts}/optimizer")
+            for param, value in kept.items():
+                assert torch.equal(optimizer.state[param]["exp_avg"].to_local(), value)

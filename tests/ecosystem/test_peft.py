@@ -112,14 +112,17 @@ def test_unloading_and_saving() -> None:
     for options in ({}, {"use_dora": True}):
         model, plain = adapted(in_units=False, **options)
         check_outputs(model, plain, "adapted")
-        with pytest.raises(RuntimeError, match=r"full_state_dict\(model\) on every rank.*rank 0"):
-            model.save_pretrained("nowhere")
-        assert not Path("nowhere").exists()
         state = full_state_dict(model)
-        with shared_folder() as folder:
-            if dist.get_rank() == 0:
-                model.save_pretrained(folder, state_dict=state)
-            dist.barrier()
+        with shared_folder() as folder, shared_folder() as given:
+            for safe in (False, True):
+                model.save_pretrained(folder, safe_serialization=safe)  # on all ranks
+                if dist.get_rank() == 0:
+                    model.save_pretrained(given, state_dict=state, safe_serialization=safe)
+            for name in ("adapter_model.safetensors", "adapter_config.json", "README.md"):
+                if dist.get_rank() == 0:
+                    assert Path(folder, name).read_bytes() == Path(given, name).read_bytes(), name
+            values = torch.load(f"{folder}/adapter_model.bin")  # pickled: whole tensors as well
+            assert all(type(value) is Tensor for value in values.values())
             torch.manual_seed(0)
             loaded = PeftModel.from_pretrained(Net().double(), folder)
         for name, param in loaded.named_parameters():

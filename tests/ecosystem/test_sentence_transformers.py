@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import full_state_dict, fully_shard
-from harness import distributed
+from harness import distributed, ours_only, shared_folder
 from reference import average_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -46,3 +47,36 @@ def test_dense_trains_as_in_one_process() -> None:
     values = full_state_dict(model, ranks=range(2))
     for name, wanted in plain.state_dict().items():
         torch.testing.assert_close(values[name], wanted, msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@ours_only("torch's raises on every rank")
+@distributed(2, timeout_s=280)
+def test_a_model_of_several_modules_is_saved_and_loaded() -> None:
+    """Each module saves itself: those of the root's unit, and those that are units."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense, StaticEmbedding
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    def build() -> SentenceTransformer:
+        torch.manual_seed(0)
+        words = Tokenizer(WordLevel({word: i for i, word in enumerate("abcdefg")}, unk_token="a"))
+        embedding = StaticEmbedding(words, embedding_dim=6)
+        return SentenceTransformer(modules=[embedding, Dense(6, 10), Dense(10, 3)], device="cpu")
+
+    plain, model = build(), build()
+    fully_shard(model[1])
+    fully_shard(model)
+    with shared_folder() as ours, shared_folder() as theirs:
+        model.save_pretrained(ours, create_model_card=False)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(theirs, create_model_card=False)
+            for path in Path(theirs).rglob("*"):
+                if path.is_file():
+                    written = Path(ours, path.relative_to(theirs))
+                    assert written.read_bytes() == path.read_bytes(), path
+            read = SentenceTransformer(ours, device="cpu").state_dict()
+            for name, value in plain.state_dict().items():
+                assert torch.equal(read[name], value), name
