@@ -321,9 +321,10 @@ class ShardedParam:
         unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         before, self.unsharded = self.unsharded, self.set_grad_dtype(unsharded)
         if before is not None and before.grad is not None:
-            # A sum of micro-batches goes on where the unit is planned anew between two of them.
+            # A sum of micro-batches goes on where the unit is planned anew between two of them. Not
+            # on both: a graph may still add to the former.
             unsharded.grad_dtype = None
-            unsharded.grad = before.grad.to(data.device)
+            unsharded.grad, before.grad = before.grad.to(data.device), None
         attach_attributes(self.unsharded, self.attributes)
         if self.annotations is not None:
             attach_attributes(self.unsharded, self.annotations.attributes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,31 @@ def test_a_backward_of_parameters_that_were_moved_since_is_an_error(again: bool)
         loss.backward()
     run_both(MLP, model, plain, 1)
     assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@distributed(2)
+def test_sums_go_on_in_a_root_that_takes_over(reduce_dtype: torch.dtype | None) -> None:
+    """A graph of the time before may add to them still; each term counts once."""
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    model = copy.deepcopy(plain)
+    fsdp2.fully_shard(model[0], mp_policy=policy)
+    fsdp2.fully_shard(model, mp_policy=policy)
+    x = torch.ones(2, 3)
+    for net in (plain, model):
+        inner: Any = net[0]
+        if net is model:
+            inner.set_requires_gradient_sync(False)
+        inner(x).sum().backward()
+        if net is model:
+            inner.unshard()
+        before = 3 * inner.weight.sum()
+        loss = net(x).sum()
+        before.backward()
+        if net is model:
+            net.set_requires_gradient_sync(True)
+        loss.backward()
+    grad = model[0].weight.grad
+    torch.testing.assert_close(grad.full_tensor(), plain[0].weight.grad)
