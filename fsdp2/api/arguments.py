@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.transports import check_backend
 from ..common.classes import original_class
 from ..runtime.hooks import unit_holding
-from ..runtime.unit import Unit, unit_of, units_in
+from ..runtime.unit import Unit, modules_outside, unit_of, units_in
 from ..sharding.mesh import DataParallelMesh, device_of
 from ..sharding.param import ShardedParam
 from .module import FSDPModule
@@ -193,13 +193,7 @@ def check_tied_units(tops: Sequence[nn.Module]) -> None:
         tied = [param for param in inner.params if len({module for module, _ in param.owners}) > 1]
         if not tied:
             continue
-        outside: set[nn.Module] = set()
-        waiting = [*tops]
-        while waiting:
-            module = waiting.pop()
-            if module not in outside and module not in inner.modules:
-                outside.add(module)
-                waiting.extend(module.children())
+        outside = modules_outside(tops, inner)
         for param in tied:
             for module, name in param.owners:
                 if module in outside:

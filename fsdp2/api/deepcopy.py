@@ -79,9 +79,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copy_object(module, memo)
     with ExitStack() as stack:
         for unit in units:
-            if unit.runtime is None:
-                unit.param_group.adopt_replaced(keep_objects=False)
-            elif unit.runtime.early_steps is not None:
+            if unit.runtime is not None and unit.runtime.early_steps is not None:
                 unit.runtime.early_steps.check_read(unit, "copied")
             stack.enter_context(unit.registration.showing_sharded())
         with torch.inference_mode(False), torch.no_grad():
@@ -165,7 +163,7 @@ def _wire(unit: Unit, new: Unit, memo: dict[int, Any]) -> None:
     for param, copied in zip(unit.params, new.params, strict=True):
         # A submodule may be copied without all the modules that its parameters are tied to.
         copied.owners = [(memo[id(m)], name) for m, name in param.owners if id(m) in memo]
-    new.param_group.register_sharded()
+    new.param_group.plan_registration()
     hooks = new.hooks = UnitHooks(new)
     for module in new.modules:
         hooks.take_over(hooks_of(unit), module)

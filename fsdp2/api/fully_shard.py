@@ -24,7 +24,7 @@ from ..policy import (
     check_dtypes,
 )
 from ..runtime.building import name_units
-from ..runtime.hooks import StateDictHooks, UnitHooks
+from ..runtime.hooks import UnitHooks
 from ..runtime.optimizer_checks import watch_flattening
 from ..runtime.requested_gradients import look_at_requests
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
@@ -270,12 +270,11 @@ def _make_unit(
         # Whether they are offloaded may have been settled just now.
         unit.gradients = unit.grads_type(unit.param_group, config)
         _move_to_device((b for m in tree for b in m.buffers(recurse=False)), unit.device)
+    hooks = unit.hooks = UnitHooks(unit)
     # On the modules that own parameters, not on the unit's: ``state_dict`` of a submodule alone has
     # to show shards, too.
-    for owner in dict.fromkeys(m for p in unit.params for m, _ in p.owners):
-        StateDictHooks(unit).install(owner)
+    hooks.follow_state_dicts()
     adapt_layers(tree)
-    hooks = unit.hooks = UnitHooks(unit)
     hooks.install()
     for sharded, cls in zip(unit.modules, classes, strict=True):
         set_unit(sharded, unit)

@@ -10,7 +10,7 @@ from itertools import groupby
 from torch import nn
 
 from ..comm.streams import device_module
-from ..runtime.building import build_runtime, name_units
+from ..runtime.building import build_runtime, follow_modules, name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
 from ..runtime.root import Runtime, last_order, runtime_of
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
@@ -89,7 +89,7 @@ def merge_units(model: nn.Module, *, min_bytes: int) -> MergedUnits:
     groups = _groups(units, _order(units, runtimes, left), min_bytes, left)
     merged = tuple(tuple(unit.name for unit in group) for group in groups)
     if groups:
-        _apply(groups, units, runtimes)
+        _apply(model, groups, units, runtimes)
     return MergedUnits(merged, left)
 
 
@@ -212,7 +212,9 @@ def _bytes(units: Iterable[Unit]) -> int:
 # -- how -----------------------------------------------------------------------------------------
 
 
-def _apply(groups: list[list[Unit]], units: list[Unit], runtimes: list[Runtime]) -> None:
+def _apply(
+    model: nn.Module, groups: list[list[Unit]], units: list[Unit], runtimes: list[Runtime]
+) -> None:
     for unit in units:
         # The storages are made anew on compute's stream: an optimizer may still be writing the old
         # ones on another.
@@ -223,6 +225,8 @@ def _apply(groups: list[list[Unit]], units: list[Unit], runtimes: list[Runtime])
     roots = [(runtime, runtime.root.modules[0]) for runtime in runtimes]
     for runtime in runtimes:
         runtime.reset()
+    for top, members in [(root, old.units) for old, root in roots] or [(model, units)]:
+        follow_modules(top, members)
     into: dict[Unit, Unit] = {}
     for group in groups:
         made = _merged(group)
@@ -251,7 +255,6 @@ def _merged(group: Sequence[Unit]) -> Unit:
     for unit in group:
         if unit.registration.registered != "sharded":
             unit.registration.register("sharded")
-        unit.param_group.adopt_replaced(keep_objects=False)
         unit.registration.check_writes()
         param_group.params += unit.params
         param_group.unwritten += unit.param_group.unwritten

@@ -500,7 +500,7 @@ class FSDPModule(_Base):
         made = to_be_made(fn, own_modules(self, recurse), unit.params)
         before = unit.param_group.where_shards_are()
         result = super()._apply(fn, recurse)
-        unit.param_group.adopt_replaced()
+        unit.param_group.adopt_replaced({})
         unit.param_group.attach_gradients(kept)
         # The Parameter objects stay the same where their local tensors are new ones, outside of
         # the storage of the bucket. A ``.to`` that changes nothing costs nothing, and may stand

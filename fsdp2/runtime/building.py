@@ -6,7 +6,7 @@ which parameters were tied or replaced after `fully_shard`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 
 from ..comm.streams import streams_for
 from ..dtensor.memory import asked_side_by_side
-from ..sharding.param import ShardedParam
+from ..policy import param_dtype_of
+from ..sharding.param import ShardedParam, managed_as
 from .first_forward import FirstForward
 from .functional_call import in_functional_call
 from .optimizer_checks import (
@@ -23,10 +24,13 @@ from .optimizer_checks import (
     watch_originals,
     watch_quantized,
 )
+from .registration import put
 from .root import Runtime, runtime_of
 from .side_by_side import place_side_by_side
-from .unit import ORIGINS, Unit, unit_of, units_in
+from .unit import ORIGINS, Unit, modules_outside, unit_of, units_in
 from .unwritten import check_meta_buffers
+
+Place = tuple[nn.Module, str]
 
 
 def build_runtime(root_module: nn.Module) -> Runtime:
@@ -43,19 +47,22 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     borrows = in_functional_call()
     if borrows:
         _check_nothing_gathered(root, units)
+    # Freeing what is gathered would take away what others have put in its place.
+    given = [x for unit in units for x in unit.registration.given_by_others()]
     # Units that ran as roots before may have gathers or reductions in flight, which only their own
     # runtimes can finish. The new one starts from units that are sharded.
     for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
         for unit in old.units:
             _forward_gradients(unit)
+            unit.gradients.accumulate(leaves_params=True)
         old.reset()
     # The tree may run for the first time inside functional_call, whose tensors are in the modules
     # now. Adopted below, they would stay the parameters after it has returned.
-    lent = [x for u in units for x in u.registration.take_overrides()] if borrows else ()
-    for unit in units:
-        unit.param_group.adopt_replaced(keep_objects=False)
-    # By identity of the Parameter objects, so after the ones that users assigned are adopted.
-    _check_ties(root_module, units)
+    for unit in units if borrows else ():
+        unit.registration.register("sharded")
+    put(given if not borrows else ())
+    follow_modules(root_module, units)
+    name_units(root_module, units)
     members = {unit: {m for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
         unit.enclosing = tuple(
@@ -84,8 +91,7 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     follow_zero_grad(runtime)
     # The forward that begins compares what modules hold with what they should: that is how it
     # learns of what functional_call lends it.
-    for parameters, name, value in lent:
-        parameters[name] = value
+    put(given if borrows else ())
     return runtime
 
 
@@ -179,36 +185,103 @@ def name_units(root_module: nn.Module, units: Iterable[Unit]) -> None:
             param.fqn = f"{prefix}.{name}" if prefix else name
 
 
-def _check_ties(root_module: nn.Module, units: list[Unit]) -> None:
-    """Find parameters that were tied after sharding, and refuse ties across units.
+# -- which unit has which parameter, read from what the modules hold -------------------------------
+
+
+def follow_modules(root_module: nn.Module, units: Sequence[Unit]) -> None:
+    """Give every parameter of ``units`` to the unit that gathers it wherever it is used now.
+
+    Args:
+        root_module: what contains all modules of ``units``, which are sharded and not gathered.
 
     Raises:
-        ValueError: if a module still holds a parameter that another unit has sharded.
+        RuntimeError: if a parameter was removed.
+        ValueError: for a tie that no unit encloses, or a replacement that cannot be sharded alike.
     """
-    managed = {id(p.sharded): (unit, p) for unit in units for p in unit.params}
-    touched = set()
-    for name, module in root_module.named_modules():
-        for key, value in module._parameters.items():
+    adopted: dict[nn.Parameter, ShardedParam] = {}
+    before = {param: param.sharded for unit in units for param in unit.params}
+    for unit in units:
+        unit.param_group.adopt_replaced(adopted, keep_objects=False)
+    of = {param: unit for unit in units for param in unit.params}
+    for param, unit in of.items():
+        if before.get(param) is not param.sharded:  # gradients were those of the other
+            unit.gradients.forget(param)
+    held = _places(root_module, of)
+    changed: set[Unit] = set()
+    for param, unit in of.items():
+        places = held.get(param, [])
+        # Modules that were taken out of the tree may come back.
+        places += [(m, n) for m, n in param.owners if m._parameters.get(n) is param.sharded]
+        places = list(dict.fromkeys(places))
+        if set(places) == set(param.owners):
+            continue
+        changed.add(unit)
+        if not places:  # others are in all of its places
+            unit.param_group.forget(param)
+            unit.gradients.forget(param)
+            continue
+        param.owners = places
+        around = _unit_around({module for module, _ in places}, unit, root_module, units)
+        if around is not unit:
+            changed.add(around)
+            _move(param, unit, around)
+    for unit in changed:
+        unit.param_group.reshard_storage(renumber=True)
+        unit.hooks.follow_state_dicts()
+
+
+def _places(
+    root_module: nn.Module, of: dict[ShardedParam, Unit]
+) -> dict[ShardedParam, list[Place]]:
+    """Where each parameter is now.
+
+    Raises:
+        ValueError: if one of a unit outside of the tree has come to a place of a unit inside.
+    """
+    held: dict[ShardedParam, list[Place]] = {}
+    ours = {place for param in of for place in param.owners}
+    for prefix, module in root_module.named_modules():
+        for name, value in module._parameters.items():
             if value is None:
                 continue
-            unit, param = managed.get(id(value), (None, None))
-            if unit is not None and param is not None:
-                # ``head.weight = embedding.weight`` after sharding puts the sharded Parameter into
-                # another module: that one has to see what is gathered, too.
-                if not any(m is module and k == key for m, k in param.owners):
-                    param.owners.append((module, key))
-                    touched.add(unit)
-            elif value in ORIGINS:
-                # `fully_shard` replaces a parameter in the modules that it was called on. A
-                # module outside of them that shares it keeps the original, which each rank would
-                # train on its own.
-                other = ORIGINS[value][1].fqn
-                full = f"{name}.{key}" if name else key
+            param = managed_as(value)
+            if param in of:
+                held.setdefault(param, []).append((module, name))
+            # `fully_shard` replaces a parameter in the modules that it was called on. A module
+            # outside of them that shares it keeps the original, which each rank would train alone.
+            elif value in ORIGINS or (param is not None and (module, name) in ours):
+                other = ORIGINS[value][1] if param is None else param
                 raise ValueError(
-                    f"Parameter '{full}' is shared with a parameter already managed by another "
-                    f"FSDP group: it is tied to '{other}', which is sharded in another unit. "
-                    "Shard a common parent with fully_shard(parent), which takes tied parameters "
-                    "over, or put the modules into one unit with fully_shard([module_a, module_b])"
+                    f"Parameter '{f'{prefix}.{name}'.lstrip('.')}' is shared with a parameter "
+                    f"already managed by another FSDP group: it is tied to '{other.fqn}', which "
+                    "is sharded in another unit. Shard a common parent with fully_shard(parent), "
+                    "which takes tied parameters over, and call it first; or put the modules into "
+                    "one unit with fully_shard([module_a, module_b])"
                 )
-    for unit in touched:
-        unit.param_group.register_sharded()
+    return held
+
+
+def _unit_around(
+    uses: set[nn.Module], unit: Unit, root_module: nn.Module, units: Sequence[Unit]
+) -> Unit:
+    """The unit that is gathered wherever ``uses`` run: ``unit``, or the innermost such one."""
+    for each in (unit, *reversed(units)):  # outer ones come first in the order of the tree
+        if uses.isdisjoint(modules_outside([root_module], each)):
+            return each
+    raise AssertionError("the root encloses everything")
+
+
+def _move(param: ShardedParam, unit: Unit, around: Unit) -> None:
+    if unit.config.offload != around.config.offload:
+        raise ValueError(
+            f"Parameter '{param.fqn}' of unit '{unit.name}' was tied to a module outside of it, so "
+            f"it belongs to the unit '{around.name}', but only one of the two offloads to the "
+            "CPU: pass the same offload_policy to both"
+        )
+    around.gradients.take_over(param, unit.gradients)
+    unit.params.remove(param)
+    around.params.append(param)
+    param.param_dtype = param_dtype_of(around.config.mp_policy, param.sharded)
+    for original, (_, managed) in list(ORIGINS.items()):
+        if managed is param:
+            ORIGINS[original] = around, param

@@ -26,6 +26,7 @@ from ..dtensor.placement import own_part
 from .borders import Border, Crossing, Entrance, TransformedBorder, mark
 from .building import build_runtime
 from .middle import Middle, watch_base
+from .registration import ModulesChanged
 from .root import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit
@@ -147,7 +148,20 @@ class UnitHooks:
     def _gather(self, module: nn.Module) -> None:
         unit = self.unit
         runtime = build_runtime(module) if unit.runtime is None else runtime_of(unit)
-        runtime.pre_forward(unit, module if len(unit.modules) > 1 else None)
+        called = module if len(unit.modules) > 1 else None
+        try:
+            runtime.pre_forward(unit, called)
+        except ModulesChanged:
+            root = runtime.root
+            new = build_runtime(module if unit is root else root.modules[0])
+            new.is_last_backward = runtime.is_last_backward
+            runtime_of(unit).pre_forward(unit, called)
+
+    def follow_state_dicts(self) -> None:
+        """Let ``state_dict`` see the parameters of the unit in all modules that have any."""
+        for owner in dict.fromkeys(m for p in self.unit.params for m, _ in p.owners):
+            if self.unit not in units_holding([owner]):
+                StateDictHooks(self.unit).install(owner)
 
     def _cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self.unit
@@ -382,8 +396,7 @@ def about_to_write(unit: Unit) -> None:
         # would read the shards before they are written.
         runtime.optimizer_event = None
     else:
-        unit.param_group.adopt_replaced(keep_objects=False)
-    unit.registration.register("sharded")
+        unit.param_group.adopt_replaced({}, keep_objects=False)
 
 
 def _is_whole(value: Any, param: DTensor) -> bool:
@@ -466,8 +479,6 @@ class StateDictHooks:
         if self.unit.registration.shows_sharded(module):
             self._entered.append(nullcontext())
             return
-        if self.unit.runtime is None:
-            self.unit.param_group.adopt_replaced(keep_objects=False)
         self.unit.registration.check_writes()
         # A stack: ``state_dict`` of a module calls that of its children before the post-hook, and
         # both may own parameters of this unit.
@@ -490,4 +501,4 @@ class StateDictHooks:
                     states[prefix + name] = own_part(value, param)
 
     def after_load(self, *_: Any) -> None:
-        self.unit.param_group.adopt_replaced()
+        self.unit.param_group.adopt_replaced({})

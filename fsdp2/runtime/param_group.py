@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..comm.compressed import NarrowSecondaryShards
 from ..comm.extension import MAX_TENSORS, ExtensionBucket
@@ -22,13 +23,14 @@ from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_o
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.initial_values import InitialValues, whole_of
+from ..sharding.layout import Slot
 from ..sharding.mesh import DataParallelMesh
-from ..sharding.param import ShardedParam
+from ..sharding.param import ShardedParam, managed_as
 from ..sharding.process_groups import num_hosts
 from ..sharding.reduce_plan import ReducePlan
 from ..sharding.tensor_subclass import inner_tensors
 from .frozen_cache import mixes_frozen
-from .registration import Registration
+from .registration import Registration, put
 from .unit_config import UnitConfig
 from .unwritten import Mark
 
@@ -143,13 +145,18 @@ class ParamGroup:
             for bucket in self.buckets
         )
 
-    def reshard_storage(self) -> None:
+    def reshard_storage(self, *, renumber: bool = False) -> None:
         """Plan again from the sharded parameters as they are now.
 
         Needed after their local tensors were replaced: by a move to another device, a cast, or
         ``load_state_dict(assign=True)``. The Parameter objects stay.
+
+        Args:
+            renumber: take new message tags, as all ranks do: these are other parameters.
         """
         self.dirty = False
+        if renumber:
+            self._reserved_tags = (-1, 0)
         for param in self.params:
             param.dtype = param.local.dtype
         # Before the new buckets attach other local tensors in their place.
@@ -166,31 +173,62 @@ class ParamGroup:
         self.params.remove(param)
         self.reshard_storage()
 
-    def adopt_replaced(self, *, keep_objects: bool = True) -> None:
+    def forget(self, param: ShardedParam) -> None:
+        """Drop a parameter that no module has any more."""
+        self.params.remove(param)
+        self.unwritten = [mark for mark in self.unwritten if mark.param is not param]
+
+    def adopt_replaced(
+        self, adopted: dict[nn.Parameter, ShardedParam], *, keep_objects: bool = True
+    ) -> None:
         """Adopt the parameters that a user put into the modules in place of the sharded ones.
 
+        Parameters of other units, or of other names, stay where they were put: the next forward
+        finds them (`building.follow_modules`).
+
         Args:
+            adopted: what units of the tree have adopted before, and this one adds to.
             keep_objects: where shape, dtype and device are unchanged, copy the data and put the old
                 Parameter object back, since an optimizer may hold it: for
                 ``load_state_dict(assign=True)``. False before the first use, when optimizers were
                 given the objects that the user assigned.
         """
         for bucket in self.buckets:
-            rank = bucket.rank
             for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
-                module, name = param.owners[0]
-                new = module._parameters.get(name)
-                if new is param.sharded:
-                    continue
-                if not isinstance(new, nn.Parameter):
-                    # Removed, or made a plain tensor (by a parametrization, say): raises, unless
-                    # `functional_call` lends it for one forward.
-                    self._registration.check()
-                    continue
-                before = param.sharded
-                param.replace_sharded(new, slot, rank, keep_object=keep_objects)
-                self.dirty = self.dirty or param.sharded is not before
+                for module, name in list(param.owners):
+                    new = module._parameters.get(name)
+                    if managed_as(new) is not None:
+                        continue
+                    if not isinstance(new, nn.Parameter):
+                        # Removed, or made a plain tensor (by a parametrization, say): raises,
+                        # unless `functional_call` lends it for one forward.
+                        self._registration.check()
+                        continue
+                    into = adopted.get(new)
+                    if into is None:
+                        into = adopted[new] = self._adopt(
+                            param, new, slot, bucket.rank, keep_objects
+                        )
+                    module._parameters[name] = into.sharded
+        ties = [x for x in self._registration.given_by_others() if managed_as(x[2]) is not None]
         self.register_sharded()
+        put(ties)
+
+    def _adopt(
+        self, param: ShardedParam, new: nn.Parameter, slot: Slot, rank: int, keep_objects: bool
+    ) -> ShardedParam:
+        """The parameter that ``new`` becomes: ``param``, or another one if a tie of it was cut."""
+        before = param.sharded
+        held = any(module._parameters.get(name) is before for module, name in param.owners)
+        if held and not keep_objects:
+            param = param.split_off(new)
+            self.params.append(param)
+            keep = False
+        else:
+            keep = keep_objects or not isinstance(new.data, DTensor)  # of those only data is of use
+        param.replace_sharded(new, slot, rank, keep_object=keep)
+        self.dirty |= param.sharded is not before
+        return param
 
     def check_comm_policy(self, params: Iterable[ShardedParam], options: CommOptions) -> None:
         """Check that ``params`` can be sent as ``options.policy`` says.

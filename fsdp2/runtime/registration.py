@@ -8,7 +8,7 @@ computation pays nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -29,9 +29,9 @@ _AFTER_SHARDING = (
     "have to be registered before fully_shard"
 )
 _REPLACED = (
-    "To change it, write into it (copy_, load_state_dict). torch.func.functional_call takes "
-    "DTensors laid out like the sharded parameters, or whole tensors, the same one under each name "
-    "of a tied parameter"
+    "To change it, write into it (copy_, load_state_dict), or replace it before the forward of the "
+    "root begins. torch.func.functional_call takes DTensors laid out like the sharded parameters, "
+    "or whole tensors, the same one under each name of a tied parameter"
 )
 
 
@@ -45,7 +45,19 @@ def _replaced_text(unit_name: str, fqn: str, module: nn.Module, gone: bool) -> s
 
 _Columns = tuple[list[Any], list[Any], list[Any]]  # dictionaries, names and what they should hold
 
-_Lent = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+# A dictionary, a name, and what somebody else has put there.
+Given = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+
+
+class ModulesChanged(Exception):
+    """Before a forward: the modules hold other parameters than they were made to hold."""
+
+
+def put(given: Iterable[Given]) -> None:
+    """Put back what others have registered, after something else has taken it away."""
+    for parameters, name, value in given:
+        parameters[name] = value
+
 
 GUARD = -1  # key in `_forward_pre_hooks`, which otherwise holds ids of handles (not negative)
 
@@ -79,7 +91,7 @@ class Registration:
         self._guarded: list[dict[int, Any]] = []
         self._guards_are_on = False
         self._lost_writes = LostWrites()
-        self._lent: list[_Lent] = []  # see `note_lent`
+        self._lent: list[Given] = []  # see `note_lent`
         self._by_module: dict[int, list[tuple[str, nn.Parameter, int | None]]] | None = None
         # For units of several modules: see `check`.
         self._of_module: dict[nn.Module, _Columns] = {}  # of unsharded ones
@@ -119,6 +131,7 @@ class Registration:
         self._switch_guards(False)
         guarded = dict.fromkeys(m for m, _, _ in owners if m not in self.unit_modules)
         self._guarded = [module._forward_pre_hooks for module in guarded]
+        self._switch_guards(self.registered != "unsharded")
 
     def register(self, kind: str, *, for_forward: bool = True) -> None:
         """Make the modules hold their parameters of this kind.
@@ -182,6 +195,23 @@ class Registration:
             self._check_param(param, param.sharded if shown is None else shown)
         if not self._lent:
             self.registered_before = self.registered
+
+    def is_current(self) -> bool:
+        """Whether the modules hold what they were last made to hold."""
+        dicts, names, values = self._expected[self.registered]
+        return all(map(is_, map(dict.get, dicts, names), values)) or all(
+            given is own or type(given) is FreedParameterProxy
+            for given, own in zip(map(dict.get, dicts, names), values, strict=True)
+        )
+
+    def given_by_others(self) -> list[Given]:
+        """What others have put in the place of what was registered."""
+        return [
+            (dictionary, name, given)
+            for dictionary, name, own in zip(*self._expected[self.registered], strict=True)
+            if (given := dictionary.get(name, own)) is not own
+            and type(given) is not FreedParameterProxy
+        ]
 
     def _split_columns(self) -> dict[nn.Module, _Columns]:
         """What each module of the unit, with those inside it, should hold while it computes."""
@@ -248,13 +278,7 @@ class Registration:
         kept gathered is out of date, or when it is freed to make room.
         """
         self.registered_before = self.registered
-        rows = zip(*self._expected[self.registered], strict=True)
-        self._lent = [
-            (dictionary, name, given)
-            for dictionary, name, own in rows
-            if (given := dictionary.get(name, own)) is not own
-            and type(given) is not FreedParameterProxy
-        ]
+        self._lent = self.given_by_others()
 
     def forget_lent(self) -> None:
         """To be called when the forward has ended."""
@@ -264,22 +288,7 @@ class Registration:
         # A forward that raised forgets nothing. By the stack, functional_call has returned then.
         if not in_functional_call():
             self._lent = []
-        for parameters, name, given in self._lent:
-            parameters[name] = given
-
-    def take_overrides(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Take out what others have registered in place of the sharded parameters.
-
-        Returns:
-            (dictionary, name, value) triples, to put them back.
-        """
-        owners = (
-            (module._parameters, n, p.sharded) for p in self._params for module, n in p.owners
-        )
-        found = [(d, n, d[n], own) for d, n, own in owners if n in d and d[n] is not own]
-        for parameters, name, _, own in found:
-            parameters[name] = own
-        return [(parameters, name, value) for parameters, name, value, _ in found]
+        put(self._lent)
 
     def register_overrides(self) -> None:
         """Let the overrides compute; to be called after `register`, before forward."""
@@ -324,11 +333,14 @@ class Registration:
     def showing_sharded(self) -> Iterator[None]:
         """Context in which the modules hold sharded parameters, for ``state_dict`` and copies."""
         before, released = self.registered, list(self._proxies)
+        given = self.given_by_others()  # shown as well, until the next forward follows it
         self.register("sharded")
+        put(given)
         try:
             yield
         finally:
             self.register(before)
+            put(given)
             for item in released:
                 self.register_proxy(*item)
 

@@ -30,6 +30,7 @@ from .functional_call import in_functional_call
 from .gather_budget import MAX_AHEAD, GatherBudget, units_before
 from .param_group import requires_grad_of
 from .reduction import ReductionsInFlight
+from .registration import ModulesChanged, put
 from .states import GATHERED, RESHARDED, AfterForward, State
 from .torch_modes import NOT_TRACED, autograd_is_running, outside_torch_modes
 from .unit import Forward, Unit
@@ -105,6 +106,9 @@ class Runtime:
 
         Args:
             module: the module that is called, if ``unit`` has several.
+
+        Raises:
+            ModulesChanged: if another runtime has to be built first.
         """
         self.middle = None
         # Autograd calls nothing at the end of a backward that raised, so the first moment at which
@@ -153,6 +157,8 @@ class Runtime:
             raise RuntimeError(NOT_TRACED.format("torch.jit.trace"))
         if self.forward_root is not None:
             self.reset()
+        if not self._borrows and not all(u.registration.is_current() for u in self.units):
+            raise ModulesChanged
         if self.early_steps is not None:
             self.early_steps.check_forward()
         # Before anything is gathered: ranks with different models would hang in the first gather,
@@ -619,9 +625,11 @@ class Runtime:
         warn_of_unwritten(self.root.modules[0], marks)
 
     def reshard(self, unit: Unit) -> None:
-        """Free ``unit``, including its cached buckets."""
+        """Free ``unit``, including its cached buckets. What users put into modules stays there."""
+        given = unit.registration.given_by_others()
         unit.reshard(self.streams)
         unit.drop_cache(self.streams)
+        put(given)
 
     def choose_cached(self) -> None:
         """Choose again which frozen parameters stay gathered."""

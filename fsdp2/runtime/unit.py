@@ -87,6 +87,8 @@ class AccumulationHooks(Protocol):
 
     def notice_accumulation(self) -> None: ...
 
+    def follow_state_dicts(self) -> None: ...
+
 
 class Forward:
     """One forward of ``unit``.
@@ -629,6 +631,18 @@ def units_in(module: nn.Module) -> list[Unit]:
         if unit is not None:
             found[unit] = None
     return list(found)
+
+
+def modules_outside(tops: Iterable[nn.Module], unit: Unit) -> set[nn.Module]:
+    """The modules that are reached from ``tops`` on a way past those of ``unit``."""
+    outside: set[nn.Module] = set()
+    waiting = [*tops]
+    while waiting:
+        module = waiting.pop()
+        if module not in outside and module not in unit.modules:
+            outside.add(module)
+            waiting.extend(module.children())
+    return outside
 
 
 def own_modules(module: nn.Module, recurse: bool = True) -> Iterator[nn.Module]:

@@ -180,6 +180,30 @@ class UnitGrads:
         else:
             self._trained.clear()
 
+    def forget(self, param: ShardedParam) -> None:
+        """Drop the gradient of ``param``, in whose place something else is."""
+        self.accumulated.pop(id(param), None)
+        if param.unsharded is not None:
+            param.unsharded.grad = None
+        for bucket in self._param_group.buckets:
+            if param in bucket.params:
+                bucket.partial_present.discard(bucket.params.index(param))
+
+    def take_over(self, param: ShardedParam, other: UnitGrads) -> None:
+        """Go on with what ``other`` has of ``param``, which moves to this unit.
+
+        Raises:
+            RuntimeError: if sums over shards still wait for the sum over replicas.
+        """
+        self.holds_earlier |= other.holds_earlier
+        if id(param) in other.accumulated:
+            self.accumulated[id(param)] = other.accumulated.pop(id(param))
+        if any(param is each for b in other._param_group.buckets for each, _ in b.partial_parts()):
+            raise RuntimeError(
+                f"Parameter '{param.fqn}' was tied to another unit between two micro-batches, and "
+                "its gradients still wait for the all-reduce: do so between steps"
+            )
+
     def drop(self) -> None:
         """Drop every gradient that is in no ``.grad`` of a sharded parameter yet."""
         self.holds_earlier = self.holds_partial_sums = False

@@ -13,6 +13,7 @@ that own it:
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -281,7 +282,7 @@ class ShardedParam:
         Args:
             new: the replacement, a DTensor laid out alike or a whole tensor.
             slot, rank: which part of a whole tensor is this rank's.
-            keep_object: of a DTensor that fits, take the data only, as always of a whole tensor.
+            keep_object: if it fits, take the data only.
 
         Raises:
             ValueError: if it is neither a DTensor laid out alike nor the whole parameter.
@@ -299,7 +300,7 @@ class ShardedParam:
             )
         local, old = data._local_tensor, self.local
         fits = (local.dtype, local.device, local.shape) == (old.dtype, old.device, old.shape)
-        if fits and (keep_object or not isinstance(new.detach(), DTensor)):
+        if fits and keep_object:
             # Into the memory that gathers read: storages, plans and views are as before. Anything
             # else makes the unit plan its storages anew.
             old.copy_(local)
@@ -312,6 +313,15 @@ class ShardedParam:
         self._manage(self.sharded)
         self.note_grad_dtype(new)
         self.set_grad_dtype(self.sharded)
+
+    def split_off(self, new: nn.Parameter) -> ShardedParam:
+        """Another parameter for the places of this one that hold ``new``: their tie was cut."""
+        made = copy.copy(self)
+        made.unsharded = made.secondary = None
+        made._found_by = set()
+        made.owners = [(m, n) for m, n in self.owners if m._parameters.get(n) is new]
+        self.owners = [place for place in self.owners if place not in made.owners]
+        return made
 
     def make_unsharded(self, full: torch.Tensor) -> None:
         """Make the parameter that computes: ``full`` is a slice of the gathered storage."""
@@ -423,6 +433,13 @@ def param_gathered_as(tensor: torch.Tensor) -> ShardedParam | None:
     """The parameter whose unsharded form ``tensor`` is; None for other tensors."""
     param = _managed.get(id(tensor))
     return param if param is not None and param.unsharded is tensor else None
+
+
+def managed_as(tensor: object) -> ShardedParam | None:
+    """The parameter one of whose forms ``tensor`` is; None for anything else."""
+    param = _managed.get(id(tensor))
+    forms = () if param is None else (param.sharded, param.unsharded, param.secondary)
+    return param if any(form is tensor for form in forms) else None
 
 
 def sets_grad_dtype(param: torch.Tensor) -> bool:

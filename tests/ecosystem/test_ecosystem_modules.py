@@ -142,19 +142,35 @@ def test_stacked_models_are_an_error() -> None:
         torch.vmap(call, in_dims=(0, 0, None))(*stacked, torch.ones(2, 4))
 
 
-@ours_only("an error of its own")
+@ours_only("torch keeps computing with what was there")
 @distributed(2)
-def test_a_parameter_assigned_after_the_first_forward_is_an_error() -> None:
+def test_a_whole_parameter_assigned_after_the_first_forward_counts() -> None:
     model, plain = pair(MLP)
     run_both(MLP, model, plain, 0)
-    before = model[2].weight
-    model[2].weight = nn.Parameter(torch.zeros(5, 13, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"'2\.weight' of unit '2' was replaced.*copy_"):
-        run_both(MLP, model, plain, 1)
-    model[2].weight = before
+    for each in (model, plain):
+        each.zero_grad()
+        each[2].weight = nn.Parameter(torch.full((5, 13), 0.25, dtype=torch.float64))
+    run_both(MLP, model, plain, 1)
+    assert_same_gradients(model, plain)
+
+
+@ours_only("an error of its own")
+@distributed(2)
+def test_a_parameter_replaced_by_something_else_is_an_error() -> None:
+    """By nothing, and in the middle of a forward."""
+    model, plain = pair(MLP)
+    run_both(MLP, model, plain, 0)
+    before = model[4].bias
     model[4].bias = None
     with pytest.raises(RuntimeError, match=r"'4\.bias' of unit '4' was replaced"):
         run_both(MLP, model, plain, 1)
+    model[4].bias = before
+    handle = model[0].register_forward_hook(
+        lambda *_: setattr(model[2], "weight", nn.Parameter(torch.zeros(5, 13).double()))
+    )
+    with pytest.raises(RuntimeError, match=r"'2\.weight' of unit '2' was replaced.*copy_"):
+        run_both(MLP, model, plain, 1)
+    handle.remove()
 
 
 @ours_only("state_dict takes over what was assigned")
