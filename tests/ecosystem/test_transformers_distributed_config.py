@@ -1,4 +1,4 @@
-"""transformers' own sharding, `from_pretrained(..., distributed_config=...)`, with our `fully_shard`.
+"""transformers shards by itself (`distributed_config=...`): the same with our `fully_shard`.
 
 It shards a model on the meta device, loads it by ``setattr`` of new parameters over DTensors, and
 ties the embeddings again after that.
@@ -63,11 +63,15 @@ def test_a_model_that_shards_itself(kind: str, tied: bool) -> None:
     dist.broadcast_object_list(folder)
     former, sharding.fully_shard = sharding.fully_shard, fully_shard
     try:
-        model = type(plain).from_pretrained(
-            folder[0],
-            dtype=torch.float32,
-            distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
-        ).train()
+        model = (
+            type(plain)
+            .from_pretrained(
+                folder[0],
+                dtype=torch.float32,
+                distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()),
+            )
+            .train()
+        )
     finally:
         sharding.fully_shard = former
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied

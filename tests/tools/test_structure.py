@@ -78,9 +78,10 @@ def test_the_core_stays_small() -> None:
     # and 2 for errors of subclasses on some ranks, which all are told in the first gather; 7
     # and 1 for marks that a recomputation leaves, and for what predictions share; 42 for gathers
     # that are batched by sizes and hosts, and ranks that tell each other theirs; 22 for gathers
-    # straight into symmetric memory; 14 for what checkers are told of ``fully_shard``.
-    assert core().code_lines <= 10043
-    assert core().functions <= 1052
+    # straight into symmetric memory; 14 for what checkers are told of ``fully_shard``; 139 and 14
+    # for ties and parameters that are changed after sharding.
+    assert core().code_lines <= 10182
+    assert core().functions <= 1066
 
 
 def test_no_function_of_the_core_is_long() -> None:
@@ -96,15 +97,15 @@ def test_sharding_and_a_first_step_enter_few_files_and_functions(
     # what was frozen; one whether an optimizer wants units side by side, and one was a part of
     # another; one forgets parameters that were replaced, one notes gathered storages; five look at
     # granularities.
-    assert len(measured[FIRST].functions) <= 353
+    assert len(measured[FIRST].functions) <= 360
 
 
 def test_a_steady_step_enters_few_files_and_functions(measured: dict[str, Entered]) -> None:
     # `zero_grad` is a part of the step, and frees what it drops. The root asks once whether it is
     # in `functional_call`.
     assert len(measured[STEADY].files) <= 19 + OLDER_TORCH
-    assert len(measured[STEADY].functions) <= 129 + OLDER_TORCH
-    assert len(measured[STEADY].calls) <= 441 + 14 * OLDER_TORCH
+    assert len(measured[STEADY].functions) <= 130 + OLDER_TORCH
+    assert len(measured[STEADY].calls) <= 444 + 14 * OLDER_TORCH
 
 
 def test_a_steady_step_stays_in_a_file_for_some_calls(measured: dict[str, Entered]) -> None:

@@ -57,8 +57,7 @@ ALLOWED = {
     "self.methods post_forward() wrap_method() call()",
     "runtime/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
-    "runtime/registration.py": "args expected self._fast _Columns rows self._guarded "
-    "take_overrides()",
+    "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
     "runtime/requested_gradients.py": "inputs outputs run args kwargs "
     "_asking_for() _backward() _grad() run()",
     "runtime/unit_grads.py": "accumulator view",
