@@ -54,7 +54,6 @@ def build_runtime(root_module: nn.Module) -> Runtime:
     for old in dict.fromkeys(runtime_of(u) for u in units if u.runtime is not None):
         for unit in old.units:
             _forward_gradients(unit)
-            unit.gradients.accumulate(leaves_params=True)
         old.reset()
     # The tree may run for the first time inside functional_call, whose tensors are in the modules
     # now. Adopted below, they would stay the parameters after it has returned.

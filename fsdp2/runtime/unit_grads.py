@@ -182,7 +182,6 @@ class UnitGrads:
 
     def forget(self, param: ShardedParam) -> None:
         """Drop the gradient of ``param``, in whose place something else is."""
-        self.accumulated.pop(id(param), None)
         if param.unsharded is not None:
             param.unsharded.grad = None
         for bucket in self._param_group.buckets:
@@ -196,8 +195,6 @@ class UnitGrads:
             RuntimeError: if sums over shards still wait for the sum over replicas.
         """
         self.holds_earlier |= other.holds_earlier
-        if id(param) in other.accumulated:
-            self.accumulated[id(param)] = other.accumulated.pop(id(param))
         if any(param is each for b in other._param_group.buckets for each, _ in b.partial_parts()):
             raise RuntimeError(
                 f"Parameter '{param.fqn}' was tied to another unit between two micro-batches, and "
