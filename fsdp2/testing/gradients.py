@@ -20,6 +20,7 @@ from ..runtime.reduction import Reduction
 from ..runtime.root import Runtime, runtime_of
 from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
+from ..sharding.param import ShardedParam
 from .ledger import PLACES, Account, GradientLostError, account_of, open_account, watch
 
 _UNREDUCED = ("on_param", "taken")
@@ -199,6 +200,13 @@ def _drop(original: Any, gradients: UnitGrads) -> None:
         account.forget()
 
 
+def _forget(original: Any, gradients: UnitGrads, param: ShardedParam) -> None:
+    original(param)
+    account = account_of(gradients)
+    if account is not None and id(param) in account.records:
+        account.records[id(param)].forget()
+
+
 # -- checks ---------------------------------------------------------------------------------
 
 
@@ -309,6 +317,7 @@ _FOLLOWED: tuple[tuple[type | ModuleType, str, Callable[..., Any]], ...] = (
     (UnitGrads, "keep_as_sums", _keep_as_sums),
     (UnitGrads, "make_reductions", _make_reductions),
     (UnitGrads, "drop", _drop),
+    (UnitGrads, "forget", _forget),
     (Reduction, "complete", _complete),
     (Reduction, "discard", _discard),
     (Runtime, "end_backward", _end_backward),
