@@ -17,43 +17,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from test_watch_hangs import AFTER_S, Blocks, sharded, step
 
 import fsdp2
-from fsdp2 import HangReport, clip_grad_norm_, fully_shard, watch_hangs
+from fsdp2 import HangReport, clip_grad_norm_, watch_hangs
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.describe import hangs
 from fsdp2.describe.whereabouts import Whereabouts, look
 from fsdp2.runtime.unit import units_in
-from harness import cached_mesh, distributed, ours_only, shared_folder
+from harness import distributed, ours_only, shared_folder
 
 pytestmark = ours_only("names its own units")
 
 OURS = os.path.dirname(fsdp2.__file__) + os.sep
-AFTER_S = 0.5
 TIMES = 3  # that a line is looked at: the state around it is another one at first
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
-
-
-def sharded() -> Any:
-    model = Blocks()
-    mesh = cached_mesh(dist.get_world_size())
-    for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def step(model: Any) -> None:
-    model(torch.ones(2, 8)).sum().backward()
 
 
 @contextmanager
