@@ -14,6 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from sphinx.pycode import ModuleAnalyzer
+
 import fsdp2
 
 project = "fsdp2"
@@ -105,6 +107,17 @@ def shown_signature(
     return signature and signature.replace("<factory>", "..."), returned
 
 
+def without_overloads(analyze: Any) -> Any:
+    """`ModuleAnalyzer.analyze`: overloads are for type checkers, pages show one signature."""
+
+    def call(self: Any) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    return call
+
+
 def setup(app: Any) -> None:
+    ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.connect("missing-reference", resolve_elsewhere)
     app.connect("autodoc-process-signature", shown_signature)
