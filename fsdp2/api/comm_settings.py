@@ -198,10 +198,6 @@ def set_symm_mem_for_comm(self: nn.Module, backend: str = "NCCL") -> None:
             of another backend was allocated; or if captured graphs may use what is gathered now
             (`set_keep_unsharded_storage`): call this before the first forward.
         ValueError: for a ``backend`` other than "NCCL".
-
-    Example:
-        >>> for block in model.layers:
-        ...     block.set_symm_mem_for_comm()
     """
     if backend != "NCCL":
         raise ValueError(f"set_symm_mem_for_comm supports the backend 'NCCL', not {backend!r}")

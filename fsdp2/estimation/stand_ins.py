@@ -540,6 +540,8 @@ class CountedUnit(Unit):
             register=self._show,
             check=lambda follower: None,
             check_is_due=False,
+            is_current=lambda: True,
+            given_by_others=list,
             overrides=(),
         )
         self.watching = False

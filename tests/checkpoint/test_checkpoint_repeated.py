@@ -93,7 +93,7 @@ class Run:
     def check_bytes(self, captured: Captured, expected: Captured) -> None:
         """Whether what is staged are the bytes of each tensor."""
         own = {name: tensor.clone() for name, tensor in expected.own.items()}
-        read = self.staging.fill(captured)
+        read = self.staging.fill(captured)()
         assert_equal_bits(captured.own, own)
         for part in expected.parts:
             tensor = expected.locals.get((part.kind, part.tensor.name))

@@ -89,11 +89,17 @@ def go_through(program: Program, plain: Node) -> None:
         assert_equal_replicas(this.model)
 
 
+@torch.no_grad()
+def _zeros(model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.zero_()
+
+
 def on_meta(program: Program, plain: Node) -> Node:
     """A model that gets memory and weights once it is sharded."""
     with torch.device("meta"):
         model = shard(program, build(program.model))
-    fsdp2.materialize(model, init=lambda _: None)
+    fsdp2.materialize(model, init=_zeros)
     fsdp2.load_full_state_dict(model, plain.state_dict())
     return model
 
