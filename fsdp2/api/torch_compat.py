@@ -4,10 +4,9 @@ Libraries check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and th
 that we have too. So that class is the last base of a sharded module's class: the check succeeds,
 and since `fsdp2.FSDPModule` comes first and has every method, none of torch's code runs.
 
-``torch.distributed.pipelining`` and others also read private state. `fully_shard.state` looks it
-up in the module's ``__dict__``, and ``_get_module_fsdp_state`` in a registry of its own.
-`PipelineState` has the few attributes that say what a unit is; which clients read more, and so
-cannot work, is in ``docs/compatibility.md``.
+``torch.distributed.pipelining`` and others also read private state, which `fully_shard.state`
+looks up in the module's ``__dict__``. `PipelineState` has the few attributes that say what a unit
+is; which clients read more, and so cannot work, is in ``docs/compatibility.md``.
 
 torch's composable functions (``replicate``, ``checkpoint``) record in a per-module registry that
 they were applied, and skip modules that another one has taken. We do the same.
@@ -15,16 +14,13 @@ they were applied, and skip modules that another one has taken. We do the same.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from ..policy import MixedPrecisionPolicy
 from ..runtime.root import runtime_of
@@ -43,11 +39,6 @@ class PipelineState:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """What `isinstance` asks for too: no method of torch's class is inherited."""
-        return FSDPState
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
@@ -98,12 +89,13 @@ class PipelineState:
 
 
 def publish_state(unit: Unit) -> None:
-    """Publish the unit's `PipelineState` for `fully_shard.state`, ours and torch's, and for
-    ``_get_module_fsdp_state``; mark its modules as taken for ``replicate``."""
-    state: Any = PipelineState(unit)
+    """Publish the unit's `PipelineState` for `fully_shard.state`, ours and torch's, and mark its
+    modules as taken for ``replicate``."""
+    # Not where ``_get_module_fsdp_state`` looks: a root of torch's around it would take it for one
+    # of its own.
+    state = PipelineState(unit)
     for module in unit.modules:
         vars(module).setdefault(STATE_KEY, {})[_KEY] = state
-        _module_state_mapping[module] = weakref.ref(state)
         vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 

@@ -7,7 +7,7 @@ A unit has one `MeshTransports` per mesh of its parameters: usually one, two whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -58,7 +58,7 @@ class MeshTransports:
         gather, scatter: over the ranks that share each parameter.
         replicate: over the ranks that hold the same shard.
         secondary_gather: within the groups of ``reshard_after_forward=int``; see `make_secondary`.
-        allocating: makes the contexts in which gathered storage gets its memory.
+        allocating: makes the contexts in which gathered storage gets its memory; None: any memory.
     """
 
     def __init__(self, mesh: DataParallelMesh, device: torch.device, options: CommOptions) -> None:
@@ -70,7 +70,7 @@ class MeshTransports:
         self.replicate: Transport | None = None
         self.secondary_gather: Transport | None = None
         self.secondary_mesh: DeviceMesh | None = None
-        self.allocating: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.allocating: Callable[[], AbstractContextManager[None]] | None = None
         if options.memory == "symmetric":
             self.allocating = partial(allocating_symmetric, device)
         sum_only = options.sum_only

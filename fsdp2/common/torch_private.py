@@ -193,9 +193,7 @@ DISTRIBUTED = (
         "torch.distributed._composable.contract.STATE_KEY",
     ),
     *_names(
-        "the state of a sharded module, where other libraries look it up, and what it says",
-        "torch.distributed._composable_state._module_state_mapping",
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "the mesh of a sharded module, in the form in which other libraries read it",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_common.FSDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo",

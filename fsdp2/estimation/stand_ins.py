@@ -8,7 +8,6 @@ tensor, a `Held` dies here, at the same line.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -384,7 +383,7 @@ class _Transports:
     """The transports of a mesh."""
 
     secondary_mesh = None
-    allocating = staticmethod(nullcontext)
+    allocating = None
 
     def __init__(
         self,

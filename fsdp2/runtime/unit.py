@@ -403,8 +403,11 @@ class Unit:
             bucket.mark_cached()
         if bucket.aliases_shards or not bucket.layout.gathered_numel:
             return None, None
-        with transports.allocating():
+        if transports.allocating is None:
             bucket.allocate()
+        else:
+            with transports.allocating():
+                bucket.allocate()
         secondary = bucket.secondary
         if secondary is not None and secondary.saved:
             return transports.secondary_gather, secondary.plan

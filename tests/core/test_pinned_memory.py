@@ -100,7 +100,7 @@ def _staged() -> None:
                 own={},
                 plans={},
             )
-            read = staging.fill(captured)
+            read = staging.fill(captured)()
             needed = sum(tensor.nbytes for tensor in tensors.values())
             taken = native.pinned_bytes() - before
             assert needed <= taken < needed + MIB, f"{taken} bytes for {needed}"

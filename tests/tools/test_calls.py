@@ -28,9 +28,11 @@ def measured() -> dict[str, Counts]:
 
 def test_a_unit_adds_few_calls_and_operators(measured: dict[str, Counts]) -> None:
     ours = measured[OURS]
-    assert ours.python.total() <= 155, ours.python.most_common(40)
-    assert ours.c.total() <= 143, ours.c.most_common(40)
-    assert ours.operators.total() <= 68, ours.operators
+    # Three find autograd's node in each backward instead of keeping it, and two ask whether modules
+    # hold what they should.
+    assert ours.python.total() <= 159, ours.python.most_common(40)
+    assert ours.c.total() <= 148, ours.c.most_common(40)
+    assert ours.operators.total() <= 70, ours.operators
 
 
 def test_nothing_is_called_for_each_parameter(measured: dict[str, Counts]) -> None:
