@@ -13,7 +13,8 @@ cast or staged shard  all-gather       read by gathers on the same stream only
 secondary shards      compute          read by a gather; freed after its `use_gathered`
 gradient (autograd)   compute          held until compute has waited for `reduced`
 stage, sum buffers    reduce-scatter   released after `use_reduced` (all-reduce: see there)
-sharded gradients     compute          written between `reducing` and `use_reduced`
+sharded gradients     compute          written between `reducing` and `use_reduced`; so are sums
+                                       over shards that wait for a later all-reduce
 ====================  ===============  ====================================================
 
 `Streams` is for devices whose work is ordered by the host (CPU). It does nothing, since there the

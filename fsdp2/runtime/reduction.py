@@ -263,6 +263,9 @@ class Reduction:
             and (detached is None or len(detached) == len(self.covered))
         )
         self.dtype = dtype
+        if self.waits and self.bucket.partial is None:
+            numel = self.bucket.layout.shard_numel
+            self.bucket.partial = torch.zeros(numel, dtype=dtype, device=self.bucket.device)
         # Made once, with the store: to wrap gradients in DTensors in every backward would cost more
         # than the launch of their collective.
         self.dtensors = self.store.dtensors
@@ -361,10 +364,7 @@ class Reduction:
     def _add_to_partial(self) -> None:
         """Add what was reduced over shards only to the sums that wait for a later all-reduce."""
         bucket = self.bucket
-        if bucket.partial is None:
-            bucket.partial = torch.zeros(
-                bucket.layout.shard_numel, dtype=self.dtype, device=bucket.device
-            )
+        assert bucket.partial is not None
         for offset, numel in self.plan.ranges:
             bucket.partial[offset : offset + numel] += self.flat[offset : offset + numel]
         bucket.partial_present.update(self.plan.present)
@@ -381,7 +381,7 @@ class Reduction:
             bucket.partial[part] = 0
         bucket.partial_present.difference_update(self.plan.present)
         if not bucket.partial_present:
-            # Its stream is not the one that reads it last: hold it until `use_reduced`.
+            # Compute, on whose stream it was allocated, does not read it last: see `use_reduced`.
             self._held, bucket.partial = bucket.partial, None
 
     def _scale(self, by: float) -> None:

@@ -137,7 +137,7 @@ def test_micro_batches_before_a_move_or_cast_count(dtype: torch.dtype) -> None:
     model.set_requires_gradient_sync(False)
     run_both(MLP, model, plain, 0, average=False)
     for each in (plain, model):
-        each.to("cpu", dtype) if dtype == torch.float32 else move(each)
+        each.to(torch.get_default_device(), dtype) if dtype == torch.float32 else move(each)
     model.set_requires_gradient_sync(True)
     run_both(MLP, model, plain, 1, dtype=dtype)
     assert_same_gradients(model, plain)
@@ -173,13 +173,13 @@ def test_a_move_that_moves_nothing_costs_nothing(reshard: bool) -> None:
     batch = MLP.batch(1, dist.get_rank(), torch.float64)
     losses = [MLP.loss(each, *batch) for each in (plain, model)]
     for each in (plain, model):
-        each.to("cpu", torch.float64)
+        each.to(torch.get_default_device(), torch.float64)
     for loss in losses:
         loss.backward()
     average_gradients(plain)
     assert_same_gradients(model, plain)
     for each in (plain, model):
-        each.to("cpu").zero_grad()
+        each.to(torch.get_default_device()).zero_grad()
     run_both(MLP, model, plain, 2)
     assert_same_gradients(model, plain)
     assert num_plans(model) == plans
