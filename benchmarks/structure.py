@@ -7,10 +7,10 @@ Questions of a first-time reader of the code: how many lines are there, how many
 do one call of ``fully_shard`` and one training step go through, and how long does a step stay in
 one file? torch's FSDP2 is counted the same way, as a scale.
 
-Code lines are those that hold a statement: no blanks, no comments, no docstrings. Steps run as rank
-0 of a `fake` group of two, so that one process is enough and every collective is still called, on
-the path of the backends that coalesce them. ``tests/tools/test_structure.py`` holds the numbers
-to limits.
+Code lines are those that hold a statement: no blanks, no comments, no docstrings, no ``@override``.
+Steps run as rank 0 of a `fake` group of two, so that one process is enough and every collective is
+still called, on the path of the backends that coalesce them. ``tests/tools/test_structure.py``
+holds the numbers to limits.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
 }
+# They tell readers and type checkers what follows.
+_LIKE_COMMENTS = ("@override", "from typing_extensions import override")
 
 
 @dataclass
@@ -106,6 +108,8 @@ def size_of(paths: list[Path]) -> Size:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 size.comments += token.line.lstrip().startswith("#")
+            elif token.line.strip() in _LIKE_COMMENTS:
+                continue
             elif token.type not in _NO_CODE:
                 with_code.update(range(token.start[0], token.end[0] + 1))
         with_code -= _docstring_lines(tree)

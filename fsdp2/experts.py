@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 # First: its error names all that this torch lacks.
 from .common import torch_private as torch_private  # isort: split
@@ -347,11 +348,13 @@ class _Connected(torch.autograd.Function):
     a gradient, whatever ``output`` depends on."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
         ctx.num_anchors = len(anchors)
         return output.view_as(output)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, *[None] * ctx.num_anchors
 
@@ -360,6 +363,7 @@ class _AllToAll(torch.autograd.Function):
     """Sends rows to other ranks; backward sends the rows' gradients back."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         rows: Tensor,
@@ -372,6 +376,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _all_to_all(grad, ctx.receives, ctx.sends, ctx.group), None, None, None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..common.classes import original_class
 from ..runtime.hooks import UnitHooks, hooks_of
@@ -40,6 +41,7 @@ class ToBeCopied:
     def __deepcopy__(self, memo: dict[int, Any]) -> ToBeCopied:
         return ToBeCopied(self._module, deepcopy_module(self._module, memo))
 
+    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.result()
         raise NotImplementedError

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from ..common.failures import explained
 from ..common.memory import usual_device
@@ -74,6 +75,7 @@ class _WholeTensors(TorchDispatchMode):
         # What each copy is a part of, and how it was taken.
         self._parts = WeakIdKeyDictionary()
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None

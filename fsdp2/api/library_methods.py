@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ..comm.store_exchange import StoreExchange, can_meet
 from ..comm.transports import backend_name
@@ -197,6 +198,7 @@ def _any_failed(meeting: StoreExchange, error: Exception | None, about: str) -> 
 class _NoShardsInFiles(TorchFunctionMode):
     """Makes pickling a DTensor raise: `torch.save` would write this rank's shard alone."""
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import nn
+from typing_extensions import override
 
 from ..comm.streams import device_module
 from ..runtime.building import build_runtime, follow_modules, name_units
@@ -29,6 +30,7 @@ class MergedUnits:
     merged: tuple[tuple[str, ...], ...]
     left: dict[str, str]
 
+    @override
     def __str__(self) -> str:
         lines = [
             f"{len(names)} units are one: {names[0]} .. {names[-1]}" for names in self.merged

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..common.classes import original_class
 from ..runtime import by_hand
@@ -425,6 +426,7 @@ class FSDPModule(_Base):
         self._check_root("reset_iter_state")
         self._unit_and_runtime()[1].reset(discard=True)
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients: of all sharded parameters, registered now or not, those accumulated
         without gradient sync, and those still being reduced (`set_is_last_backward`).
@@ -455,6 +457,7 @@ class FSDPModule(_Base):
         for runtime in runtimes:
             runtime.release_gradients()
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """`nn.Module.load_state_dict`, with a hint in errors about a wrapper's name prefix."""
         try:
@@ -483,6 +486,7 @@ class FSDPModule(_Base):
 
     # -- inside -----------------------------------------------------------------------------
 
+    @override
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply moves and casts (``.to``, ``.double``, ``to_empty``) to the sharded parameters."""
         unit = unit_of(self)
@@ -509,6 +513,7 @@ class FSDPModule(_Base):
         unit.param_group.unwritten += write_pattern(made)
         return result
 
+    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Support `copy.deepcopy`."""
         # Not ``__deepcopy__``: wrappers that forward attributes, like those of ``torch.compile``,

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from typing_extensions import override
+
 from ..common.suggestions import did_you_mean
 from ..common.versions import __version__, installed_torch
 from ..render.text import BROKEN_PIPE, INTERRUPTED, fail
@@ -69,6 +71,7 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
         raise _UsageError(message, self.prog)
 

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+from typing_extensions import override
 
 from ..policy import CommPolicy, exchanged_sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards, resize
@@ -363,6 +364,7 @@ class NarrowSecondaryShards(SecondaryShards):
         ]
         self.free()
 
+    @override
     def save(self) -> None:
         # On compute's stream, as of those in full.
         self.saved = True

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
@@ -272,6 +273,7 @@ class SymmetricTransport(GroupTransport):
 
     in_place = True  # shards are in other memory
 
+    @override
     def all_gather(self, plan: GatherPlan | GatherBatch, tag: int) -> Finish:
         for each in plan.plans if isinstance(plan, GatherBatch) else (plan,):
             if each.pieces is None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import note_gathered
@@ -63,6 +64,7 @@ class ExtensionPlan(GatherPlan):
         self.rows = [[own.numel()] * num_shards for own in self.own]
         self._bucket = bucket
 
+    @override
     def unpack(self) -> None:
         self._bucket.unpack()
 
@@ -76,6 +78,7 @@ class ExtensionBucket(Bucket):
     _storages: Sequence[torch.UntypedStorage] = ()
     _sizes: Sequence[int] = ()
 
+    @override
     def shard_from(self, sources: Sequence[torch.Tensor], *, whole: bool) -> None:
         (param,), (slot,), (source,) = self.params, self.layout.slots, sources
         local = source
@@ -87,6 +90,7 @@ class ExtensionBucket(Bucket):
         self.shards = local
         self.aliases_shards = False
 
+    @override
     def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         """Forget what earlier gathers made; the next one makes it anew."""
         # No unsharded parameter until then: only the class can make it, of what a gather brings.
@@ -105,6 +109,7 @@ class ExtensionBucket(Bucket):
         self._note_unsharded()
         self._check_methods()
 
+    @override
     def _versions(self) -> tuple[int, int]:
         # A wrapper's own counter does not see writes to the tensors that it is made of. They are
         # looked up each time: an optimizer or a load may replace them.
@@ -149,18 +154,22 @@ class ExtensionBucket(Bucket):
     # -- memory -----------------------------------------------------------------------------
 
     @property
+    @override
     def gathered_bytes(self) -> int:
         return sum(self._sizes)
 
     @property
+    @override
     def allocated_bytes(self) -> int:
         return sum(storage.size() for storage in self._storages)
 
+    @override
     def allocate(self) -> None:
         for storage, size in zip(self._storages, self._sizes, strict=True):
             if storage.size() != size:
                 resize(storage, size)
 
+    @override
     def free(self) -> None:
         if not self.keeps_storage:
             for storage in self._storages:
@@ -172,6 +181,7 @@ class ExtensionBucket(Bucket):
     # evaluation in inference mode, like the unsharded parameter, could never be trained.
     @torch.inference_mode(False)
     @torch.no_grad()
+    @override
     def fill_own_slices(self) -> None:
         try:
             inputs = self._inputs()

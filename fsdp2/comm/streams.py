@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from ..common.copies import CopyStream
 
@@ -121,34 +122,42 @@ class DeviceStreams(Streams):
         self.all_reduce = self.module.Stream(device=device)
 
     @property
+    @override
     def compute(self) -> Any:
         return self.module.current_stream(self.device)
 
+    @override
     def before_gathers(self, optimizer_event: Event = None) -> None:
         if optimizer_event is not None:
             self.gather.wait_event(optimizer_event)
         else:
             self.gather.wait_stream(self.compute)
 
+    @override
     def gathering(self) -> AbstractContextManager[None]:
         return self.module.stream(self.gather)
 
+    @override
     def gathered(self, event: Event) -> Event:
         return self.gather.record_event(event)
 
+    @override
     def use_gathered(self, event: Event) -> None:
         self.compute.wait_event(event)
 
+    @override
     def before_free(self) -> None:
         # This wait is also the rate limiter: the gather of unit i+1, issued after unit i-1 was
         # freed, runs beside unit i and not earlier.
         self.gather.wait_stream(self.compute)
 
+    @override
     def free(self, gathered: Iterable[Freeable]) -> None:
         self.before_free()
         with self.gathering():
             super().free(gathered)
 
+    @override
     def reducing(self, then_on: Any = None) -> AbstractContextManager[None]:
         if then_on is not None:
             then_on.wait_stream(self.reduce)
@@ -156,27 +165,33 @@ class DeviceStreams(Streams):
         self.reduce.wait_stream(self.compute)
         return self.module.stream(self.reduce)
 
+    @override
     def all_reducing(self) -> AbstractContextManager[None]:
         self.all_reduce.wait_stream(self.reduce)
         return self.module.stream(self.all_reduce)
 
+    @override
     def reduced(self) -> Event:
         return self.module.current_stream(self.device).record_event()
 
+    @override
     def use_reduced(self, event: Event) -> None:
         # The sum buffers belong to the reduce-scatter stream but may have been read by the
         # all-reduce stream last, so their stream waits too before they are released.
         self.compute.wait_event(event)
         self.reduce.wait_event(event)
 
+    @override
     def wait_on_host(self, event: Event) -> None:
         event.synchronize()
 
+    @override
     def synchronize(self) -> None:
         for stream in (self.gather, self.reduce, self.all_reduce):
             stream.synchronize()
 
     @contextmanager
+    @override
     def ending(self, compute: Any) -> Iterator[None]:
         caller = self.compute
         if caller == compute:

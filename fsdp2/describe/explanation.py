@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from typing_extensions import override
+
 from ..render.text import plain_table, plural, show_bytes
 
 
@@ -141,6 +143,7 @@ class Explanation:
         """The explanation as one JSON object."""
         return json.dumps(asdict(self))
 
+    @override
     def __str__(self) -> str:
         header, rows, right = self.rows()
         head, *notes = self.notes()

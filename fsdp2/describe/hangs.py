@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from ..comm.store_exchange import can_meet, name_ranks
 from ..common.failures import lost_what
@@ -79,6 +80,7 @@ class HangReport:
     store_host: str = ""
     at_store: Mapping[int, Whereabouts] = field(default_factory=dict)
 
+    @override
     def __str__(self) -> str:
         what = self.here.waits_for or "the device"
         lines = [

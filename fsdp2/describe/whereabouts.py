@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..runtime.states import GATHERED
 from ..runtime.unit import Unit
@@ -64,6 +65,7 @@ class Whereabouts:
         begun = self.step - (self.phase == "backward")
         return begun, phases[self.phase], self.units
 
+    @override
     def __str__(self) -> str:
         ended = f", ended by {self.ended}" if self.ended else ""
         return self.place + (f", waiting for {self.waits_for}" if self.waits_for else "") + ended

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..comm.compressed import CompressedTransport
 from ..comm.quantize import Cut, cut_reduction, gather_row
@@ -50,6 +51,7 @@ class CountingPolicy(CompressedTransport):
         self.coalesces = policy.gather is None and base.coalesces
         self._fed_back: dict[Any, Held] = {}
 
+    @override
     def all_gather(self, plan: Any, tag: int) -> Finish:
         policy = self.policy
         if isinstance(plan, CountedGatherBatch) or not policy.gathers(plan.bucket.gather_dtype):
@@ -66,6 +68,7 @@ class CountingPolicy(CompressedTransport):
         self._transfer("all_gather", group, size, row.nbytes, bucket.unit_name, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
 
+    @override
     def reduce_scatter(
         self, bucket: Any, plan: ReducePlan, grads: Any, outs: Any, tag: int
     ) -> Finish:
@@ -92,12 +95,14 @@ class CountingPolicy(CompressedTransport):
             self._transfer("all_to_all", "across", nodes, row.nbytes, unit, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
 
+    @override
     def cut(self, bucket: Bucket, plan: ReducePlan, flat: Any) -> list[Any]:
         """What `all_reduce` takes; nothing, if that is what it would take without a policy."""
         if not self._reduces(bucket):
             return []
         return CountedCut(bucket, cut_reduction(bucket.layout, plan.direct, plan.copied_in))
 
+    @override
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         if not isinstance(tensors, CountedCut) or not tensors:
             return self.base.all_reduce(tensors, tag)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..comm.means import BLOCK_NUMEL, cut_length, mean_over
 from ..comm.topology import Places, Sent
@@ -61,6 +62,7 @@ class _CountingExchange(Exchange):
         self.name = group
         self.group = SimpleNamespace(size=lambda: size)  # type: ignore[assignment]
 
+    @override
     def all_gather(self, plan: Any, tag: int) -> Finish:
         layout, size = plan.layout, plan.bucket.gather_dtype.itemsize
         own = sum(layout.slots[i].local_numel(plan.rank) for i in layout.direct)
@@ -71,6 +73,7 @@ class _CountingExchange(Exchange):
     def _places(self, rank: int) -> Places:
         return self.replay.topology.ring(self.name, self.size).places(rank)
 
+    @override
     def reduce_scatter(
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
     ) -> Finish:
@@ -109,6 +112,7 @@ class _CountingExchange(Exchange):
 
         return finish
 
+    @override
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
         parts = [cut_length(t.nbytes, self.size) for t in tensors]
@@ -177,12 +181,14 @@ class _CountingCollectives(_CountingExchange):
     casts = GroupTransport.casts
     out_dtype = GroupTransport.out_dtype
 
+    @override
     def all_gather(self, plan: Any, tag: int) -> Finish:
         plans = plan.plans if isinstance(plan, CountedGatherBatch) else (plan,)
         shard = sum(_padded(p.layout) * p.bucket.gather_dtype.itemsize for p in plans)
         self._note_gather(shard * self.size, shard * (self.size - 1), *plans)
         return ended(done, stream_ordered=self.stream_ordered)
 
+    @override
     def reduce_scatter(
         self, bucket: Bucket, plan: ReducePlan, grads: Any, outs: Any, tag: int
     ) -> Finish:
@@ -194,6 +200,7 @@ class _CountingCollectives(_CountingExchange):
         self._note_reduce(shard * self.size, shard * (self.size - 1), bucket, plan, copied)
         return ended(held.clear, stream_ordered=self.stream_ordered)
 
+    @override
     def all_reduce(self, tensors: Sequence[Any], tag: int) -> Finish:
         nbytes = sum(t.nbytes for t in tensors)
         self._note_all_reduce(tensors, nbytes, 2 * nbytes * (self.size - 1) // self.size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from ..comm.topology import Ring, Topology
 from ..wrap import UnitDescription, as_policy
@@ -30,6 +31,7 @@ class InnerTopology(Topology):
     context: int = 1
     pipeline: int = 1
 
+    @override
     def ring(self, group: str, secondary_size: int = 0) -> Ring:
         """As in `Topology`; also over "tensor", "context", "pipeline", "experts", and "expert
         shard": ranks with the same ones."""

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from typing_extensions import override
 
 from ..common.pytree import tensors_in
 from .context import ContextParallel
@@ -153,6 +154,7 @@ class _Trained(TorchFunctionMode):
         super().__init__()
         self.found: dict[int, torch.Tensor] = {}
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -164,6 +166,7 @@ class _FlexAttention(torch.autograd.Function):
     """What the kernels read, write and keep: out, and one number per query."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         meter: StorageMeter,
@@ -186,6 +189,7 @@ class _FlexAttention(torch.autograd.Function):
         return out, logsumexp
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         q, k, v, out, logsumexp, *captured = ctx.saved_tensors
         made = [

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from typing_extensions import override
 
 from .attention import KINDS, AttentionKernels
 from .context import ContextParallel
@@ -147,6 +148,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     """What ``aten::_fused_rms_norm`` reads, writes and keeps: x and one number per row."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int, meter: StorageMeter
     ) -> torch.Tensor:
@@ -159,6 +161,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]

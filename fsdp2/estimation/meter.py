@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from typing_extensions import override
 
 from .events import Compute, Operation, Uncosted
 from .known_results import KnownResults
@@ -89,6 +90,7 @@ class StorageMeter(TorchDispatchMode):
         self._known = KnownResults()
         self._paused = False
 
+    @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from typing_extensions import override
 
 from ..offload.activations import offload_activations
 from ..offload.host_memory import HostMemory
@@ -41,6 +42,7 @@ class CountedOffload(offload_activations):
         super().__init__(model, max_device_bytes=max_device_bytes)
         self._meter, self._record = meter, record
 
+    @override
     def _memory_of(self, device: torch.device) -> SavedMemory:
         # Fake tensors are on the CPU, whichever device they stand for.
         memory = self._memories.get(device)
@@ -61,6 +63,7 @@ class CountedMemory(SavedMemory):
         self._host = _HostBytes(meter)
         self._meter, self._record, self._num_copies = meter, record, 0
 
+    @override
     def save(
         self,
         storage: torch.UntypedStorage,
@@ -72,6 +75,7 @@ class CountedMemory(SavedMemory):
         memory: Any = self._bytes_of(named)
         return super().save(memory, start, nbytes, key, named)
 
+    @override
     def _weakly(self, storage: Any, named: torch.Tensor) -> tuple[object, ...]:
         # Not to the storage: that keeps its Python object, by whose end the meter knows that it was
         # freed. The tensor is enough, as no trace has two of one storage with versions of their
@@ -87,6 +91,7 @@ class CountedMemory(SavedMemory):
             )
             return flat.view(torch.uint8)
 
+    @override
     def view(
         self,
         storage: Any,
@@ -100,9 +105,11 @@ class CountedMemory(SavedMemory):
             rest = whole.numel() % dtype.itemsize
             return whole[: whole.numel() - rest].view(dtype).as_strided(shape, strides, 0)
 
+    @override
     def _copy_to(self, blocks: list[torch.Tensor], entry: Entry) -> None:
         self._copy("to host", entry)
 
+    @override
     def _copy_from(self, blocks: list[torch.Tensor], target: torch.Tensor, entry: Entry) -> Any:
         self._copy("to device", entry)
         return target
@@ -143,6 +150,7 @@ class _HostBytes(HostMemory):
         super().__init__(pin=False)
         self._meter = meter
 
+    @override
     def _allocate(self, size: int) -> torch.Tensor:
         self.reserved_bytes += size
         with self._meter.paused():  # which counts the memory of the device

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from ..runtime import by_hand
 from ..runtime.states import RESHARDED
 from ..runtime.unit import Forward
@@ -226,6 +228,7 @@ class StagePlayer(Player):
             self._left += self._blocks_of.pop(number).values()
             self._of_this = {}
 
+    @override
     def _accumulates(self) -> bool:
         return self._part != "input"
 
@@ -241,11 +244,13 @@ class StagePlayer(Player):
             self.replay.account.free(block)
         self._left.clear()
 
+    @override
     def _ended(self, unit: CountedUnit) -> Forward | None:
         made = Forward(unit)
         self._of_this.setdefault(unit, []).append(made)
         return made
 
+    @override
     def _reached(self, unit: CountedUnit) -> Forward | None:
         forwards = self._of_this.get(unit)
         return forwards.pop() if forwards else None

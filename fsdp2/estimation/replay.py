@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import DeviceStreams, Streams
@@ -280,10 +281,12 @@ def _set_prefetch(
 class _ReplayRuntime(Runtime):
     """The runtime, driven without autograd."""
 
+    @override
     def begin_backward(self) -> None:
         self.in_backward = True
         self.forward_root = None
 
+    @override
     def pre_forward(self, unit: Any, module: nn.Module | None = None) -> None:
         if self.in_backward:  # recomputation
             unit.unshard(self.streams)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from ..render.text import plural, show_bytes, table
 from .account import Peak
 
@@ -102,6 +104,7 @@ class Estimate:
         """The estimate as JSON-compatible data."""
         return {**asdict(self), "peak_bytes": self.worst.peak.total, "sent_bytes": self.sent}
 
+    @override
     def __str__(self) -> str:
         return _as_text(self)
 

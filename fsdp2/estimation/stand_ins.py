@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..comm.quantize import gather_row
 from ..policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
@@ -174,6 +175,7 @@ class CountedBucket(Bucket):
     unit_name = ""
 
     @property
+    @override
     def is_meta(self) -> bool:
         return False
 
@@ -182,6 +184,7 @@ class CountedBucket(Bucket):
         """Bytes of a rank's sharded parameters."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
+    @override
     def materialize(self, *, secondary_size: int | None = None, split: bool = False) -> None:
         self.offload_buffer: Any = None
         self.gathered = None
@@ -205,42 +208,53 @@ class CountedBucket(Bucket):
         self.unsharded_direct = [self.unsharded[i] for i in self.layout.direct]
 
     @property
+    @override
     def gathered_bytes(self) -> int:
         return sum(self._pieces)
 
+    @override
     def allocate(self) -> None:
         for i, nbytes in enumerate(self._pieces):
             if self._held[i] is None:
                 self._held[i] = Held(self.replay.account, "gathered parameters", nbytes)
 
+    @override
     def free(self) -> None:
         if not self.keeps_storage:
             self._held = [None] * len(self._pieces)
 
+    @override
     def free_pack(self) -> None:
         if self._held and not self.keeps_storage:
             self._held[-1] = None
 
+    @override
     def fill_own_slices(self) -> None:
         self._offload_held = Held(self.replay.account, "communication buffers", self.shard_bytes)
         self.replay.copy("to device", self.shard_bytes, self.unit_name)
 
+    @override
     def free_offload_buffer(self) -> None:
         self._offload_held = None
 
+    @override
     def note_references(self) -> None:
         pass
 
+    @override
     def can_free_early(self, i: int) -> bool:
         return i in self.own_pieces
 
+    @override
     def has_memory(self, i: int) -> bool:
         return self._held[self._starts.index(self.layout.slots[i].full_offset)] is not None
 
+    @override
     def free_early(self, i: int) -> None:
         """Free one parameter's storage; no references to it remain."""
         self._held[self._starts.index(self.layout.slots[i].full_offset)] = None
 
+    @override
     def gradient_store(self, detached: Any) -> Any:
         if self.grads is None:
             self.grads = _GradientStore(self.replay, self)  # type: ignore[assignment]
@@ -289,6 +303,7 @@ class CountedReduction(Reduction):
 
     bucket: CountedBucket
 
+    @override
     def _allocate_output(self) -> None:
         self.outs = [SimpleNamespace(dtype=self.dtype)]  # type: ignore[list-item]
         if not self.in_place:
@@ -296,9 +311,11 @@ class CountedReduction(Reduction):
             account = self.bucket.replay.account
             self.flat = Held(account, "communication buffers", nbytes)  # type: ignore[assignment]
 
+    @override
     def _copy_to_output(self) -> None:
         self._allocate_output()
 
+    @override
     def _ranges(self) -> list[Any]:
         size, kernel = self.dtype.itemsize, self.bucket.replay.kernel
         return [
@@ -311,15 +328,18 @@ class CountedReduction(Reduction):
             for i, (_, numel) in enumerate(self.plan.ranges)
         ]
 
+    @override
     def _parts(self) -> list[Any]:
         if self.policy is None:
             return self._ranges()
         cut = cast(Any, self.replicate).cut(self.bucket, self.plan, None)
         return cut or self._ranges()
 
+    @override
     def _scale(self, by: float) -> None:
         pass
 
+    @override
     def _adopt(self) -> None:
         dtype = self.bucket.grad_dtype
         present = self.plan.present
@@ -334,6 +354,7 @@ class CountedReduction(Reduction):
         self.dtensors = dtensors
         self._fresh = dtensors.keys()
 
+    @override
     def _add_to_partial(self) -> None:
         bucket = self.bucket
         if bucket.partial is None:
@@ -344,6 +365,7 @@ class CountedReduction(Reduction):
         self._add_to_shards(self.dtype)
         bucket.partial_present.update(self.plan.present)
 
+    @override
     def _take_partial(self) -> None:
         bucket = self.bucket
         if bucket.partial is None:
@@ -353,6 +375,7 @@ class CountedReduction(Reduction):
         if not bucket.partial_present:
             self._held, bucket.partial = bucket.partial, None
 
+    @override
     def _call_tensor_hooks(self) -> None:
         pass
 
@@ -361,6 +384,7 @@ class CountedReduction(Reduction):
         numel = sum(part.nbytes for part in self._ranges()) // self.dtype.itemsize
         self.bucket.replay.kernel(numel * (self.dtype.itemsize + 2 * dtype.itemsize), dtype)
 
+    @override
     def _write_back(self) -> None:
         bucket = self.bucket
         if self.in_place:
@@ -427,6 +451,7 @@ class _Transports:
 class _NothingDeferred(DeferredReductions):
     """Defers nothing, as there is no tensor parallelism."""
 
+    @override
     def local_gradient(self, param: Any, grad: Any, *, may_wait: bool) -> Any:
         return grad
 
@@ -462,20 +487,24 @@ class CountedParamGroup(ParamGroup):
             assert isinstance(bucket, CountedBucket)
             bucket.replay, bucket.unit_name = replay, unit_name
 
+    @override
     def num_hosts(self, group: Any) -> int:
         """Of the ranks of the group with this name."""
         return 1 if group is None else self.replay.topology.ring(group).num_nodes
 
+    @override
     def take_freezing(self) -> bool:
         """Nobody freezes anything here."""
         return False
 
+    @override
     def _make_transports(self) -> None:
         policy = self._config.comm_options.policy
         made = {b.mesh: _Transports(self.replay, b.mesh, self.device, policy) for b in self.buckets}
         self.transports = [made[bucket.mesh] for bucket in self.buckets]  # type: ignore[misc]
         self.gather_tags = self.reduce_tags = [0] * len(self.buckets)
 
+    @override
     def _narrow_secondary(self, bucket: Bucket) -> None:
         policy, secondary = self._config.comm_options.policy, bucket.secondary
         if policy is not None and policy.secondary and policy.keeps(bucket.gather_dtype):
@@ -483,15 +512,19 @@ class CountedParamGroup(ParamGroup):
             row = gather_row(secondary.layout, policy.secondary, policy.block)
             cast(_Secondary, secondary).nbytes = row.nbytes
 
+    @override
     def gather_batch(self, plans: Sequence[Any]) -> Any:
         return CountedGatherBatch(plans)
 
+    @override
     def note_grad_dtypes(self) -> None:
         pass
 
+    @override
     def plan_registration(self) -> None:
         pass
 
+    @override
     def make_secondary(self) -> None:
         pass
 
@@ -519,6 +552,7 @@ class CountedUnit(Unit):
     grads_type = CountedUnitGrads
     param_group: CountedParamGroup
 
+    @override
     def look_for_lost_writes(self) -> None:
         """Nothing writes to parameters here."""
 
@@ -560,6 +594,7 @@ class CountedUnit(Unit):
         self.param_group.take(self.replay, self.name, params, replicate_below, dims, granularities)
         self.num_trained = sum(info.requires_grad for info in params)
 
+    @override
     def _register_proxy(self, param: Any) -> None:
         pass
 

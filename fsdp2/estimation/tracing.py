@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as _Dynami
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from typing_extensions import override
 
 from ..common.garbage import no_full_collections
 from ..common.pytree import map_tensors, tensors_in
@@ -551,19 +552,23 @@ class _RecordingHooks(UnitHooks):
 
     marks_all = True
 
+    @override
     def _enter_backward(self, forward: Any) -> None:
         unit: Any = self.unit
         unit.runtime.pre_backward(unit)
 
+    @override
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
         unit: Any = self.unit
         unit.runtime.entered(unit, needs)
         return super().pre_forward(module, args, kwargs)
 
+    @override
     def _has_views(self, tensor: torch.Tensor) -> bool:
         # What a fake tensor stands for: marked as in a run, it may be changed in place.
         return type(tensor) is FakeTensor or super()._has_views(tensor)
 
+    @override
     def _watch_accumulation(self) -> None:
         pass  # the replay knows from the flag of ENTER

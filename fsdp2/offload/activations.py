@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import override
 
 from ..comm.streams import copy_stream_for
 from ..common.checks import check_bytes
@@ -248,9 +249,11 @@ class _Kept(_Part):
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
 
+    @override
     def tensor(self) -> Tensor:
         return self.kept
 
+    @override
     def describe(self) -> str:
         return f"{self.kept.dtype} and shape {list(self.kept.shape)}"
 
@@ -267,11 +270,13 @@ class _Away(_Part):
         self.offset = tensor.storage_offset() * tensor.itemsize - start
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
 
+    @override
     def tensor(self) -> Tensor:
         storage, start = self.memory.use(self.entry, self.number)
         start += int(self.offset)
         return self.memory.view(storage, start, self.dtype, self.shape, self.strides)
 
+    @override
     def describe(self) -> str:
         return f"{self.dtype} and shape {list(self.shape)}"
 
@@ -285,6 +290,7 @@ class _Wrapper(_Part):
         self.cls, self.parts, self.context = type(tensor), parts, context
         self.shape, self.strides = tensor.shape, tensor.stride()
 
+    @override
     def tensor(self) -> Tensor:
         inner = {
             name: part.tensor() if isinstance(part, _Part) else part
@@ -293,6 +299,7 @@ class _Wrapper(_Part):
         cls: Any = self.cls
         return cls.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
 
+    @override
     def describe(self) -> str:
         return f"class {self.cls.__name__} and shape {list(self.shape)}"
 

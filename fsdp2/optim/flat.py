@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..dtensor.memory import ask_side_by_side
 from .flat_plan import History, Plan
@@ -109,6 +110,7 @@ class FlatView(LocalView):
         self._untouched = False  # whether it has the same entries now
         self._unsharded: list[Any] = []
 
+    @override
     def enter(self) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -121,9 +123,11 @@ class FlatView(LocalView):
         )
         super().enter()
 
+    @override
     def _unsharded_keys(self, state: dict[Tensor, Any]) -> list[Any]:
         return self._unsharded if self._untouched else super()._unsharded_keys(state)
 
+    @override
     def _show_group(
         self, index: int, params: list[Tensor], state: dict[Tensor, Any]
     ) -> list[Tensor]:
@@ -155,6 +159,7 @@ class FlatView(LocalView):
         self._state.pop(plain, None)
         self._plain.discard(id(plain))
 
+    @override
     def leave(self) -> None:
         for plan in self._shown_plans:
             plan.hide()  # also if the state turns out not to be elementwise
@@ -171,6 +176,7 @@ class FlatView(LocalView):
             self._unsharded = super()._unsharded_keys(state)
         self._entries = list(state), list(state.values())
 
+    @override
     def _take_over(self, state: dict[Tensor, Any], who: str) -> None:
         for plan in self._shown_plans:
             plan.take_over(self._state, state, who)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..common.classes import original_class
 from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, register
@@ -141,10 +142,12 @@ class SteppedGradient(Tensor):
         made._name = name
         return made
 
+    @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SteppedGradient('{self._name}')"
 
     @classmethod
+    @override
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -175,6 +178,7 @@ class BackwardSteps(Stepper):
 
     # -- in backward ------------------------------------------------------------------------
 
+    @override
     def begin(
         self,
         params: Sequence[Tensor],
@@ -219,6 +223,7 @@ class BackwardSteps(Stepper):
             self._seen[id(stand.param)] = stand.read(outer)
         return self._seen[id(stand.param)]
 
+    @override
     def drop_gradients(self, backward: Backward) -> list[Tensor]:
         """As `Stepper.drop_gradients`."""
         if not self._frees:
@@ -231,6 +236,7 @@ class BackwardSteps(Stepper):
         optimizer = self._optimizer()
         return optimizer is not None and vars(optimizer)[KEPT][_FREES]
 
+    @override
     def is_stepping(self, backward: Backward) -> bool:
         """As `Stepper.is_stepping`."""
         return any(part.backward is backward for part in self._parts)
@@ -263,6 +269,7 @@ class BackwardSteps(Stepper):
             self._parts = []
             raise
 
+    @override
     def abandon(self, backward: Backward) -> list[str]:
         """As `Stepper.abandon`."""
         parts = [part for part in self._parts if part.backward is backward]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..dtensor.parts import local_part, placed_like, zeros_like
 from .exchange import Layout
@@ -49,6 +50,7 @@ class Muon(torch.optim.Muon):
         self.batch_bytes = batch_bytes
 
     @torch.no_grad()
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step; a collective over the meshes of the parameters.
 

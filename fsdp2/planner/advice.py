@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ..estimation.pipeline import Part
 from ..estimation.shards import Setup, rows_of, shard_of
 from ..policy import CPUOffloadPolicy
@@ -40,6 +42,7 @@ class Padding:
     nbytes: int
     worst: tuple[str, int, int]
 
+    @override
     def __str__(self) -> str:
         name, size, ranks = self.worst
         return (

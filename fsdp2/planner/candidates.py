@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from ..wrap import UnitDescription
 
 Wrap = str | list[str | tuple[str, ...]]
@@ -44,6 +46,7 @@ class Pipeline(NamedTuple):
     schedule: str = "1F1B"
     stages_per_rank: int = 1
 
+    @override
     def __str__(self) -> str:
         each = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
         return f"{self.schedule}{each}"
@@ -122,6 +125,7 @@ class Candidate:
         )
         return sum(changed)
 
+    @override
     def __str__(self) -> str:
         parts = [self.strategy, " x ".join(map(str, self.mesh)), f"units: {self.wrap}"]
         if self.reshard is not None:
@@ -144,6 +148,7 @@ class Candidate:
 class _Searched:
     """Stands for a choice that is searched, where None means something else."""
 
+    @override
     def __repr__(self) -> str:
         return "SEARCHED"
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
 
 from ..api.shard_model import shard_model
 from ..sharding.layout import DIRECT_MIN_BYTES
@@ -28,11 +29,13 @@ class _Gradients(torch.autograd.Function):
     """Uses parameters, and gives them gradients that exist already."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, ready: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
         ctx.ready = ready
         return params[0].new_zeros(())
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         given = tuple(ctx.ready)
         ctx.ready.clear()  # so that nobody else has them, and they need not be copied
@@ -47,6 +50,7 @@ class _Unit(nn.Module):
         )
         self.ready: list[torch.Tensor] = []
 
+    @override
     def forward(self) -> torch.Tensor:
         return _Gradients.apply(self.ready, *self.weights)
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from ..render.text import plain_table, plural, show_bytes, show_seconds
 from .outcomes import PREDICTED
 from .prediction import Prediction
@@ -91,6 +93,7 @@ class Comparison:
 
         draw(self.step, self.units, Path(path))
 
+    @override
     def __str__(self) -> str:
         header = ("step", "predicted", "measured", "error")
         lines = [plain_table(header, [_row(each.what, each) for each in self.step], "123"), ""]

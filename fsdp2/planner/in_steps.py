@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from ..api.shard_model import shard_model
 from .curves import round_to
@@ -38,6 +39,7 @@ class _Block(nn.Module):
         for layer in self.layers:
             nn.init.normal_(layer.get_parameter("weight"), std=width**-0.5)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
 
@@ -47,6 +49,7 @@ class _Model(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(_Block(width, num_params) for _ in range(num_blocks)))
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)
 
@@ -130,6 +133,7 @@ class _Layer(nn.Module):
         self.gate, self.up = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.num_heads = num_heads
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(2))

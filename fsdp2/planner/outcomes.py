@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from ..estimation.events import StepTrace
 from ..estimation.shards import Setup
 from ..render.text import show_bytes, show_seconds
@@ -45,6 +47,7 @@ class Outcome:
         them, fewer ranks have batches of their own."""
         return self.seconds * self.candidate.degrees.ranks_per_batch
 
+    @override
     def __str__(self) -> str:
         memory = show_bytes(self.peak_bytes)
         over = "" if self.fits else ", does not fit"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..render.text import plural, show_bytes, show_seconds, table
 from .advice import SHOWN_PADDING, Padding
@@ -138,6 +139,7 @@ class Prediction:
             "notes": self.notes,
         }
 
+    @override
     def __str__(self) -> str:
         facts = [
             ("Hardware", f"{self.hardware.name}, {plural(self.num_ranks, 'rank')}"),
@@ -192,6 +194,7 @@ class Sweep:
             "num_traced": self.num_traced,
         }
 
+    @override
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [(*map(_title, self.columns), *_HEADER)]
         rows += [(*(_cell(p, name) for name in self.columns), *_row(p)) for p in self.predictions]

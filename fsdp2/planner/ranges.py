@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from ..render.text import show_seconds
 from .hardware import Hardware
 from .outcomes import Outcome
@@ -44,6 +46,7 @@ class Range:
             return "the speed of kernels (shapes, software, compiled or not)"
         return "the speed of links (load, topology)"
 
+    @override
     def __str__(self) -> str:
         fastest, slowest = show_seconds(self.fastest_s), show_seconds(self.slowest_s)
         return f"{fastest} to {slowest}, most of it by {self.driver}"

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class _WordBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.num_heads = num_heads
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.first_norm(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(2))
@@ -60,6 +62,7 @@ class _Words(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
@@ -71,6 +74,7 @@ class _ManyBlock(nn.Module):
         self.gate, self.up = (nn.Linear(width, hidden) for _ in range(2))
         self.down = nn.Linear(hidden, width)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         return x + self.down(torch.sigmoid(self.gate(y)) * self.up(y))

@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from ..api.shard_model import shard_model
 from ..estimation.checkpointing import apply_checkpointing
 from ..estimation.schedules import rank_of_stage
@@ -204,6 +206,7 @@ class Plan:
         """The plan as JSON-compatible data."""
         return _as_dict(self)
 
+    @override
     def __str__(self) -> str:
         return _as_text(self)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from ..estimation.events import Operation
 from ..estimation.op_costs import cost_of, has_no_kernel
@@ -65,6 +66,7 @@ class OperatorTimes(TorchDispatchMode):
         self._seconds: dict[Operation, list[float]] = defaultdict(list)
         self._free: dict[Any, bool] = {}
 
+    @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -8,6 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from ..common.suggestions import did_you_mean
 from ..render.text import plural, table
 from .cost_picture import Point, draw
@@ -133,6 +135,7 @@ class TrainingCost:
             ],
         }
 
+    @override
     def __str__(self) -> str:
         columns = _columns(offer.prediction for offer in self.offers)
         rows: list[tuple[str, ...]] = [

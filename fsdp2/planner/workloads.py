@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..estimation.optimizers import NAMED
 
@@ -186,6 +187,7 @@ class _Recurrent(nn.LSTM):
     def __init__(self, width: int) -> None:
         super().__init__(width, width, batch_first=True)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0]
 
@@ -195,6 +197,7 @@ class _CrossEntropy(nn.Module):
         super().__init__()
         self.labels = labels
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return F.cross_entropy(x.float(), self.labels)
 

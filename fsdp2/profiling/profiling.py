@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import nn
+from typing_extensions import override
 
 from ..runtime.unit import Unit, units_in
 from .events import Recording
@@ -149,6 +150,7 @@ class Profile:
 
         return as_text(self.recording, self.measures)
 
+    @override
     def __str__(self) -> str:
         return self.table()
 

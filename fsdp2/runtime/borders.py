@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from .unit_grads import will_run
 
@@ -89,17 +90,20 @@ class Border(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, leave: Leave, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # else an input that is not used costs a tensor of zeros
         ctx.leave = leave
         return tensors
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.leave(grads)
         return (None, *grads)
 
     @staticmethod
+    @override
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(t if t is None else t.view_as(t) for t in tangents)
 
@@ -110,10 +114,12 @@ class TransformedBorder(Border):
     generate_vmap_rule = True
 
     @staticmethod
+    @override
     def forward(leave: Leave, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tensors
 
     @staticmethod
+    @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         ctx.leave = inputs[0]
@@ -125,18 +131,22 @@ class Entrance(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @override
     def forward(enter: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod
+    @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.enter = inputs[0]
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.enter(grad)
         return None, grad
 
     @staticmethod
+    @override
     def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
         return Entrance.apply(ctx.enter, tangent.view_as(tangent))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..common.pytree import map_tensors
 from ..sharding.param import ShardedParam
@@ -50,6 +51,7 @@ class FreedParameterProxy(torch.Tensor):
         return proxy
 
     @classmethod
+    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Here and not in `__torch_dispatch__`, which runs below autograd: the graph must have the
         # unsharded parameter, whose gradient accumulates, and save it only when it has memory.
@@ -67,6 +69,7 @@ class FreedParameterProxy(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @override
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -83,11 +86,13 @@ class _Passing(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, unsharded: torch.Tensor) -> torch.Tensor:
         return torch.Tensor._make_wrapper_subclass(
             FreedParameterProxy, unsharded.shape, dtype=unsharded.dtype, device=unsharded.device
         )
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad

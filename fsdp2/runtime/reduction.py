@@ -33,6 +33,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from ..comm.compressed import Cuts
 from ..comm.mesh_transports import MeshTransports
@@ -637,6 +638,7 @@ class _NoGraph(torch.autograd.Function):
     """Identity whose backward is an error."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, anchor: torch.Tensor, param: ShardedParam, local: torch.Tensor
     ) -> torch.Tensor:
@@ -644,6 +646,7 @@ class _NoGraph(torch.autograd.Function):
         return param.sharded_spec.wrap(local)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             f"Backward reached '{ctx.fqn}'.grad, which backward(create_graph=True) made. The "

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 
 class Named(Protocol):
@@ -42,6 +43,7 @@ class TensorHooks(OrderedDict):
         # them (parameter, its hooks, parameter) would keep the shards of a deleted model for ever.
         self._param = weakref.ref(param)
 
+    @override
     def __setitem__(self, key: Any, hook: Callable[[torch.Tensor], Any]) -> None:
         param = self._param()
         if getattr(hook, "__module__", None) == "torch.autograd.graph":

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import override
+
 from .order import HOST, Event, Record, Synchronize, Wait
 
 
@@ -39,6 +41,7 @@ class SimulatedStream:
         """Make the host wait for this stream."""
         self._device.emit(Synchronize(self.name))
 
+    @override
     def __repr__(self) -> str:
         return f"SimulatedStream({self.name!r})"
 

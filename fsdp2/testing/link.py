@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 from torch.profiler import record_function
+from typing_extensions import override
 
 Move = Callable[[], None]  # does the copies of a collective
 
@@ -167,15 +168,18 @@ class _HostWork(dist.Work):
         self._error = error
         return self._done
 
+    @override
     def is_completed(self) -> bool:
         return self._done.is_set()
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         self._done.wait()
         if self._error is not None:
             raise self._error
         return True
 
+    @override
     def get_future(self) -> Future:
         self.wait()
         future: Future = Future()
@@ -192,12 +196,14 @@ class _StreamWork(dist.Work):
         self._move: Move | None = move  # keeps the inputs alive
         self._result = result
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
             torch.cuda.current_stream(self._result[0].device).wait_event(self._event)
         self._move = None
         return True
 
+    @override
     def get_future(self) -> Future:
         self.wait()
         future: Future = Future(devices=[self._result[0].device])

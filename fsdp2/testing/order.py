@@ -41,6 +41,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from typing_extensions import override
+
 HOST = "host"
 
 Clock = dict[str, int]
@@ -175,6 +177,7 @@ class Violation:
     block: int | None = None
     earlier: str = ""
 
+    @override
     def __str__(self) -> str:
         against = f", against {self.earlier}" if self.earlier else ""
         where = "" if self.block is None else f" (block {self.block})"

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
 
 from .link import Link, Transfer
 
@@ -101,13 +102,16 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
+    @override
     def rank(self) -> int:
         return self._rank
 
+    @override
     def size(self) -> int:
         return self._size
 
     @property
+    @override
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
@@ -117,6 +121,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
+    @override
     def __repr__(self) -> str:
         return f"SimulatedGroup(world_size={self._size}, rank={self._rank})"
 
@@ -131,6 +136,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # The collectives. torch 2.13 renamed some of them; both names are provided.
 
+    @override
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -147,6 +153,7 @@ class SimulatedGroup(dist.ProcessGroup):
         ]
         return self._start(ALL_GATHER, self._share(outputs), pairs, outputs, opts)
 
+    @override
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -164,6 +171,7 @@ class SimulatedGroup(dist.ProcessGroup):
         factor = self._factor(opts)
         return self._start(REDUCE_SCATTER, self._share(inputs), pairs, outputs, opts, factor)
 
+    @override
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -181,6 +189,7 @@ class SimulatedGroup(dist.ProcessGroup):
         pairs = [(output.view(size, -1), mine.expand(size, mine.numel()))]
         return self._start(ALL_TO_ALL, self._share([input]), pairs, [output], opts)
 
+    @override
     def allreduce(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
@@ -188,26 +197,31 @@ class SimulatedGroup(dist.ProcessGroup):
         factor = self._factor(opts)
         return self._start(ALL_REDUCE, 2 * self._share(tensors), [], tensors, opts, factor)
 
+    @override
     def broadcast(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Take the time of a broadcast; no data changes, since all ranks hold the same."""
         return self._start(BROADCAST, sum(t.nbytes for t in tensors), [], tensors, opts)
 
+    @override
     def barrier(self, opts: Any = None) -> dist.Work:
         """Take the latency, on the link's thread; does not wait for a device."""
         return self.link.start(BARRIER, 0, lambda: None)
 
+    @override
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
+    @override
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
+    @override
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from .device import SimulatedDevice
 from .effects import Effects, argument, effects_of, span, tensors
@@ -97,6 +98,7 @@ class Recorder(TorchDispatchMode):
 
     # -- operations -----------------------------------------------------------------------------
 
+    @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
