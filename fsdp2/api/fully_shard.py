@@ -45,7 +45,7 @@ from .arguments import (
     warn_of_padding,
 )
 from .deepcopy import refuse_own_deepcopy
-from .library_methods import adapt_layers, adapted_methods, refuse_pruning
+from .library_methods import adapt_layers, adapt_torch, adapted_methods
 from .module import FSDPModule
 from .torch_compat import TorchFSDPModule, is_replicated, publish_state, state_of
 from .torch_errors import explain_errors
@@ -288,7 +288,7 @@ def _make_unit(
     warn_of_other_meshes(unit, modules)
     warn_of_padding(unit.params)
     look_at_requests()
-    refuse_pruning()
+    adapt_torch()
     explain_errors()
     publish_state(unit)
 

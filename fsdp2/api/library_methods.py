@@ -11,6 +11,10 @@ by trying: where the library raises, or would write a shard, it saves whole tens
 
 `torch.nn.utils.prune` registers the parameter under another name, with a mask computed from it: in
 part before it finds that it cannot. ``share_memory`` of a DTensor crashes the process.
+
+`Optimizer.load_state_dict` puts whole tensors of a plain model's optimizer beside shards, and the
+next step mixes the two, with an error of some operator. So they are cut before, as
+`load_state_dict` of a sharded model cuts whole parameters.
 """
 
 from __future__ import annotations
@@ -18,18 +22,20 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -37,6 +43,7 @@ from ..comm.store_exchange import StoreExchange, can_meet
 from ..comm.transports import backend_name
 from ..common.classes import original_class
 from ..dtensor.placement import own_part, this_rank
+from ..dtensor.subclasses import is_subclass
 from ..runtime.comparison import by_ranks
 from ..runtime.first_forward import WARN_AFTER_S
 from ..runtime.hooks import about_to_write, units_holding
@@ -46,15 +53,16 @@ from ..sharding.param import managed_param
 from ..sharding.process_groups import timeout_of
 from .full_state import full_state_dict
 
-_refuses_pruning = False
+_torch_is_adapted = False
 
 
-def refuse_pruning() -> None:
-    """Make pruning a sharded parameter raise before anything changes, from now on."""
-    global _refuses_pruning
-    if not _refuses_pruning:
-        _refuses_pruning = True
+def adapt_torch() -> None:
+    """Let pruning of sharded parameters raise, and optimizers cut whole state, from now on."""
+    global _torch_is_adapted
+    if not _torch_is_adapted:
+        _torch_is_adapted = True
         register_module_parameter_registration_hook(_check_registration)
+        _cut_whole_state()
 
 
 def _check_registration(module: nn.Module, name: str, param: Any) -> None:
@@ -65,6 +73,79 @@ def _check_registration(module: nn.Module, name: str, param: Any) -> None:
                 f"torch.nn.utils.prune of '{managed.fqn}', which is sharded: prune before "
                 "fully_shard (masks are buffers, and the pruned weight is computed in forward)"
             )
+
+
+# -- state of optimizers ---------------------------------------------------------------------------
+
+
+def _cut_whole_state() -> None:
+    """Let all optimizers cut whole state of sharded parameters."""
+    inherited = Optimizer.load_state_dict
+
+    @wraps(inherited)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        inherited(self, _cut_state(self, state_dict))
+
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _cut_state(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with this rank's part of each whole tensor; what torch refuses stays as it is."""
+    state = given.get("state")
+    if not isinstance(state, Mapping):
+        return given
+    # As torch does it: the parameters of both, in their order.
+    numbers = chain.from_iterable(group["params"] for group in given.get("param_groups", ()))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    managed = {
+        number: param
+        for number, param in zip(numbers, params, strict=False)
+        if isinstance(param, DTensor)
+        and isinstance(state.get(number), dict)
+        and managed_param(param)
+    }
+    return {
+        **given,
+        "state": {
+            number: _cut_values(values, managed[number], optimizer) if number in managed else values
+            for number, values in state.items()
+        },
+    }
+
+
+def _cut_values(values: dict[str, Any], param: DTensor, optimizer: Optimizer) -> dict[str, Any]:
+    # Only who has an optimizer needs these.
+    from ..optim.stepping import KEPT
+    from ..optim.values import SCALARS, is_container, map_tensors
+    from ..optim.whole_step import StepOptions
+
+    before = optimizer.state.get(param, {})
+    takes_whole = isinstance(vars(optimizer).get(KEPT), StepOptions)
+
+    def cut(key: str, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor) or value.shape != param.shape or key in SCALARS:
+            return value
+        if is_subclass(value) and not takes_whole:
+            managed = managed_param(param)
+            raise ValueError(
+                f"State '{key}' of parameter '{managed.fqn if managed else ''}' is a whole "
+                f"{type(value).__name__}, which cannot be cut into shards: call "
+                "fsdp2.optim.whole_step(optimizer) before loading it"
+            )
+        return value if is_subclass(value) else own_part(value, param).clone()
+
+    cuts = dict(values)
+    for key, value in values.items():
+        kept = before.get(key)
+        # An optimizer that itself steps on whole tensors has them already.
+        if isinstance(kept, Tensor) and not isinstance(kept, DTensor):
+            continue
+        if isinstance(value, Tensor) or is_container(value):
+            cuts[key] = map_tensors(value, partial(cut, key))
+    return cuts
+
+
+# -- layers of peft --------------------------------------------------------------------------------
 
 
 def adapt_layers(modules: Iterable[nn.Module]) -> None:

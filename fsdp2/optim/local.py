@@ -25,10 +25,7 @@ from torch.optim import Optimizer
 from ..dtensor.parts import laid_out_like, local_part, placed_like
 from .probe import Trial, why_not_elementwise
 from .stepping import KEPT, Runner, check_optimizer, original_name, raw_step, replace_step
-from .values import is_container, map_tensors
-
-# State of one number for a whole parameter; it stays plain, as with DTensors in torch.
-SCALARS = {"step", "eta", "mu", "mu_product"}
+from .values import SCALARS, is_container, map_tensors
 
 T = TypeVar("T", bound=Optimizer)
 

@@ -30,6 +30,8 @@ NUMBERS = (bool, int, float)
 CONSTANTS = (type(None), str, torch.dtype, torch.device, torch.memory_format)
 EXACT = 2**53  # integers up to here are exact as float64
 PLAIN = (Tensor, nn.Parameter, DTensor)
+# State of one number for a whole parameter; it stays plain, as with DTensors in torch.
+SCALARS = {"step", "eta", "mu", "mu_product"}
 # Key of the class in a dict that stands for a tensor subclass.
 SUBCLASS = "tensor subclass"
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from harness import cached_mesh, distributed, ours_only
+from harness import RUNS_ON_TORCH, cached_mesh, distributed, ours_only
 from models import BY_NAME, LORA, MLP, TRANSFORMER, Case
 from reference import (
     assert_same_gradients,
@@ -37,6 +37,9 @@ from reference import (
     shard_case,
     whole,
 )
+
+if not RUNS_ON_TORCH:
+    from fsdp2.optim import flat_step, local_step, whole_step
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -230,3 +233,95 @@ def test_load_state_dict_takes_whole_tensors() -> None:
             assert torch.equal(whole(parameter), plain.get_parameter(name)), name
         with pytest.raises(RuntimeError, match="size mismatch"):
             model.load_state_dict({**states, "0.weight": torch.ones(3, 3)})
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "asgd": torch.optim.ASGD,
+    "local step": lambda p: _if_sharded(local_step, torch.optim.AdamW(p)),
+    "flat step": lambda p: _if_sharded(flat_step, torch.optim.AdamW(p)),
+    "whole step": lambda p: _if_sharded(whole_step, torch.optim.Adafactor(p)),
+}
+
+
+def _if_sharded(wrap: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    sharded = isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+    return wrap(optimizer) if sharded else optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ours_only("optimizers take whole state")
+@distributed(2, 3)
+def test_optimizers_take_the_state_of_a_plain_models_optimizer(name: str) -> None:
+    case = MLP
+    model, plain = pair(case)
+    reference, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (plain, model))
+    for step in range(4):
+        if step == 2:  # the state of two steps is there, and then that of none again
+            optimizer = OPTIMIZERS[name](model.parameters())
+        state = copy.deepcopy(reference.state_dict())
+        optimizer.load_state_dict(state)
+        for number, values in reference.state_dict()["state"].items():
+            for key, value in values.items():  # what was given is as it was
+                assert torch.equal(state["state"][number][key], value), key
+        run_both(case, model, plain, step)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        assert_same_parameters(model, plain)
+
+
+@ours_only("optimizers take whole state")
+@distributed(4)
+def test_optimizers_take_whole_state_on_any_mesh() -> None:
+    """Tensor-parallel, replicated, in host memory; a parameter of no dims, beside a plain one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    plain.register_parameter("scale", nn.Parameter(torch.tensor(2.0).double()))
+    plain.register_parameter("outside", nn.Parameter(torch.ones(3).double()))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    parallel, replicated, offloaded = (copy.deepcopy(plain) for _ in range(3))
+    mesh = cached_mesh(2, 2, names=("state_dp", "state_tp"))
+    parallelize_module(parallel, mesh["state_tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(parallel, mesh=mesh["state_dp"], ignored_params={parallel.outside})  # type: ignore[arg-type]
+    fully_shard(replicated, mesh=cached_mesh(2, 2, names=("state_replicate", "state_shard")))
+    fully_shard(offloaded, offload_policy=CPUOffloadPolicy())
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.1) for m in (parallel, replicated, offloaded)
+    ]
+    for parameter in plain.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    reference.step()
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        for values, (param, has) in zip(
+            reference.state.values(), optimizer.state.items(), strict=True
+        ):
+            assert not isinstance(has["step"], DTensor)
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(whole(has[key]), values[key])
+                assert isinstance(has[key], DTensor) == isinstance(param, DTensor)
+                assert getattr(has[key], "placements", ()) == getattr(param, "placements", ())
+
+
+@ours_only("optimizers take whole state")
+@distributed(2)
+def test_optimizers_that_keep_whole_tensors_load_them() -> None:
+    class Whole(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                state["sum"] = state.get("sum", 0) + param.grad.full_tensor()
+
+    model, plain = pair(MLP)
+    optimizer = Whole(model.parameters(), {})
+    run_both(MLP, model, plain, 0)
+    optimizer.step()
+    sums = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(sums)
+    optimizer.step()
+    for param, state in optimizer.state.items():
+        assert torch.equal(state["sum"], 2 * whole(param.grad))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import checkpoint, full_state_dict, fully_shard
+from fsdp2 import checkpoint, full_state_dict, fully_shard, load_full_state_dict
 from fsdp2.optim import block_rows, whole_step
 from harness import distributed, run_on
 
@@ -172,6 +173,22 @@ def test_whole_step_quantizes_as_one_process() -> None:
         run.train(whole, one)
         assert any(quantized(one)), kind
         assert_those_of(model, whole)
+
+
+@distributed(2)
+def test_quantized_state_of_a_plain_model_needs_whole_step() -> None:
+    whole, model = linear(UNEVEN), sharded(UNEVEN)
+    one, ours = optimizer_of("AdamW8bit", whole), optimizer_of("AdamW8bit", model)
+    other = sharded(UNEVEN)
+    Run().train(other, whole_step(optimizer_of("AdamW8bit", other))).train(whole, one)
+    state = pickle.loads(pickle.dumps(one.state_dict()))
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter '0.weight' .*whole_step"):
+        ours.load_state_dict(state)
+    assert not ours.state
+    load_full_state_dict(model, whole.state_dict())
+    whole_step(ours).load_state_dict(state)
+    Run().train(model, ours).train(whole, one)
+    assert_those_of(model, whole)
 
 
 @pytest.mark.long
