@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ..comm.wire import Wire
 from ..common.memory import current_device
+from ..common.modules import load_through_hooks, own_state
 from ..dtensor.boxes import Box
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.parts import local_part
@@ -198,6 +199,8 @@ def load_full_state_dict(
             wire.finish()
     if targets.made or plan.others:
         model.load_state_dict({**targets.made, **plan.others}, strict=False, assign=True)
+    else:
+        load_through_hooks(model, {n: v for n, v in own.items() if isinstance(v, Tensor)})
     return _IncompatibleKeys(plan.missing, plan.unexpected)
 
 
@@ -205,7 +208,7 @@ def load_full_state_dict(
 
 
 def _entries(model: nn.Module | Mapping[str, Any]) -> list[tuple[str, Any]]:
-    state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    state = own_state(model) if isinstance(model, nn.Module) else model
     return list(state.items())
 
 

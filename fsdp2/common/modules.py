@@ -1,8 +1,11 @@
-"""Walks over the modules of a model."""
+"""Walks over the modules of a model, and what their ``state_dict`` hooks make of its tensors."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
 
 # Methods of a module by which its tensors and children get names.
 _SHOW = ("named_parameters", "named_buffers", "named_modules", "named_children")
@@ -27,3 +30,32 @@ def plain_modules(model: nn.Module) -> list[nn.Module] | None:
                 found[child] = None
                 left.append(child)
     return list(found)
+
+
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """``model.state_dict()`` with the parameters and buffers themselves, where hooks leave them."""
+    # What hooks compute is no part of a graph: they may need a leaf, and nothing goes backward.
+    with torch.no_grad():
+        return model.state_dict(keep_vars=True)
+
+
+def load_through_hooks(model: nn.Module, filled: Mapping[str, Tensor]) -> None:
+    """Load what ``state_dict`` hooks made of parameters (split, scaled) after it was filled.
+
+    Args:
+        filled: the entries of `own_state`. Values of parameters and buffers are there already.
+
+    Raises:
+        RuntimeError: if a parameter gets no value, as nothing reverses what the hooks do.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if all(id(value) in own for value in filled.values()):
+        return
+    keys = model.load_state_dict({n: v.detach() for n, v in filled.items()}, strict=False)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    lost = [name for name in keys.missing_keys if name in names]
+    if lost:
+        raise RuntimeError(
+            f"'{lost[0]}' was not loaded: a state_dict hook saves it in other entries, and no hook "
+            "makes it of these. Reverse it with register_load_state_dict_pre_hook on that module"
+        )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...common.memory import device_for, usual_device
-from ...common.modules import plain_modules
+from ...common.modules import load_through_hooks, plain_modules
 from ...dtensor.boxes import Box
 from ...dtensor.from_local import laid_out_as
 from ..errors import CheckpointError, some
@@ -119,6 +119,9 @@ def fill(
         _read_in_place(source, held, read)
     if model is not None and found is not None and made:
         _install(model, found, made, real)
+    elif model is not None and found is not None:
+        aliases = {alias: found.tensors[name] for alias, name in found.aliases.items()}
+        load_through_hooks(model, {**found.tensors, **aliases})
     return verified
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...common.modules import plain_modules
+from ...common.modules import own_state, plain_modules
 from ...dtensor.boxes import Box
 from ...dtensor.placement import Balance, Holding, box_of, holding, own_box, ranks_of
 from ...dtensor.subclasses import is_subclass
@@ -90,7 +90,7 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     """Find the tensors of ``model``, in the order of its ``state_dict``."""
     first_name: dict[int, str] = {}
     found = ModelTensors({}, {}, set(), {})
-    state = model.state_dict(keep_vars=True)
+    state = own_state(model)
     buffers: set[str] = set()
     if any(not isinstance(value, DTensor) for value in state.values()):
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -175,7 +175,8 @@ def optimizer_names(
                         f"Parameter {position} of group {index} of optimizer {number} "
                         f"({type(optimizer).__name__}), of shape {tuple(param.shape)}, is not a "
                         "parameter of this model: make the optimizer after sharding, "
-                        "and pass the model that it trains"
+                        "and pass the model that it trains. (If a state_dict hook of the model "
+                        "replaces the parameter, its state has no name: leave the optimizer out)"
                     )
     return names
 
