@@ -19,7 +19,7 @@ from .agreement import check_shared, run_nonce, said_by_first
 from .errors import CheckpointError, CheckpointNotFound
 from .format.disk import Disk
 from .format.manifest import FOLDER
-from .loading.restore import values_of_rank
+from .loading.restore import NameMap, values_of_rank
 from .loading.source import open_source
 from .loading.training import Loaded, extras, load_training
 from .saving.capture import RankLocal
@@ -294,6 +294,7 @@ class Checkpointer:
         verify_checksums: bool = True,
         keep_on_error: bool = True,
         random_state: bool = True,
+        names: NameMap = None,
         device: torch.device | str | None = None,
     ) -> Loaded:
         """Load a step, saved by any number of ranks on any mesh.
@@ -305,6 +306,7 @@ class Checkpointer:
             model, optimizer, scheduler: what to load into, matching what was saved. None: do not
                 load it. The optimizer needs no state yet.
             strict, cast, verify_checksums, device: as for `load_model`.
+            names: as for `load_model`, also for the optimizer's state and that of modules.
             keep_on_error: as for `load_model`, and also for the optimizer's existing state. State
                 that the optimizer does not have yet is always read once.
             random_state: restore random number generators, if as many ranks load as saved.
@@ -338,7 +340,8 @@ class Checkpointer:
             return load_training(
                 source, number, self.rank, self.ranks, model, optimizer, scheduler,
                 strict=strict, cast=cast, verify_checksums=verify_checksums,
-                keep_on_error=keep_on_error, random_state=random_state, device=device,
+                keep_on_error=keep_on_error, random_state=random_state, names=names,
+                device=device,
             )  # fmt: skip
 
     def _resolve(self, step: int | str) -> int:

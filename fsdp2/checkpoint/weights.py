@@ -18,6 +18,7 @@ from .loading.fill import check_meta, fill
 from .loading.restore import (
     LoadReport,
     NameMap,
+    SavedNames,
     extra_state_in,
     match_model,
     set_extra_state,
@@ -175,7 +176,7 @@ def load_model(
             source, wanted, model, found, verify_checksums=verify_checksums,
             keep_on_error=keep_on_error, device=device,
         )  # fmt: skip
-        set_extra_state(model, extra_state)
+        set_extra_state(model, extra_state, SavedNames(names, found))
         report.bytes_read = source.bytes_read
     return report
 

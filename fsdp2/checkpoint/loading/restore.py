@@ -5,7 +5,7 @@ Nothing in the model changes here: `fill` changes it, once all names, shapes and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +56,6 @@ def match_model(
     strict: bool,
     cast: bool,
     names: NameMap = None,
-    translatable: bool = True,
 ) -> tuple[list[Wanted], LoadReport]:
     """Find each tensor of the model in the checkpoint, and check that it fits.
 
@@ -64,19 +63,15 @@ def match_model(
         CheckpointMismatch: with all names that are missing, unexpected, or of another shape or
             dtype.
     """
-    translate = _translator(names)
+    saved_as = SavedNames(names, found)
     wanted: list[Wanted] = []
     own_part = OwnParts()
     missing = []
     used: set[str] = set()
     pieces = pieces_in(source, source.tensors)
-    aliases: dict[str, list[str]] = {}
-    for alias, first in found.aliases.items():
-        aliases.setdefault(first, []).append(alias)
     for name, tensor in found.tensors.items():
         stored, shards = None, None
-        # A checkpoint holds a tied tensor under one name, not necessarily this model's first.
-        for candidate in (translate(n) for n in (name, *aliases.get(name, ()))):
+        for candidate in saved_as.any_of(name):
             other = source.aliases.get(candidate, candidate)
             used.update((candidate, other))
             stored = stored or source.tensors.get(candidate) or source.tensors.get(other)
@@ -97,13 +92,14 @@ def match_model(
     if strict and (missing or unexpected):
         problems = []
         if missing:
-            problems.append(f"missing in the checkpoint: [{some(map(translate, missing))}]")
+            names_there = some(map(saved_as.translate, missing))
+            problems.append(f"missing in the checkpoint: [{names_there}]")
         if unexpected:
             problems.append(f"unexpected, not in the model: [{some(unexpected)}]")
         raise CheckpointMismatch(
             f"{source.given} does not fit the model: {'; '.join(problems)}. "
             f"{_renamed(missing, unexpected)}Pass strict=False to load what is in both, or "
-            + ("names= to translate names" if translatable else "translate by load_model(names=)")
+            "names= to translate names"
         )
     check_fit(source, wanted, cast=cast)
     return wanted, LoadReport(missing, unexpected)
@@ -134,13 +130,33 @@ def _not_plain(source: Source, name: str, tensor: Tensor) -> CheckpointMismatch:
     )
 
 
-def _translator(names: NameMap) -> Callable[[str], str]:
-    if names is None:
-        return lambda name: name
-    if callable(names):
-        return names
-    table = dict(names)
-    return lambda name: table.get(name, name)
+class SavedNames:
+    """What the names of a model are in a checkpoint.
+
+    Args:
+        names: translates the one to the other; see `load_model`.
+        found: of the model.
+    """
+
+    def __init__(self, names: NameMap, found: ModelTensors | None) -> None:
+        self._aliases: dict[str, list[str]] = {}
+        for alias, first in found.aliases.items() if found is not None else ():
+            self._aliases.setdefault(first, []).append(alias)
+        if names is None or callable(names):
+            self.translate = names or str
+        else:
+            table = dict(names)
+            self.translate = lambda name: table.get(name, name)
+
+    def any_of(self, name: str) -> list[str]:
+        """The names that a tensor may have there, by its first name in the model."""
+        # A checkpoint holds a tied tensor under one name, not necessarily this model's first.
+        return [self.translate(each) for each in (name, *self._aliases.get(name, ()))]
+
+    def in_table(self, name: str, table: Container[str]) -> str:
+        """The first of `any_of` that is in ``table``, or the first of all."""
+        candidates = self.any_of(name)
+        return next((each for each in candidates if each in table), candidates[0])
 
 
 def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
@@ -202,6 +218,7 @@ def match_optimizers(
     found: ModelTensors,
     values: dict[str, Any],
     own: dict[str, Tensor],
+    saved_as: SavedNames,
     *,
     same_ranks: bool,
 ) -> OptimizerLoad:
@@ -210,6 +227,7 @@ def match_optimizers(
     Args:
         values: the small state in the checkpoint.
         own: tensors that only this rank had.
+        saved_as: what the model's names are in the checkpoint.
         same_ranks: whether as many ranks load as saved.
 
     Raises:
@@ -218,7 +236,7 @@ def match_optimizers(
     """
     if "optimizers" not in values:
         raise CheckpointMismatch(f"{source.path} was saved without an optimizer")
-    names = optimizer_names(optimizers, found)
+    here = optimizer_names(optimizers, found)
     saved = {
         name: group
         for groups in values["optimizers"]
@@ -226,14 +244,16 @@ def match_optimizers(
         for name in group["params"]
     }
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    wanted = [names[id(p)] for _, group in groups for p in group["params"]]
-    missing = [name for name in wanted if name not in saved]
+    wanted = {
+        id(p): saved_as.in_table(here[id(p)], saved) for _, group in groups for p in group["params"]
+    }
+    missing = [name for name in wanted.values() if name not in saved]
     if missing:
         raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
     load = OptimizerLoad([], [], [], pieces_in(source, source.optimizer))
     own = own if same_ranks else {}
     for optimizer, group in groups:
-        in_group = [names[id(p)] for p in group["params"]]
+        in_group = [wanted[id(p)] for p in group["params"]]
         options = _options_of(source, optimizer, group, in_group, saved)
         if options is not None:
             load.groups.append((group, options))
@@ -307,7 +327,7 @@ def _check_kind(
 
 @dataclass
 class _Place:
-    """Where state belongs: to the parameter of this name in a group of an optimizer."""
+    """Where state belongs: to the parameter of this name in the checkpoint, of a group."""
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
@@ -411,16 +431,21 @@ def extra_state_in(source: Source, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def set_extra_state(model: nn.Module, extra_state: dict[str, Any]) -> None:
+def set_extra_state(model: nn.Module, extra_state: dict[str, Any], saved_as: SavedNames) -> None:
     """Pass to modules what `extra_state_in` found."""
     if not extra_state:
         return
-    modules = dict(model.named_modules())
-    for name, value in extra_state.items():
-        module = modules.get(name.removesuffix("_extra_state").removesuffix("."))
-        if module is not None:
+    # torch's checkpoint_wrapper leaves itself out of names in state dicts. What is inside comes
+    # last, and takes the name.
+    modules = {
+        ".".join(part for part in path.split(".") if part != "_checkpoint_wrapped_module"): module
+        for path, module in model.named_modules()
+    }
+    for path, module in modules.items():
+        name = saved_as.translate(f"{path}._extra_state" if path else "_extra_state")
+        if name in extra_state:
             with passing_on(f"'{name}'"):
-                module.set_extra_state(value)
+                module.set_extra_state(extra_state[name])
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from ..saving.training import Optimizers, as_list
 from .fill import Wanted, check_meta, fill
 from .restore import (
     LoadReport,
-    OptimizerLoad,
+    NameMap,
+    SavedNames,
     check_fit,
     extra_state_in,
     match_model,
@@ -66,6 +67,7 @@ def load_training(
     verify_checksums: bool = True,
     keep_on_error: bool = True,
     random_state: bool = True,
+    names: NameMap = None,
     device: torch.device | str | None = None,
 ) -> Loaded:
     """Load an open checkpoint of a training run; arguments as for `Checkpointer.load`.
@@ -96,8 +98,9 @@ def load_training(
         )
     wanted: list[Wanted] = []
     found = tensors_of(model) if model is not None else None
+    saved_as = SavedNames(names, found)
     if found is not None:
-        wanted, report = match_model(source, found, strict=strict, cast=cast, translatable=False)
+        wanted, report = match_model(source, found, strict=strict, cast=cast, names=names)
         loaded.missing, loaded.unexpected = report.missing, report.unexpected
         assert model is not None
         if check_meta(found, model, {w.name for w in wanted}) and optimizers:
@@ -110,17 +113,25 @@ def load_training(
         if found is None:
             raise ValueError("To load an optimizer, pass the model whose parameters it has")
         load_optimizers = match_optimizers(
-            source, optimizers, found, _merged(values, mine), own,
+            source, optimizers, found, _merged(values, mine), own, saved_as,
             same_ranks=loaded.same_ranks,
         )  # fmt: skip
         check_fit(source, load_optimizers.wanted, cast=cast)
         wanted = [*wanted, *load_optimizers.wanted]
-    _check_own(source, found, own, cast=cast)
+    own_buffers = {}
+    if found is not None:
+        saved = {name: saved_as.in_table(name, own) for name in found.buffers}
+        own_buffers = {name: own[other] for name, other in saved.items() if other in own}
+        _check_own(source, found, own_buffers, cast=cast)
     loaded.verified = fill(
         source, wanted, model, found, verify_checksums=verify_checksums,
         keep_on_error=keep_on_error, device=device,
     )  # fmt: skip
-    _put_in(model, load_optimizers, own, extra_state)
+    if load_optimizers is not None:
+        load_optimizers.apply()
+    if model is not None:
+        _put_in(model, own_buffers)
+        set_extra_state(model, extra_state, saved_as)
     if randoms is not None:
         set_random_states(randoms)
     for scheduler, state in zip(schedulers, states, strict=False):
@@ -130,34 +141,21 @@ def load_training(
     return loaded
 
 
-def _put_in(
-    model: nn.Module | None,
-    load_optimizers: OptimizerLoad | None,
-    own: dict[str, Tensor],
-    extra_state: dict[str, Any],
-) -> None:
-    """Restore the state that is not in the safetensors files."""
-    if load_optimizers is not None:
-        load_optimizers.apply()
-    if model is not None:
-        found = tensors_of(model)
-        with torch.no_grad():
-            for name in found.buffers & own.keys():
-                found.tensors[name].copy_(own[name])
-        set_extra_state(model, extra_state)
+def _put_in(model: nn.Module, own: dict[str, Tensor]) -> None:
+    """Restore the buffers that only this rank has."""
+    found = tensors_of(model)
+    with torch.no_grad():
+        for name, saved in own.items():
+            found.tensors[name].copy_(saved)
 
 
-def _check_own(
-    source: Source, found: ModelTensors | None, own: dict[str, Tensor], *, cast: bool
-) -> None:
+def _check_own(source: Source, found: ModelTensors, own: dict[str, Tensor], *, cast: bool) -> None:
     """Check that the buffers that only this rank has fit, before anything is changed.
 
     Raises:
         CheckpointMismatch: if one does not.
     """
-    if found is None:
-        return
-    for name in sorted(found.buffers & own.keys()):
+    for name in sorted(own):
         saved, here = own[name], found.tensors[name]
         if saved.shape != here.shape or not (cast or saved.dtype == here.dtype):
             raise CheckpointMismatch(
