@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 from ..common.checks import check_bytes
+from ..common.suggestions import did_you_mean
 from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared, run_nonce, said_by_first
 from .errors import CheckpointError, CheckpointNotFound
-from .format.disk import Disk
+from .format.disk import Disk, make_folder
 from .format.manifest import FOLDER
 from .loading.restore import NameMap, values_of_rank
 from .loading.source import open_source
@@ -42,7 +44,7 @@ class Checkpointer:
     communicated, at the start.
 
     Args:
-        root: the folder of the checkpoints; created if its parent exists.
+        root: the folder of the checkpoints; made if it does not exist.
         keep: how many committed steps to keep; None: all.
         layout, max_file_bytes, ranks, rank_local: as for `save_model`.
         grace_s: a later save removes an unfinished attempt if nothing was written to it for this
@@ -95,16 +97,7 @@ class Checkpointer:
         self._repeated = Repeated()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        try:
-            self.root.mkdir(exist_ok=True)
-        except OSError as error:
-            if self.root.is_file():
-                why = "is a file, not a folder"
-            elif isinstance(error, FileNotFoundError):
-                why = f"cannot be made: {self.root.parent} is not a folder: create it before"
-            else:
-                why = f"cannot be made: {error.strerror}"
-            raise CheckpointError(f"{self.root} {why}") from error
+        make_folder(self.root)
         run_nonce()
         check_shared(self.root, self.ranks)
 
@@ -428,8 +421,13 @@ def _number(step: int | str, root: Path) -> int:
             "keywords: load(model=model)"
         )
     known = ", ".join(map(str, steps_in(root)[-8:])) or "none"
+    folder = STEP.fullmatch(step) if isinstance(step, str) else None
+    meant = did_you_mean(str(step), ["latest"])
+    if folder is not None:
+        meant = f": did you mean {int(folder[1])}?"
     raise ValueError(
         f"step must be a whole number or 'latest', got {step!r}; the last steps in {root}: {known}"
+        f"{meant}"
     )
 
 
@@ -442,7 +440,9 @@ def _nothing_in(root: Path) -> CheckpointNotFound:
     """The error for a folder without steps, with a guess at what it is."""
     advice = ""
     if not root.is_dir():
-        advice = ": there is no such folder"
+        advice = f": there is no such folder{_neighbour_of(root)}"
+    elif not os.listdir(root):
+        advice = _neighbour_of(root)
     elif (root / FOLDER).is_dir():
         advice = (
             ": it is itself a checkpoint. Pass the folder that holds the steps to Checkpointer, or "
@@ -451,3 +451,11 @@ def _nothing_in(root: Path) -> CheckpointNotFound:
     elif (root / ".metadata").exists():
         advice = ": it is a checkpoint of torch.distributed.checkpoint; load it with that"
     return CheckpointNotFound(f"{root} has no committed checkpoint{advice}")
+
+
+def _neighbour_of(root: Path) -> str:
+    """The folder of a Checkpointer beside it that may be meant; the end of a message."""
+    others = []
+    with suppress(OSError):
+        others = [path.name for path in sorted(root.parent.iterdir()) if steps_in(path)]
+    return did_you_mean(root.name, others)

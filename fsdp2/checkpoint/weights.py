@@ -12,8 +12,7 @@ from torch import nn
 
 from ..dtensor.placement import all_ranks, this_rank
 from .agreement import check_shared
-from .errors import CheckpointError
-from .format.disk import Disk
+from .format.disk import Disk, make_folder
 from .loading.fill import check_meta, fill
 from .loading.restore import (
     LoadReport,
@@ -50,7 +49,7 @@ def save_model(
     Args:
         model: a module sharded by this package or torch's FSDP2, tensor-parallel, or plain.
             Tied parameters are saved once.
-        path: a folder that does not exist yet; its parent must exist.
+        path: a folder that does not exist yet; its parents are made.
         layout: "shared": final files of whole tensors; "per-rank": one file of shards per rank
             (for object stores; ``fsdp2 ckpt export`` converts it to final files); "auto": shared
             unless a rank would write many tiny ranges.
@@ -69,7 +68,7 @@ def save_model(
 
     Raises:
         CheckpointExists: if ``path`` exists.
-        CheckpointError: if the parent is missing or read-only, or ranks disagree.
+        CheckpointError: if the parent cannot be made or written to, or ranks disagree.
         TimeoutError: names the ranks that have not called it or not finished.
         OSError: if the disk is full or broken; then nothing appears under ``path``.
 
@@ -89,7 +88,7 @@ def save_model(
         captured = capture(model, (), members, this_rank(), rank_local)
         # Per-rank buffers are useful only to the training run that made them.
         captured.own.clear()
-        check_parent(target)
+        make_folder(target.parent)
         check_shared(target.parent, members)
         job = SaveJob(
             target.parent,
@@ -105,16 +104,6 @@ def save_model(
     handle = SaveHandle(job, None, call)
     handle._run()
     return handle.wait_committed(timeout)
-
-
-def check_parent(target: Path) -> None:
-    """Check that the parent folder of ``target`` exists.
-
-    Raises:
-        CheckpointError: if it does not.
-    """
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a folder: create it before saving")
 
 
 def load_model(
@@ -157,6 +146,7 @@ def load_model(
         CheckpointNotFound: if there is nothing at ``path``.
         CorruptCheckpoint: if a file is damaged; the model is unchanged (see ``keep_on_error``).
         CheckpointMismatch: if names, shapes or dtypes do not fit; the model is unchanged.
+        CheckpointError: if it is a pickled file (``.pt``), or cannot be read by this user.
 
     Example::
 

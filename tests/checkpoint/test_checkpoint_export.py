@@ -123,8 +123,8 @@ def test_export_refuses_what_exists(
     for name in ("out", "out.safetensors"):
         assert command("export", folder / "run", tmp_path / name) == 2
         assert "exists already" in error_of(capsys)
-    assert command("export", folder / "run", tmp_path / "no" / "out") == 2
-    assert "create it before exporting" in error_of(capsys)
+    assert command("export", folder / "run", tmp_path / "out.safetensors" / "out") == 2
+    assert "out.safetensors is a file, not a folder" in error_of(capsys)
     assert command("export", folder / "run", "/proc/out") == 2
     assert "/proc cannot be written to" in error_of(capsys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def test_what_does_not_fit_is_answered_with_arguments_that_exist(tmp_path: Path)
 def test_a_pickled_file_is_answered_with_how_to_load_it(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "weights.pt"
     torch.save(model.state_dict(), path)
-    with pytest.raises(CorruptCheckpoint, match=r"weights\.pt is a pickled file.*torch\.load"):
+    with pytest.raises(
+        CheckpointError, match=r"weights\.pt is a pickled file.*torch\.load"
+    ) as found:
         load_model(model, path)
+    assert not isinstance(found.value, CorruptCheckpoint)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +103,37 @@ def scheduler(top: Path) -> object:
 
 
 SLIPS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
-    (lambda top: load_model(two_layers(), top / "wights"), CheckpointNotFound, "does not exist"),
+    (
+        lambda top: load_model(two_layers(), top / "wights"),
+        CheckpointNotFound,
+        "wights does not exist: did you mean 'weights'",
+    ),
+    (
+        lambda top: load_model(two_layers(), top / "run" / "step-00001"),
+        CheckpointNotFound,
+        "step-00001 does not exist: did you mean 'step-000001'",
+    ),
+    (
+        lambda top: load_model(two_layers(), "no-such-folder"),
+        CheckpointNotFound,
+        r"^/.*/no-such-folder does not exist$",
+    ),
+    (
+        lambda top: load_model(two_layers(), "meta-llama/Llama-3.2-1B"),
+        CheckpointNotFound,
+        r"does not exist\. If it .*: hf download meta-llama/Llama-3\.2-1B --local-dir FOLDER",
+    ),
+    (
+        lambda top: Checkpointer(top / "run").load("step-000001", model=two_layers()),
+        ValueError,
+        r"got 'step-000001'; .*: did you mean 1\?$",
+    ),
+    (
+        lambda top: Checkpointer(top / "runs").load(model=two_layers()),
+        CheckpointNotFound,
+        r"runs has no committed checkpoint: did you mean 'run'\?$",
+    ),
+    (lambda top: peek(top / "rum"), CheckpointNotFound, r"no such folder: did you mean 'run'\?$"),
     (
         lambda top: load_model(two_layers(), top / "run"),
         CheckpointNotFound,
@@ -208,9 +242,9 @@ SLIPS: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (other_optimizer, CheckpointError, "is not a parameter of this model"),
     (scheduler, CheckpointMismatch, "has no schedulers, 1 are to be loaded"),
     (
-        lambda top: Checkpointer(top / "a" / "b"),
+        lambda top: Checkpointer(top / "text.safetensors" / "b"),
         CheckpointError,
-        r"b cannot be made: .*a is not a folder",
+        r"b cannot be made: Not a directory$",
     ),
     (
         lambda top: Checkpointer(top / "text.safetensors"),
@@ -245,9 +279,36 @@ def test_a_full_disk_is_named_with_what_was_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Disk, "write_at", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/weights'"):
+    sizes = r"\(this rank saves 232 bytes; [\d,]+ are free\)"
+    with pytest.raises(OSError, match=f"No space left on device {sizes}: '.*/weights'"):
         save_model(two_layers(), tmp_path / "weights")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_this_user_may_not_read_is_named(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = os.open
+
+    def refused(path: str, *args: int, **kwargs: int) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied", path)
+        return inherited(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights cannot be read by this user: Permission denied: 'model.safetensors'",
+    ):
+        load_model(two_layers(), folders / "weights")
+
+
+def test_parents_of_a_checkpoint_are_made(tmp_path: Path) -> None:
+    save_model(two_layers(), tmp_path / "a" / "b" / "weights")
+    load_model(two_layers(), tmp_path / "a" / "b" / "weights")
+    Checkpointer(tmp_path / "c" / "d" / "run").save(1, model=two_layers())
+    with Checkpointer(tmp_path / "c" / "d" / "run") as checkpoints:
+        assert checkpoints.load(model=two_layers()).step == 1
 
 
 def test_all_earlier_runs_of_an_example_are_kept(

@@ -12,8 +12,25 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..errors import CheckpointError
 
 READ_BYTES = 16 << 20
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists: all ranks of a save call this.
+
+    Raises:
+        CheckpointError: if it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file, not a folder") from error
+        raise CheckpointError(f"{path} cannot be made: {error.strerror}") from error
 
 
 class Disk:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ...common.suggestions import did_you_mean
 from ...dtensor.boxes import Box, overlapping
 from ..errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, some
 from ..format.disk import read_exactly
@@ -48,6 +51,7 @@ from ..format.strict import (
 )
 from ..saving.attempt import check_agreement
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -229,13 +233,20 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         CheckpointNotFound: if there is none.
         CorruptCheckpoint: if what is there is damaged or incomplete.
+        CheckpointError: if it is a pickled file, or cannot be read by this user.
     """
     given = Path(path)
-    if not given.exists():
-        raise CheckpointNotFound(f"{given} does not exist")
-    folder = given if given.is_dir() else given.parent
-    source = Source(given, given=given)
-    source._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with _readable(given):
+        if not given.exists():
+            raise CheckpointNotFound(_not_there(given))
+        folder = given if given.is_dir() else given.parent
+        source = Source(given, given=given)
+        source._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        _open(source, given, folder)
+    return source
+
+
+def _open(source: Source, given: Path, folder: Path) -> None:
     try:
         if given.is_dir() and (given / FOLDER).is_dir():
             _open_own(source)
@@ -250,12 +261,36 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         else:
             source.path = folder
             if given.suffix in PICKLE_SUFFIXES:
-                raise CorruptCheckpoint(f"{given} is {PICKLED}")
+                raise CheckpointError(f"{given} is {PICKLED}")
             _open_single(source, given.name)
     except BaseException:
         source.__exit__()
         raise
-    return source
+
+
+@contextmanager
+def _readable(given: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{os.path.abspath(given)} cannot be read by this user: {error.strerror}: "
+            f"'{error.filename}'"
+        ) from error
+
+
+def _not_there(given: Path) -> str:
+    """What to say of a path at which nothing is, with a guess at what was meant."""
+    path = Path(os.path.abspath(given))
+    around = sorted(os.listdir(path.parent)) if path.parent.is_dir() else []
+    meant = did_you_mean(path.name, around)
+    # As on the Hub: owner/name. (A folder of that name would make it a path.)
+    if not meant and HUB_ID.fullmatch(str(given)) and not path.parent.exists():
+        meant = (
+            f". If it is a model of the Hugging Face Hub, download it first: hf download {given} "
+            "--local-dir FOLDER, and load the folder"
+        )
+    return f"{path} does not exist{meant}"
 
 
 # -- checkpoints of this package ----------------------------------------------------------------

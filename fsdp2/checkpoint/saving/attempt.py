@@ -414,7 +414,7 @@ def _explained(root: Path):
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{root} is not a folder: create it before saving") from error
+        raise CheckpointError(f"{root} is no folder any more") from error
     except PermissionError as error:
         raise CheckpointError(f"{root} cannot be written to: {error.strerror}") from error
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -133,13 +134,24 @@ class SaveJob:
                 )
             )
         except BaseException as error:
-            if isinstance(error, OSError) and error.errno and not error.filename:
-                error.filename = str(self.attempt.root / self.attempt.name)  # for its message
+            if isinstance(error, OSError) and error.errno:
+                self._explain(error)
             self.attempt.give_up(f"{type(error).__name__}: {error}")
             if isinstance(error, FileNotFoundError) and self.attempt.is_gone():
                 raise self.attempt.abandoned() from error
             raise
         self.attempt.commit()
+
+    def _explain(self, error: OSError) -> None:
+        """Put into its message what was written, and how much there is room for."""
+        error.filename = error.filename or str(self.attempt.root / self.attempt.name)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError):
+                status = os.statvfs(self.attempt.root)
+                error.strerror = (
+                    f"{error.strerror} (this rank saves {self.progress.total_bytes:,} bytes; "
+                    f"{status.f_bavail * status.f_frsize:,} are free)"
+                )
 
 
 def plan_of(captured: Captured, rank: int, ranks: tuple[int, ...], **options: Any) -> SavePlan:
@@ -194,9 +206,7 @@ class _named:  # noqa: N801
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise CheckpointError(
-                f"{self.root} is not a folder: create it before saving"
-            ) from error
+            raise CheckpointError(f"{self.root} is no folder any more") from error
         if isinstance(error, PermissionError):
             raise CheckpointError(f"{self.root} cannot be written to") from error
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...common.memory import memory_of
 from ...dtensor.boxes import Box
 from ..errors import CheckpointError, CheckpointExists
-from ..format.disk import Disk
+from ..format.disk import Disk, make_folder
 from ..format.header import FilePlan, TensorInfo, frame, plan_file, plan_files
 from ..format.manifest import INDEX
 from ..format.tensors import DTYPES
@@ -85,7 +85,7 @@ def export(
 
     Raises:
         CheckpointExists: if ``out`` exists.
-        CheckpointError: if its parent does not exist or cannot be written to, or the options
+        CheckpointError: if its parent cannot be made or written to, or the options
             contradict each other.
         CorruptCheckpoint: if a checksum is wrong; then nothing appears under ``out``.
         OSError: if the disk is full or broken; then nothing appears under ``out``.
@@ -97,8 +97,7 @@ def export(
         raise CheckpointError(
             f"{target.name} is one file, of the model alone: the optimizer needs a folder"
         )
-    if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a folder: create it before exporting")
+    make_folder(target.parent)
     plans = _plan(source, dtype, None if single or to_file else max_file_bytes, with_optimizer)
     result = Exported(target, verified=verify and source.verifiable)
     job = _Export(source, Disk(), result, on_bytes)
