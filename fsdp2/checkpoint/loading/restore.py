@@ -188,12 +188,17 @@ def check_fit(source: Source, wanted: Iterable[Wanted], *, cast: bool) -> None:
 
 @dataclass
 class OptimizerLoad:
-    """What the optimizers get once everything has been checked and read."""
+    """What the optimizers get once everything has been checked and read.
+
+    Attributes:
+        names: of their parameters in the checkpoint.
+    """
 
     state: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any] | None]]
     wanted: list[Wanted]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     pieces: dict[str, list[Piece]]
+    names: set[str]
     own_part: OwnParts = field(default_factory=OwnParts)
 
     def apply(self) -> None:
@@ -250,7 +255,7 @@ def match_optimizers(
     missing = [name for name in wanted.values() if name not in saved]
     if missing:
         raise CheckpointMismatch(f"{source.path} has no optimizer state of {some(missing)}")
-    load = OptimizerLoad([], [], [], pieces_in(source, source.optimizer))
+    load = OptimizerLoad([], [], [], pieces_in(source, source.optimizer), set(wanted.values()))
     own = own if same_ranks else {}
     for optimizer, group in groups:
         in_group = [wanted[id(p)] for p in group["params"]]

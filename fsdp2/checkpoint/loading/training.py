@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from .fill import Wanted, check_meta, fill
 from .restore import (
     LoadReport,
     NameMap,
+    OptimizerLoad,
     SavedNames,
     check_fit,
     extra_state_in,
@@ -42,6 +44,9 @@ class Loaded(LoadReport):
         extra: what this rank passed to `save` as ``extra``, or the first rank's if this rank did
             not take part.
         extra_of_ranks: the ``extra`` of every rank that saved.
+        unread: of "model", "optimizer" and "scheduler" those that were saved, and of which
+            something was not loaded because it was not passed: "optimizer" also if the state of a
+            parameter of this model is left out, since it is in no optimizer here.
         same_ranks: whether the number of ranks is the same as when saving. If not, random number
             generators are not restored, and buffers that differed between ranks take the first
             rank's values.
@@ -50,6 +55,7 @@ class Loaded(LoadReport):
     step: int = 0
     extra: Any = None
     extra_of_ranks: dict[int, Any] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     same_ranks: bool = True
 
 
@@ -108,16 +114,19 @@ def load_training(
                 "The model is on the meta device and has an optimizer: call "
                 "fsdp2.materialize(model) first, then make the optimizer"
             )
-    load_optimizers = None
+    load_optimizers, merged = None, _merged(values, mine)
     if optimizers:
         if found is None:
             raise ValueError("To load an optimizer, pass the model whose parameters it has")
         load_optimizers = match_optimizers(
-            source, optimizers, found, _merged(values, mine), own, saved_as,
+            source, optimizers, found, merged, own, saved_as,
             same_ranks=loaded.same_ranks,
         )  # fmt: skip
         check_fit(source, load_optimizers.wanted, cast=cast)
         wanted = [*wanted, *load_optimizers.wanted]
+    loaded.unread = _unread(merged, found, saved_as, load_optimizers)
+    if states and not schedulers:
+        loaded.unread.append("scheduler")
     own_buffers = {}
     if found is not None:
         saved = {name: saved_as.in_table(name, own) for name in found.buffers}
@@ -138,7 +147,29 @@ def load_training(
         with passing_on(f"{source.path}: the scheduler {type(scheduler).__name__}"):
             scheduler.load_state_dict(state)
     loaded.bytes_read = source.bytes_read
+    if random_state and not loaded.same_ranks and "random" in values[mine] and rank == ranks[0]:
+        warnings.warn(
+            f"{source.path}: random state is not restored: {len(source.manifests)} ranks saved it, "
+            f"{len(ranks)} load it. Seed each rank anew, and pass random_state=False",
+            stacklevel=3,
+        )
     return loaded
+
+
+def _unread(
+    merged: dict[str, Any],
+    found: ModelTensors | None,
+    saved_as: SavedNames,
+    load: OptimizerLoad | None,
+) -> list[str]:
+    """Of "model" and "optimizer", those of which something saved is not loaded."""
+    groups = [group for groups in merged.get("optimizers", ()) for group in groups]
+    left = {name for group in groups for name in group["params"]}
+    if found is None:
+        return ["model", "optimizer"] if left else ["model"]
+    # Of a model in parts, as in stages of a pipeline, other ranks load the rest.
+    left &= {saved_as.in_table(name, left) for name in found.tensors}
+    return ["optimizer"] if left - (load.names if load is not None else set()) else []
 
 
 def _put_in(model: nn.Module, own: dict[str, Tensor]) -> None:
