@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import secrets
+import warnings
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
@@ -22,7 +23,13 @@ import torch.distributed as dist
 
 from ..common.failures import explained
 from ..dtensor.placement import all_ranks, this_rank
-from .errors import CheckpointError
+from .errors import (
+    CheckpointError,
+    CheckpointExists,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+)
 
 # By default group. Not by `id` of its store: a program that makes one group after another would be
 # given an old nonce where a new store happens to lie at an old address, on some of the ranks only.
@@ -79,11 +86,11 @@ def run_nonce() -> str:
 
 def _agree(store: dist.Store, key: str, value: str) -> str:
     """The value proposed by whichever rank asks first."""
-    if store.add(f"{key}/count", 1) == 1:
-        store.set(f"{key}/value", value)
     with explained("agreeing on the name of the run, for checkpoints,", all_ranks()):
+        if store.add(f"{key}/count", 1) == 1:
+            store.set(f"{key}/value", value)
         store.wait([f"{key}/value"], TIMEOUT)
-    return store.get(f"{key}/value").decode()
+        return store.get(f"{key}/value").decode()
 
 
 def next_nonce(path: Path, ranks: tuple[int, ...]) -> str:
@@ -107,26 +114,30 @@ def _digest(ranks: tuple[int, ...]) -> str:
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
 
-def said_by_first(key: str, value: str, ranks: tuple[int, ...]) -> str:
-    """The value of the first of ``ranks``; the others wait for it. All ranks must call it."""
+def said_by_first(about: str, value: str, ranks: tuple[int, ...]) -> str:
+    """The value of the first of ``ranks``; the others wait for it. All ranks must call it.
+
+    Args:
+        about: what is asked, for messages; in the same words on all ranks.
+    """
     store = the_store()
     if store is None or len(ranks) == 1:
         return value
-    full_key = _question(key, ranks)
-    if this_rank() == ranks[0]:
-        store.set(full_key, value)
-        return value
-    with explained(f"agreeing on the checkpoint ({key})", ranks[:1]):
+    full_key = _question(about, ranks)
+    with explained(f"hearing from rank {ranks[0]} {about}", ranks[:1]):
+        if this_rank() == ranks[0]:
+            store.set(full_key, value)
+            return value
         store.wait([full_key], TIMEOUT)
-    said = store.get(full_key).decode()
+        said = store.get(full_key).decode()
     _forget(store, full_key, len(ranks) - 1)
     return said
 
 
-def _question(key: str, ranks: tuple[int, ...]) -> str:
+def _question(about: str, ranks: tuple[int, ...]) -> str:
     """The key of the next question of this kind."""
     # Of these ranks: others may ask the same, as stages of a pipeline do that save to one folder.
-    return f"fsdp2/{key}/{_digest(ranks)}/{_questions.next(ranks, key)}"
+    return f"fsdp2/{about}/{_digest(ranks)}/{_questions.next(ranks, about)}"
 
 
 def _forget(store: dist.Store, key: str, num_readers: int) -> None:
@@ -142,29 +153,124 @@ def _delete(store: dist.Store, key: str) -> None:
         store.delete_key(key)
 
 
-def told_by_all(key: str, value: str, ranks: tuple[int, ...]) -> list[str]:
+def told_by_all(
+    about: str, value: str, ranks: tuple[int, ...], *, warn_after_s: float | None = None
+) -> list[str]:
     """What each of ``ranks`` tells, in their order; on all of them, which must all call it.
 
     The first collects and passes it on: 2 n operations of the store, not n * n.
+
+    Args:
+        about: what they are about to do, for messages; in the same words on all ranks.
+        warn_after_s: after how long the first rank warns of those that have not come.
     """
     store = the_store()
     if store is None or len(ranks) == 1:
         return [value]
-    full_key = _question(key, ranks)
-    with explained(f"exchanging what ranks know ({key})", ranks):
+    full_key = _question(about, ranks)
+    with explained(f"meeting the other ranks to {about}", ranks):
         store.set(f"{full_key}/{this_rank()}", value)
         if this_rank() == ranks[0]:
-            keys = [f"{full_key}/{rank}" for rank in ranks]
-            store.wait(keys, TIMEOUT)
-            found = [store.get(each).decode() for each in keys]
+            keys = {rank: f"{full_key}/{rank}" for rank in ranks}
+            _wait_for_all(store, keys, about, warn_after_s)
+            found = [store.get(each).decode() for each in keys.values()]
             store.set(f"{full_key}/all", json.dumps(found))
-            for each in keys:
+            for each in keys.values():
                 _delete(store, each)
             return found
         store.wait([f"{full_key}/all"], TIMEOUT)
-    told = json.loads(store.get(f"{full_key}/all").decode())
+        told = json.loads(store.get(f"{full_key}/all").decode())
     _forget(store, f"{full_key}/all", len(ranks) - 1)
     return told
+
+
+def _wait_for_all(
+    store: dist.Store, keys: dict[int, str], about: str, warn_after_s: float | None
+) -> None:
+    """Wait for the keys of all ranks; where some do not come, say which."""
+    limits = [TIMEOUT]
+    if warn_after_s is not None:
+        limits.insert(0, timedelta(seconds=warn_after_s))
+    while limits:
+        limit = limits.pop(0)
+        try:
+            store.wait(list(keys.values()), limit)
+        except RuntimeError as error:
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            text = (
+                f"Rank {this_rank()} is about to {about}, as all ranks have to, and after "
+                f"{limit.total_seconds():g} s these have not come: {', '.join(map(str, absent))}"
+            )
+            if not limits:
+                raise CheckpointError(text) from error
+            warnings.warn(f"{text}. Still waiting", stacklevel=5)
+        else:
+            break
+
+
+class Together:
+    """What some ranks do in phases, each of which all of them finish or none.
+
+    A context. Each `tell` inside ends a phase, and leaving it the last one. An error on one rank is
+    raised on all of them at the end of the phase: in the others as an error of the same class, if
+    it is one of checkpoints.
+
+    Args:
+        about: what they do, for messages: "load ...".
+        ranks: all of which enter it.
+
+    Example::
+
+        with Together(f"load from {root}", ranks) as ranks_too:
+            read_and_check()
+            ranks_too.tell()  # no rank has changed anything, or all go on
+            change()
+    """
+
+    def __init__(self, about: str, ranks: tuple[int, ...]) -> None:
+        self._about, self._ranks = about, ranks
+        self._over = False
+
+    def tell(self, value: str = "", *, warn_after_s: float | None = None) -> list[str]:
+        """End a phase; returns what each rank tells.
+
+        Raises:
+            CheckpointError: if a rank has failed in it.
+        """
+        return self._meet(["", "", value], warn_after_s)
+
+    def _meet(self, mine: list[str], warn_after_s: float | None = None) -> list[str]:
+        self._over = True  # if this raises: on all ranks, or the others cannot be told
+        said = told_by_all(self._about, json.dumps(mine), self._ranks, warn_after_s=warn_after_s)
+        told = [json.loads(each) for each in said]
+        for rank, (kind, text, _) in zip(self._ranks, told, strict=True):
+            if kind:
+                raise _KINDS.get(kind, CheckpointError)(f"Rank {rank}: {text}")
+        self._over = False
+        return [value for _, _, value in told]
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is None:
+            self.tell()
+        elif isinstance(error, Exception) and not self._over:
+            name = type(error).__name__
+            text = str(error) if name in _KINDS else f"{name}: {error}"
+            with suppress(RuntimeError):  # this rank's own error is the one to be raised
+                self._meet([name, text, ""])
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError, CheckpointExists, CheckpointMismatch, CheckpointNotFound,
+        CorruptCheckpoint,
+    )
+}  # fmt: skip
 
 
 def added(key: str, num: int) -> int:
@@ -193,14 +299,15 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
     if len(ranks) == 1:
         return
     # A new name for every call, of all ranks: the first may be one call ahead of the others.
+    about = f"what to look for in {folder}"
     token = f".fsdp2-seen-{run_nonce()}-{this_rank()}-{next(_looks)}"
     if this_rank() == ranks[0]:
         try:
             (folder / token).touch()
         except OSError as error:
-            said_by_first(f"shared/{folder}", "", ranks)
+            said_by_first(about, "", ranks)
             raise CheckpointError(f"{folder} cannot be written to: {error}") from error
-    name = said_by_first(f"shared/{folder}", token, ranks)
+    name = said_by_first(about, token, ranks)
     if not name:
         raise CheckpointError(f"Rank {ranks[0]} cannot write to {folder}")
     # Listing the folder refreshes what network file systems have cached of it.

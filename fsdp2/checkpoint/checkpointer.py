@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -17,7 +18,7 @@ from torch import nn
 from ..common.checks import check_bytes
 from ..common.suggestions import did_you_mean
 from ..dtensor.placement import all_ranks, this_rank
-from .agreement import check_shared, run_nonce, said_by_first
+from .agreement import Together, check_shared, run_nonce
 from .errors import CheckpointError, CheckpointNotFound
 from .format.disk import Disk, make_folder
 from .format.manifest import FOLDER
@@ -31,6 +32,7 @@ from .saving.roll_call import RollCall
 from .saving.staging import Staging
 from .saving.training import Optimizers, capture_training
 
+PATIENCE_S = 30.0  # how far apart ranks may call load before there is a warning
 STEP = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 
 
@@ -41,7 +43,7 @@ class Checkpointer:
     restored too. On another number neither can be (`Loaded.same_ranks`).
 
     All ranks create one and call the same methods in the same order. Only a few bytes are
-    communicated, at the start.
+    communicated, at the start and in loads.
 
     Args:
         root: the folder of the checkpoints; made if it does not exist.
@@ -292,10 +294,12 @@ class Checkpointer:
     ) -> Loaded:
         """Load a step, saved by any number of ranks on any mesh.
 
-        Everything is checked before anything is changed (see ``keep_on_error``).
+        Everything is checked before anything is changed (see ``keep_on_error``), on all ranks: an
+        error on one of them is raised on all, of the same class if it is one of checkpoints. So a
+        program may catch it and load an earlier step.
 
         Args:
-            step: its number, or "latest": the first rank decides, and all load the same step.
+            step: its number, or "latest": the first rank decides. All load the same step.
             model, optimizer, scheduler: what to load into, matching what was saved. None: do not
                 load it. The optimizer needs no state yet.
             strict, cast, verify_checksums, device: as for `load_model`.
@@ -307,7 +311,8 @@ class Checkpointer:
         Raises:
             CheckpointNotFound: if there is no such step. With "latest" the first rank's listing
                 decides, so all ranks raise it or none does.
-            CheckpointError: if this rank does not see the latest step of the first rank.
+            CheckpointError: if a rank does not see the latest step of the first rank, or never
+                calls this.
             CorruptCheckpoint, CheckpointMismatch: as for `load_model`.
 
         Example::
@@ -321,30 +326,40 @@ class Checkpointer:
                 first = 1
         """
         self._check_group()
-        try:
-            self._finish_last()
-        except CheckpointError as error:
-            # Raising on this rank alone would leave the others waiting.
-            warnings.warn(f"{error}. What is committed is loaded", stacklevel=2)
-        number = self._resolve(step)
-        with open_source(_find(self.root, number)) as source:
-            if not source.manifests:
-                raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
-            return load_training(
-                source, number, self.rank, self.ranks, model, optimizer, scheduler,
-                strict=strict, cast=cast, verify_checksums=verify_checksums,
-                keep_on_error=keep_on_error, random_state=random_state, names=names,
-                device=device,
-            )  # fmt: skip
+        with Together(f"load from {self.root}", self.ranks) as together:
+            try:
+                self._finish_last()
+            except CheckpointError as error:  # of a save, which has nothing to do with this load
+                warnings.warn(f"{error}. What is committed is loaded", stacklevel=2)
+            number = self._resolve(step, together)
+            with open_source(_find(self.root, number)) as source:
+                if not source.manifests:
+                    raise CheckpointNotFound(f"{source.path} was not saved by a Checkpointer")
+                return load_training(
+                    source, number, self.rank, self.ranks, model, optimizer, scheduler,
+                    strict=strict, cast=cast, verify_checksums=verify_checksums,
+                    keep_on_error=keep_on_error, random_state=random_state, names=names,
+                    device=device, before_change=together.tell,
+                )  # fmt: skip
 
-    def _resolve(self, step: int | str) -> int:
-        if step != "latest":
-            return _number(step, self.root)
+    def _resolve(self, step: int | str, together: Together) -> int:
         steps = self.steps()
-        said = said_by_first(f"latest/{self.root}", str(steps[-1] if steps else ""), self.ranks)
-        if not said:
+        mine = "latest" if step == "latest" else str(_number(step, self.root))
+        told = together.tell(
+            json.dumps([mine, steps[-1] if steps else None]), warn_after_s=PATIENCE_S
+        )
+        wanted, latest = zip(*map(json.loads, told), strict=True)
+        for rank, its in zip(self.ranks, wanted, strict=True):
+            if its != wanted[0]:
+                raise CheckpointError(
+                    f"Rank {rank} loads step {its}, and rank {self.ranks[0]} step {wanted[0]}: "
+                    "all ranks have to load the same"
+                )
+        if step != "latest":
+            return int(mine)
+        if latest[0] is None:
             raise _nothing_in(self.root)
-        number = int(said)
+        number = latest[0]
         if number not in steps and number not in self.steps():
             # Not CheckpointNotFound: that is the same on all ranks, so that a program may catch
             # it and begin anew.

@@ -18,7 +18,7 @@ from torch import nn
 from ..common.checks import check_bytes
 from ..common.host import memory_bytes
 from ..dtensor.placement import all_ranks, this_rank
-from .agreement import added, forget, said_by_first, told_by_all
+from .agreement import Together, added, forget, said_by_first, told_by_all
 from .checkpointer import Checkpointer
 from .errors import CheckpointError
 from .loading.training import Loaded, load_training
@@ -251,8 +251,8 @@ class MemorySnapshots:
         if self.rank == self.ranks[0]:
             start = self._look_at_pending()
             decision = json.dumps([step, start, self._name(self._kept), self.complete])
-        key = f"snapshots/{self._session.nonce}/start"
-        said, start, kept, complete = json.loads(said_by_first(key, decision, self.ranks))
+        about = f"whether to take the next snapshot of '{self._folder.path.name}'"
+        said, start, kept, complete = json.loads(said_by_first(about, decision, self.ranks))
         if said != step:
             raise CheckpointError(
                 f"Rank {self.rank} is at step {step}, and rank {self.ranks[0]} at step {said}: "
@@ -347,7 +347,8 @@ class MemorySnapshots:
             num_bytes = sum(t.nbytes for t in tensors) + len(json.dumps(captured.values))
         shown = "" if error is None else f"{type(error).__name__}: {error}"
         told = json.dumps([num_bytes, _free_bytes(self._folder.path), shown])
-        answers = [json.loads(each) for each in told_by_all("snapshots/room", told, self.ranks)]
+        said = told_by_all("make room for snapshots", told, self.ranks)
+        answers = [json.loads(each) for each in said]
         raise_first(self.ranks, [each[2] for each in answers])
         needed: dict[str, int] = {}
         free: dict[str, int] = {}
@@ -397,7 +398,7 @@ class MemorySnapshots:
         on_disk = max(checkpoints.steps(), default=-1) if checkpoints is not None else -1
         mine = self._folder.parts() if self._session.cleans else []
         told = json.dumps([on_disk, [[p.generation.name, p.name] for p in mine]])
-        answers = [json.loads(each) for each in told_by_all("snapshots/parts", told, self.ranks)]
+        answers = [json.loads(each) for each in told_by_all("find snapshots", told, self.ranks)]
         step_on_disk = answers[0][0]
         choice = self._choose({
             member.folder: _parsed(found)
@@ -436,7 +437,7 @@ class MemorySnapshots:
                     damaged.append(part)
                     warnings.warn(f"A part of a snapshot is not used: {error}", stacklevel=3)
             told = json.dumps([[p.generation.name, p.name] for p in damaged])
-            answers = told_by_all("snapshots/damaged", told, self.ranks)
+            answers = told_by_all("choose a snapshot", told, self.ranks)
             found = {
                 (member.folder, part)
                 for member, answer in zip(self._session.members, answers, strict=True)
@@ -461,24 +462,16 @@ class MemorySnapshots:
             else [a for folder in folders for a in session.servers_of(folder, self.rank)]
             for part, folders in choice.holders.items()
         }
-        loaded, error = None, None
-        try:
-            with assembled(self._folder, choice, origins, session.secret) as source:
-                # Everything has been verified; reading twice would double what is sent.
-                loaded = load_training(
-                    source, choice.generation.step, self.rank, self.ranks, model, optimizer,
-                    scheduler, keep_on_error=False, device=device,
-                )  # fmt: skip
-        except Exception as caught:
-            error = caught
-        shown = "" if error is None else f"{type(error).__name__}: {error}"
-        # Also a barrier: nobody removes what another rank still reads.
-        answers = told_by_all("snapshots/restored", shown, self.ranks)
-        if error is not None:
-            raise error
-        raise_first(self.ranks, answers)
-        assert loaded is not None
-        return loaded
+        # Its end is also a barrier: nobody removes what another rank still reads.
+        with (
+            Together("restore a snapshot", self.ranks) as together,
+            assembled(self._folder, choice, origins, session.secret) as source,
+        ):
+            # Everything has been verified; reading twice would double what is sent.
+            return load_training(
+                source, choice.generation.step, self.rank, self.ranks, model, optimizer,
+                scheduler, keep_on_error=False, device=device, before_change=together.tell,
+            )  # fmt: skip
 
     # -- ending -----------------------------------------------------------------------------
 
@@ -509,7 +502,7 @@ class MemorySnapshots:
         self._told("clear")
         if self._session.cleans:
             self._folder.remove(set(), self._folder.parts())
-        self._told("cleared")
+        self._told("go on after clear() of")
         self._base = self._kept = self._pending = self.complete = None
 
     def close(self, *, keep: bool = False, timeout: float = CLOSE_S) -> None:
@@ -529,14 +522,14 @@ class MemorySnapshots:
             # Until then the locks keep out a new job of this name. The first rank may end as soon
             # as it has heard of all others, and with it the store, before these hear of it.
             with suppress(RuntimeError):
-                self._told("closed")
+                self._told("end")
                 for count in (self._count - 1, self._count):
                     self._forget(count)
         finally:
             self._end()
 
     def _told(self, what: str) -> None:
-        told_by_all(f"snapshots/{what}", "", self.ranks)
+        told_by_all(f"{what} snapshots", "", self.ranks)
 
     def _end(self) -> None:
         self._closed = True

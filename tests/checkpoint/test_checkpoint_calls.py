@@ -59,10 +59,8 @@ def test_the_next_save_names_ranks_that_never_called_the_one_before() -> None:
                     checkpoints.save(step, model=model, blocking=False)
                 assert "step-000001 was never committed" in str(error.value)
             assert checkpoints.steps() == []
-            with pytest.raises(CheckpointNotFound):
-                peek(root)
             with pytest.raises(CheckpointNotFound, match="no committed checkpoint"):
-                checkpoints._resolve("latest")
+                peek(root)
             with pytest.raises(TimeoutError, match=ADVICE):
                 checkpoints.close(timeout=0.1)
         roll_call._open_ends.clear()
@@ -203,12 +201,10 @@ def test_ranks_agree_whether_there_is_a_latest_step() -> None:
                 if late == 0:  # all begin anew
                     with pytest.raises(CheckpointNotFound):
                         checkpoints.load("latest", model=model)
-                elif dist.get_rank() == late:  # the other one has loaded: no reason to begin anew
+                else:  # no reason to begin anew
                     with pytest.raises(CheckpointError, match="does not see step 1") as error:
                         checkpoints.load("latest", model=model)
                     assert not isinstance(error.value, CheckpointNotFound)
-                else:
-                    assert checkpoints.load("latest", model=model).step == 1
 
 
 @distributed(2)

@@ -72,12 +72,14 @@ def fill(
     verify_checksums: bool,
     keep_on_error: bool,
     device: torch.device | str | None,
+    before_change: Callable[[], object] = lambda: None,
 ) -> bool:
     """Fill everything in ``wanted``; tensors of the model on the meta device get memory first.
 
     Args:
         model, found: the model whose tensors are wanted, if any, and its `tensors_of`.
         verify_checksums, keep_on_error, device: as for `load_model`.
+        before_change: called before the model or anything else that was there changes.
 
     Returns:
         Whether checksums were compared.
@@ -102,6 +104,7 @@ def fill(
             verify_boxes(source, ((w.stored, w.box) for w in held))
     # Reading, which may fail, only writes to memory that nothing else refers to yet.
     read(source, [*new, *staged])
+    before_change()
     # From here on the model changes.
     if torch.accelerator.is_available():
         # Threads write to it on streams of their own. What is enqueued on others may still need the

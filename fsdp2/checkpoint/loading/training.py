@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,12 +76,15 @@ def load_training(
     random_state: bool = True,
     names: NameMap = None,
     device: torch.device | str | None = None,
+    before_change: Callable[[], object],
 ) -> Loaded:
     """Load an open checkpoint of a training run; arguments as for `Checkpointer.load`.
 
     Args:
         step: what the checkpoint is of.
         rank, ranks: this rank and all that load.
+        before_change: called when all is checked, and all read that may be read before anything
+            changes.
     """
     loaded = Loaded(step=step)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
@@ -90,18 +94,12 @@ def load_training(
     own = _own_tensors(source, mine) if loaded.same_ranks else {}
     loaded.extra_of_ranks = extras(source, values)
     loaded.extra = loaded.extra_of_ranks[mine]
-    what = f"{source.path}: the state of the schedulers"
-    states = converted(what, lambda: [decode(s) for s in values[mine].get("schedulers", [])])
+    states = _scheduler_states(source, values[mine], schedulers)
     extra_state = extra_state_in(source, values[mine])
     randoms = None
     if random_state and loaded.same_ranks and "random" in values[mine]:
         what = f"{source.path}: the state of random numbers"
         randoms = converted(what, lambda: checked_random_states(values[mine]["random"]))
-    if schedulers and len(states) != len(schedulers):
-        raise CheckpointMismatch(
-            f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
-            "loaded"
-        )
     wanted: list[Wanted] = []
     found = tensors_of(model) if model is not None else None
     saved_as = SavedNames(names, found)
@@ -127,14 +125,10 @@ def load_training(
     loaded.unread = _unread(merged, found, saved_as, load_optimizers)
     if states and not schedulers:
         loaded.unread.append("scheduler")
-    own_buffers = {}
-    if found is not None:
-        saved = {name: saved_as.in_table(name, own) for name in found.buffers}
-        own_buffers = {name: own[other] for name, other in saved.items() if other in own}
-        _check_own(source, found, own_buffers, cast=cast)
+    own_buffers = _own_buffers(source, found, own, saved_as, cast=cast)
     loaded.verified = fill(
         source, wanted, model, found, verify_checksums=verify_checksums,
-        keep_on_error=keep_on_error, device=device,
+        keep_on_error=keep_on_error, device=device, before_change=before_change,
     )  # fmt: skip
     if load_optimizers is not None:
         load_optimizers.apply()
@@ -180,19 +174,46 @@ def _put_in(model: nn.Module, own: dict[str, Tensor]) -> None:
             found.tensors[name].copy_(saved)
 
 
-def _check_own(source: Source, found: ModelTensors, own: dict[str, Tensor], *, cast: bool) -> None:
-    """Check that the buffers that only this rank has fit, before anything is changed.
+def _own_buffers(
+    source: Source,
+    found: ModelTensors | None,
+    own: dict[str, Tensor],
+    saved_as: SavedNames,
+    *,
+    cast: bool,
+) -> dict[str, Tensor]:
+    """The values of the buffers that only this rank has, by the model's names.
 
     Raises:
-        CheckpointMismatch: if one does not.
+        CheckpointMismatch: if one does not fit.
     """
-    for name in sorted(own):
-        saved, here = own[name], found.tensors[name]
+    if found is None:
+        return {}
+    there = {name: saved_as.in_table(name, own) for name in sorted(found.buffers)}
+    values = {name: own[other] for name, other in there.items() if other in own}
+    for name, saved in values.items():
+        here = found.tensors[name]
         if saved.shape != here.shape or not (cast or saved.dtype == here.dtype):
             raise CheckpointMismatch(
                 f"{source.path}: '{name}' of this rank: {saved.dtype} {tuple(saved.shape)} in the "
                 f"checkpoint, {here.dtype} {tuple(here.shape)} here"
             )
+    return values
+
+
+def _scheduler_states(source: Source, values: dict[str, Any], schedulers: list[Any]) -> list[Any]:
+    """
+    Raises:
+        CheckpointMismatch: if they are not as many as the schedulers to be loaded.
+    """
+    what = f"{source.path}: the state of the schedulers"
+    states = converted(what, lambda: [decode(state) for state in values.get("schedulers", [])])
+    if schedulers and len(states) != len(schedulers):
+        raise CheckpointMismatch(
+            f"{source.path} has {len(states) or 'no'} schedulers, {len(schedulers)} are to be "
+            "loaded"
+        )
+    return states
 
 
 def extras(source: Source, values: dict[int, dict[str, Any]]) -> dict[int, Any]:

@@ -69,8 +69,9 @@ class Session:
         ranks: tuple[int, ...],
     ) -> None:
         self.rank, self.ranks = rank, ranks
+        names = f"{secrets.token_hex(16)} {secrets.token_hex(4)}"
         self.secret, self.nonce = said_by_first(
-            "snapshots/session", f"{secrets.token_hex(16)} {secrets.token_hex(4)}", ranks
+            "the name of the session of snapshots", names, ranks
         ).split()
         self.folder: Folder | None = None
         self.server: Server | None = None
@@ -81,7 +82,7 @@ class Session:
         except (OSError, CheckpointError) as caught:
             error = str(caught)
         answers = [json.loads(each) for each in told_by_all(
-            "snapshots/members", json.dumps({"error": error, "member": told}), ranks
+            "begin a session of snapshots", json.dumps({"error": error, "member": told}), ranks
         )]  # fmt: skip
         try:
             raise_first(ranks, [each["error"] for each in answers])
