@@ -277,7 +277,8 @@ def added(key: str, num: int) -> int:
     """Add to a number that all ranks of this run share, at first 0; returns the sum."""
     store = the_store()
     if store is not None:
-        return store.add(f"fsdp2/{key}", num)
+        with explained("telling the other ranks of a snapshot", None):
+            return store.add(f"fsdp2/{key}", num)
     _numbers[key] += num
     return _numbers[key]
 
@@ -317,6 +318,8 @@ def check_shared(folder: Path, ranks: tuple[int, ...]) -> None:
             "checkpoint needs a folder that all nodes share"
         )
     store, seen = the_store(), f"fsdp2/seen/{name}/{folder}"
-    if store is not None and store.add(seen, 1) == len(ranks):
+    with explained(f"looking at {folder}", ranks):
+        is_last = store is not None and store.add(seen, 1) == len(ranks)
+    if store is not None and is_last:
         (folder / name).unlink(missing_ok=True)
         _delete(store, seen)

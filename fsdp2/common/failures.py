@@ -6,21 +6,21 @@ milliseconds. What it does not say is what this rank waited for, and that the ca
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-# What to do about ranks that differ; a sentence.
+# What to do about ranks that differ; one clause.
 ADVICE = (
-    "Another rank stopped with an error of its own (see its output), runs other modules or in "
-    "another order, skipped a forward or a backward, or did not make a call that all ranks have to "
-    "make. To find out which: run the step inside of `with fsdp2.watch_ranks(model):`, and "
-    "fsdp2.check_ranks_agree(model) before it"
+    "Another rank failed or did something else: see its output, or run the step inside of "
+    "`with fsdp2.watch_ranks(model):`"
 )
 
 # gloo raises plain RuntimeErrors: most name a file of its source, those after a timeout say this.
+_FRAMES = "Exception raised from "
 _OF_GLOO = ("gloo", "Application timeout caused pair closure")
 
 
@@ -52,6 +52,7 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
     """
     if not is_of_communication(error) or hasattr(error, "_fsdp2_told"):
         raise error
+    _drop_frames(error)
     text = f"Rank {dist.get_rank()}: {what} failed{_others(group)}: {error}\n{ADVICE}"
     try:
         told = type(error)(text)
@@ -59,6 +60,18 @@ def reraise(error: RuntimeError, what: str, group: Any) -> NoReturn:
         told = RuntimeError(text)
     vars(told)["_fsdp2_told"] = what
     raise told from error
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Leave C++ frames out of the message, in which it would be hard to find the rest.
+
+    Also of the error itself: Python shows it as the cause, above the one that is raised.
+    ``TORCH_SHOW_CPP_STACKTRACES=1`` keeps them, as in torch.
+    """
+    if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "0") == "0":
+        text, frames, _ = str(error).partition(_FRAMES)
+        if frames:
+            error.args = (text.rstrip(), *error.args[1:])
 
 
 def _others(group: Any) -> str:

@@ -268,7 +268,7 @@ def test_a_rank_that_stops_early() -> None:
             with pytest.raises(
                 RanksDisagreeError,
                 match=r"Rank 0 is about to gather '\(root\)' in forward, .*, but rank 1 did not "
-                r"come within 2 s\. Another rank stopped",
+                r"come within 2 s\. Another rank failed",
             ):
                 model(x, "left", "scale")
     unit = vars(model)["_fsdp2_unit"]

@@ -233,8 +233,8 @@ def lose(*args: Any, **kwargs: Any) -> None:
 
 
 AGREEING = (
-    r"Rank 1: agreeing on the checkpoint \(shared/.*\) failed, waiting for rank 0: .*timeout.*"
-    "(?s:.*)did not make a call that all ranks have to make"
+    r"Rank 1: hearing from rank 0 what to look for in .* failed, waiting for rank 0: .*timeout.*"
+    "(?s:.*)Another rank failed or did something else: see its output"
 )
 
 
@@ -262,3 +262,24 @@ def test_other_errors_stay_as_they_are_and_types_are_kept() -> None:
         ):
             raise dist.DistBackendError("lost")
         assert "y failed" not in str(lost.value)
+
+
+FRAMES = """failed to recv, got 0 bytes. Connection was likely closed.
+Exception raised from recvBytes at Utils.hpp:690 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80
+frame #1: <unknown function> + 0x5ffcb53
+"""
+
+
+def test_frames_of_cpp_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the error, and of its cause, which Python shows above it."""
+    with one_rank():
+        with pytest.raises(dist.DistNetworkError) as lost, explained("x", None):
+            raise dist.DistNetworkError(FRAMES)
+        assert lost.value.__cause__ is not None
+        for error in (lost.value, lost.value.__cause__):
+            assert "Connection was likely closed." in str(error)
+            assert "frame #" not in str(error)
+        monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
+        with pytest.raises(dist.DistNetworkError, match="frame #1"), explained("x", None):
+            raise dist.DistNetworkError(FRAMES)
