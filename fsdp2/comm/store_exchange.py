@@ -99,7 +99,7 @@ class StoreExchange:
 
         Args:
             topics: by topic what this rank has, by name. Ranks that have a topic must have the same
-                under it; others need not have it.
+                under it; others need not have it. Only under the topic "" must all have all names.
             about: what this rank is about to do, for errors: "run the first forward".
         """
         if self._store is None:
@@ -248,7 +248,7 @@ class StoreExchange:
             found = {"differences": {}}
             for topic, kinds in self._kinds.items():
                 of_kinds = {tuple(ranks): said[ranks[0]][topic] for ranks in kinds}
-                lines = differences(of_kinds, missing="nothing")
+                lines = differences(of_kinds, missing=None if topic else "nothing")
                 if lines:
                     found["differences"][topic] = lines
         self._store.set(f"{self._base}/differences", json.dumps(found))

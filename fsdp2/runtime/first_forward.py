@@ -10,11 +10,9 @@ group's key-value store (a few requests each). Later steps do nothing.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange, can_meet
@@ -37,7 +35,8 @@ _MIXTURE = (
     "Ranks called fully_shard on models with different values, and each keeps its own rows: the "
     "sharded model is a mixture of them. Call torch.manual_seed(...) with the same seed on all "
     "ranks before building the model (and with different ones for data afterwards), or initialize "
-    "the sharded model within fsdp2.init_on_whole_tensors(seed), or load a checkpoint. Affected: "
+    "the sharded model within fsdp2.init_on_whole_tensors(seed), or load a checkpoint. If you want "
+    f"the mixture, set {SWITCH}=0 in the environment of all ranks"
 )
 
 
@@ -80,9 +79,6 @@ class FirstForward:
         Raises:
             RanksDisagreeError: on all ranks, with the first differences, or on those that came,
                 with the ranks that did not.
-
-        Warns:
-            UserWarning: on the first rank, of weights that were different before they were sharded.
         """
         names = {module: name for name, module in self._root.named_modules()}
         about = f"run the first forward of '{name_of(self._units[0], names)}'"
@@ -97,7 +93,7 @@ class FirstForward:
                 meetings[-1].say(_topics(units, names), about)
         try:
             for exchange in meetings:
-                _tell(exchange.hear(), is_first=dist.get_rank() == exchange.ranks[0])
+                _raise_for(exchange.hear())
         except RanksDisagreeError:
             # These units took other numbers of message tags on other ranks. A corrected model
             # in the same processes begins with equal ones.
@@ -123,17 +119,15 @@ def _topics(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> dict[str, 
     return topics
 
 
-def _tell(found: Mapping[str, list[str]], *, is_first: bool) -> None:
-    """Raise or warn of what the ranks of a meeting found."""
+def _raise_for(found: Mapping[str, list[str]]) -> None:
+    """Raise what the ranks of a meeting found."""
     # The description first: of different models the values differ as a matter of course.
     if "" in found:
         raise RanksDisagreeError("\n".join([TITLE, *found[""]]))
-    replicas = [line for topic, lines in found.items() if topic[0] == "v" for line in lines]
-    if replicas:
-        raise RanksDisagreeError("\n".join([TITLE, *replicas[:MAX_LINES], _REPLICAS]))
-    initial = [line for lines in found.values() for line in lines]
-    if initial and is_first:
-        warnings.warn(_MIXTURE + "; ".join(initial[:MAX_LINES]), stacklevel=2)
+    for kind, advice in (("values", _REPLICAS), ("initial", _MIXTURE)):
+        lines = [line for topic in found if topic.startswith(kind) for line in found[topic]]
+        if lines:
+            raise RanksDisagreeError("\n".join([TITLE, *lines[:MAX_LINES], advice]))
 
 
 def _backend(unit: Unit) -> str:

@@ -137,16 +137,19 @@ def test_what_one_rank_refuses_is_an_error_on_all(load: Callable[[Any], None]) -
 
 
 @distributed(2)
-def test_a_load_on_one_rank_only_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_on_one_rank_only_names_the_others() -> None:
     with two_steps() as (checkpoints, folder):
         if dist.get_rank() == 0:
-            monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.05)
-            monkeypatch.setattr(agreement, "TIMEOUT", timedelta(seconds=0.2))
             absent = (
                 f"Rank 0 is about to load from {re.escape(str(folder))}, as all ranks have to, and "
                 r"after {} s these have not come: 1"
             )
-            with warnings.catch_warnings(record=True) as said:
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                warnings.catch_warnings(record=True) as said,
+            ):
+                patch.setattr(checkpointer, "PATIENCE_S", 0.05)
+                patch.setattr(agreement, "TIMEOUT", timedelta(seconds=0.2))
                 warnings.simplefilter("always")
                 with pytest.raises(CheckpointError, match=absent.format("0.2")):
                     checkpoints.load(1, model=nn.Linear(2, 2))

@@ -32,6 +32,7 @@ if not RUNS_ON_TORCH:
         broadcast_replicas,
         fully_shard,
         init_on_whole_tensors,
+        load_full_state_dict,
         replicate,
         shard_model,
     )
@@ -111,7 +112,7 @@ def test_a_corrected_model_trains_after_it() -> None:
 
 @distributed(2)
 def test_shards_of_different_models_are_named() -> None:
-    """Once, on one rank; and not where something was written into them since."""
+    """And not where something was written into them since."""
     rank = dist.get_rank()
 
     def load(model: nn.Sequential) -> None:
@@ -138,15 +139,36 @@ def test_shards_of_different_models_are_named() -> None:
         (rank, write_data, None),
         (rank, lambda m: nn.init.zeros_(m[2].weight), "'2.bias'.*'0.weight'.*'0.bias'"),
     ):
-        with warned() as texts:
-            model = sharded(mlp(seed))
-            change(model)
-            for _ in range(2):
-                model(X).sum().backward()
-        assert len(texts) == (rank == 0 and expected is not None), texts
-        for text in texts:
+        model = sharded(mlp(seed))
+        change(model)
+        if expected is not None:
+            with pytest.raises(RanksDisagreeError) as caught:
+                model(X)
+            text = str(caught.value)
             assert ("'2.weight'" in text) == (change is skip)
-            assert re.search(f"mixture of them.*manual_seed.*{expected}", text), text
+            assert re.search(f"(?s){expected}.*mixture of them.*manual_seed.*CHECK_RANKS=0", text)
+            load(model)  # a remedy
+        for _ in range(2):
+            model(X).sum().backward()
+
+
+@distributed(2)
+def test_a_mixture_that_is_wanted() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(first_forward.SWITCH, "0")
+        sharded(mlp(dist.get_rank()))(X).sum().backward()
+
+
+@distributed(2)
+def test_what_a_load_leaves_as_it_was_on_one_rank_is_no_difference() -> None:
+    """Rank 0 has drawn what all ranks load, and some of it is the same for every seed."""
+
+    def build(seed: int) -> nn.Sequential:
+        return nn.Sequential(*mlp(seed), nn.LayerNorm(4))
+
+    model = sharded(build(dist.get_rank()))
+    load_full_state_dict(model, build(0).state_dict())
+    model(X).sum().backward()
 
 
 @distributed(4)
