@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fsdp2 import explain
-from fsdp2.runtime.gather_budget import GatherBudgetError
+from fsdp2.features.gather_budget import GatherBudgetError
 
 from .estimate import Case, compare, predict
 from .families import FAMILIES

@@ -1,9 +1,9 @@
 """Ways for gloo groups to move data, side by side: by number of ranks and bytes.
 
-For each collective and size: reads of memory within the host, messages in pairs (both are parts of
-`fsdp2.comm.exchange`), and gloo's own collective, in turns. ``--write`` keeps every round in
-benchmarks/results/exchange.json; `limit_of` says from these how many ranks exchange data in pairs,
-and a test that the library's `EXCHANGE_MAX_RANKS` is that.
+For each collective and size: reads of memory within the host, messages in pairs (both are
+parts of `fsdp2.transports.host.exchange`), and gloo's own collective, in turns. ``--write`` keeps
+every round in benchmarks/results/exchange.json; `limit_of` says from these how many ranks exchange
+data in pairs, and a test that the library's `EXCHANGE_MAX_RANKS` is that.
 
     python -m benchmarks.exchange [--ranks 2 4 8 16 32] [--rounds N] [--write]
 """
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.host_links import host_links
-from fsdp2.comm.host_reads import HostReads
-from fsdp2.comm.messages import Messages
 from fsdp2.sharding.layout import DIRECT_MIN_BYTES
+from fsdp2.transports.host.links import host_links
+from fsdp2.transports.host.messages import Messages
+from fsdp2.transports.host.reads import HostReads
 
 from . import machine
 from .choosing import describe

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.comm.store_exchange import StoreExchange
-from fsdp2.runtime import first_forward
+from fsdp2.guards.rank_agreement import first_forward
+from fsdp2.guards.rank_agreement.store_exchange import StoreExchange
 from fsdp2.runtime.unit import units_in
 
 from .ranks import run_ranks

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import CommPolicy
-from fsdp2.comm.host_meeting import SWITCH
+from fsdp2.transports.host.meeting import SWITCH
 
 from . import host_ranks, machine
 from .choosing import describe

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.messages import Messages
+from fsdp2.transports.host.messages import Messages
 
 from . import host_ranks, machine
 from .choosing import describe

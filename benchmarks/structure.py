@@ -21,7 +21,7 @@ import inspect
 import io
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,11 +39,9 @@ import fsdp2
 
 PACKAGE = Path(fsdp2.__file__).parent
 TORCH = Path(inspect.getfile(inspect.unwrap(torch_fully_shard))).parent
-# What a training step is made of; the rest of the package stands on it or beside it.
-CORE = (
-    *("policy.py", "sharding", "comm", "runtime"),
-    *("api/fully_shard.py", "api/module.py", "api/comm_settings.py"),
-)
+# What a training step is made of. The kernel is to train alone; parts are what can be left out.
+KERNEL = ("policy.py", "sharding", "comm", "runtime", "api/fully_shard.py", "api/module.py")
+PARTS = ("transports", "features", "guards", "api/comm_settings.py")
 
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -89,13 +87,18 @@ class Entered:
         return len(self.calls) / max(1, changes)
 
 
-def core_files() -> list[Path]:
-    """The files of `CORE`, without the ``__init__.py`` of its folders."""
+def files_of(rooms: Iterable[str]) -> list[Path]:
+    """Their files, without the ``__init__.py`` of folders."""
     found: list[Path] = []
-    for name in CORE:
+    for name in rooms:
         path = PACKAGE / name
         found += [path] if path.is_file() else sorted(path.rglob("*.py"))
     return [path for path in found if path.name != "__init__.py"]
+
+
+def core_files() -> list[Path]:
+    """The files of the kernel and of its parts."""
+    return files_of(KERNEL + PARTS)
 
 
 def size_of(paths: list[Path]) -> Size:
@@ -223,7 +226,8 @@ def measure_alone() -> dict[str, Entered]:
 def show(measured: dict[str, Entered]) -> None:
     """Print both tables."""
     sizes = {
-        "core of a training step": size_of(core_files()),
+        "kernel": size_of(files_of(KERNEL)),
+        "parts": size_of(files_of(PARTS)),
         "the package": size_of(sorted(PACKAGE.rglob("*.py"))),
         "torch FSDP2": size_of(sorted(TORCH.glob("*.py"))),
     }

@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
-import fsdp2.comm.host_links
-import fsdp2.comm.host_meeting
-import fsdp2.comm.messages
-from fsdp2.comm.followers import Step, follow
-from fsdp2.comm.host_links import HostLinks
-from fsdp2.comm.host_relays import HostRelays
-from fsdp2.comm.messages import Messages
+import fsdp2.transports.host.links
+import fsdp2.transports.host.meeting
+import fsdp2.transports.host.messages
+from fsdp2.transports.host.followers import Step, follow
+from fsdp2.transports.host.links import HostLinks
+from fsdp2.transports.host.messages import Messages
+from fsdp2.transports.host.relays import HostRelays
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 USES = (*KINDS, "all_reduce")  # of the exchanges within a host
@@ -54,7 +54,7 @@ def pretended_hosts(places: Sequence[int]) -> Iterator[None]:
 
     What they have found is forgotten before and after.
     """
-    host_links, host_meeting = fsdp2.comm.host_links, fsdp2.comm.host_meeting
+    host_links, host_meeting = fsdp2.transports.host.links, fsdp2.transports.host.meeting
     real = host_meeting.host_id()
 
     def pretended() -> str:
@@ -136,7 +136,7 @@ def counting_sent(places: Sequence[int] | None = None) -> Iterator[Counter[str]]
     methods |= {name: counting(name, "all_reduce") for name in ("in_one", "in_two_phases")}
     with (
         mock.patch.multiple(Messages, _start=counted_start, **methods),
-        mock.patch.object(fsdp2.comm.messages, "follow", counted_follow),
+        mock.patch.object(fsdp2.transports.host.messages, "follow", counted_follow),
         mock.patch.object(HostRelays, "_send", counted_send),
         mock.patch.object(HostLinks, "post", counted_post),
     ):

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from .api.module import FSDPModule, UnshardHandle
     from .api.shard_model import shard_model
     from .batches import split_batch
-    from .comm.store_exchange import RanksDisagreeError
     from .describe.explain import explain
     from .describe.explanation import Explanation
     from .describe.hangs import HangReport, HangWarning, watch_hangs
     from .describe.rank_checks import check_ranks_agree, watch_ranks
     from .estimation import Estimate, Kernels, StateOffload, estimate, register_cost
+    from .features.finalization import GradientReductionHandle
+    from .guards.rank_agreement.store_exchange import RanksDisagreeError
     from .offload.activations import ActivationBytes, offload_activations
     from .offload.optimizer_state import offload_optimizer
     from .optim import clip_grad_norm_, get_total_norm
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
         ShardPlacementResult,
     )
     from .profiling import Profile, profile
-    from .runtime.finalization import GradientReductionHandle
     from .wrap import UnitDescription, units_of
 
 __all__ = [
@@ -127,7 +127,7 @@ _HOME = {
     "Estimate": "estimation",
     "Explanation": "describe.explanation",
     "FSDPModule": "api.module",
-    "GradientReductionHandle": "runtime.finalization",
+    "GradientReductionHandle": "features.finalization",
     "HangReport": "describe.hangs",
     "HangWarning": "describe.hangs",
     "Hardware": "planner",
@@ -137,7 +137,7 @@ _HOME = {
     "Plan": "planner",
     "Prediction": "planner",
     "Profile": "profiling",
-    "RanksDisagreeError": "comm.store_exchange",
+    "RanksDisagreeError": "guards.rank_agreement.store_exchange",
     "ShardPlacementResult": "policy",
     "StateOffload": "estimation",
     "Sweep": "planner",

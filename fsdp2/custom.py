@@ -3,6 +3,6 @@
 # First: its error names all that this torch lacks.
 from .common import torch_private as torch_private  # isort: split
 
-from .comm.custom import AllGather as AllGather
-from .comm.custom import Comm as Comm
-from .comm.custom import ReduceScatter as ReduceScatter
+from .transports.custom import AllGather as AllGather
+from .transports.custom import Comm as Comm
+from .transports.custom import ReduceScatter as ReduceScatter

@@ -168,10 +168,10 @@ class CommPolicy:
     """Fewer bytes on the wire, at the price of precision. Off by default; a setting of each unit.
 
     What is stored and what is computed keep their dtypes; only messages are narrower. int8 and
-    float8 travel in blocks with a scale each (``fsdp2.comm.quantize`` has the arithmetic and its
-    bounds). Parameters that are packed (their slice is below ``direct_min_bytes``), or have fewer
-    elements per rank than a block, travel in bfloat16. What is not floating-point, or not wider
-    than the dtype chosen here, travels as without a policy.
+    float8 travel in blocks with a scale each (``fsdp2.transports.compressed.quantize`` has the
+    arithmetic and its bounds). Parameters that are packed (their slice is below
+    ``direct_min_bytes``), or have fewer elements per rank than a block, travel in bfloat16. What is
+    not floating-point, or not wider than the dtype chosen here, travels as without a policy.
 
     - *Weights* are quantized from the sharded values at each gather, and restored into the dtype of
       computation. All ranks compute with the same bits, the rank that owns them too. Gathers of

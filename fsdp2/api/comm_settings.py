@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..comm.custom import AllGather, ReduceScatter, choose_symmetric_backend
 from ..comm.mesh_transports import CommOptions
 from ..comm.transports import backend_name
 from ..policy import CommPolicy, check_comm_policy
 from ..runtime.building import KEEPS_AND_LIMITS, ONLY_ROOTS_LIMIT
-from ..runtime.root import runtime_of
+from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit, unit_of, units_in
+from ..transports.custom import AllGather, ReduceScatter, choose_symmetric_backend
 
 
 def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:

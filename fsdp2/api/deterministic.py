@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from ..comm.host_links import adds_by_host
-from ..comm.host_meeting import ORDER
+from ..transports.host.links import adds_by_host
+from ..transports.host.meeting import ORDER
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":4096:8", ":16:8")  # what cuBLAS calls reproducible

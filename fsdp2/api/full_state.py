@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..comm.wire import Wire
 from ..common.memory import current_device
 from ..common.modules import load_through_hooks, own_state
 from ..dtensor.boxes import Box
@@ -37,6 +36,7 @@ from ..runtime.hooks import about_to_write, wrapper_prefix
 from ..runtime.unit import units_in
 from .spread import Spread, spread_of
 from .whole_subclasses import Inner, agreed, assembled, describe, spread_of_inner
+from .wire import Wire
 
 # Tensors are sent in batches of up to this many bytes (of whole tensors); larger ones one by one.
 BATCH_BYTES = 32 * 1024 * 1024

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 
 from ..comm.mesh_transports import CommOptions
 from ..common.classes import class_for
+from ..guards.optimizer_checks import watch_flattening
+from ..guards.requested_gradients import look_at_requests
 from ..policy import (
     CommPolicy,
     DataParallelMeshDims,
@@ -25,8 +27,6 @@ from ..policy import (
 )
 from ..runtime.building import name_units
 from ..runtime.hooks import UnitHooks
-from ..runtime.optimizer_checks import watch_flattening
-from ..runtime.requested_gradients import look_at_requests
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh, replicated, resolve_mesh

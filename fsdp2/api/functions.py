@@ -9,7 +9,7 @@ from torch import nn
 
 from ..comm.streams import streams_for
 from ..runtime.hooks import hooks_of, is_wrapped
-from ..runtime.root import runtime_of
+from ..runtime.runtime import runtime_of
 from ..runtime.unit import unit_of
 from .module import FSDPModule, units_of_all
 

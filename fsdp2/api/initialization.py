@@ -25,10 +25,10 @@ from ..common.failures import explained
 from ..common.memory import usual_device
 from ..common.pytree import map_tensors
 from ..dtensor.placement import is_gathered_part, own_part
+from ..guards.rank_agreement.initial_values import is_seen_by_all
+from ..guards.unwritten import Mark, never_written, to_be_made, write_pattern
 from ..runtime.hooks import about_to_write
 from ..runtime.unit import own_modules, units_in
-from ..runtime.unwritten import Mark, never_written, to_be_made, write_pattern
-from ..sharding.initial_values import is_seen_by_all
 from .torch_errors import items_reach_shards
 
 

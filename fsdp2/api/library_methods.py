@@ -39,13 +39,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from ..comm.store_exchange import StoreExchange, can_meet
 from ..comm.transports import backend_name
 from ..common.classes import original_class
 from ..dtensor.placement import own_part, this_rank
 from ..dtensor.subclasses import is_subclass
-from ..runtime.comparison import by_ranks
-from ..runtime.first_forward import WARN_AFTER_S
+from ..guards.rank_agreement.comparison import by_ranks
+from ..guards.rank_agreement.first_forward import WARN_AFTER_S
+from ..guards.rank_agreement.store_exchange import StoreExchange, can_meet
 from ..runtime.hooks import about_to_write, units_holding
 from ..runtime.unit import Unit, units_in
 from ..sharding.mesh import replicated

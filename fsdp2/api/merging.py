@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..comm.streams import device_module
 from ..runtime.building import build_runtime, follow_modules, name_units
 from ..runtime.hooks import StateDictHooks, UnitHooks, hooks_of
-from ..runtime.root import Runtime, last_order, runtime_of
+from ..runtime.runtime import Runtime, last_order, runtime_of
 from ..runtime.unit import ORIGINS, Unit, set_unit, units_in
 from .torch_compat import publish_state
 

@@ -12,14 +12,14 @@ from torch import nn
 from typing_extensions import override
 
 from ..common.classes import original_class
+from ..features.finalization import GradientReductionHandle
+from ..features.frozen_cache import KeepFrozen
+from ..guards.unwritten import to_be_made, write_pattern
 from ..runtime import by_hand
 from ..runtime.building import KEEPS_AND_LIMITS, build_runtime
-from ..runtime.finalization import GradientReductionHandle
-from ..runtime.frozen_cache import KeepFrozen
 from ..runtime.hooks import wrapper_prefix
-from ..runtime.root import Runtime, runtime_of
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit, own_modules, unit_of, units_in
-from ..runtime.unwritten import to_be_made, write_pattern
 from . import comm_settings
 from .deepcopy import ToBeCopied
 from .torch_compat import PipelineState, state_of

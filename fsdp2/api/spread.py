@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ..comm.wire import Wire
 from ..dtensor.boxes import Box
 from ..dtensor.placement import box_of, slices_like
+from .wire import Wire
 
 
 @dataclass(frozen=True)

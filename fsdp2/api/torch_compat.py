@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
 from ..policy import MixedPrecisionPolicy
-from ..runtime.root import runtime_of
+from ..runtime.runtime import runtime_of
 from ..runtime.unit import Unit
 
 __all__ = ["PipelineState", "TorchFSDPModule", "is_replicated", "publish_state", "state_of"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common.memory import memory_of
 from ..dtensor.subclasses import fewer_rows, follows_rows, inner_of, is_subclass, kind_of
-from ..sharding.tensor_subclass import contiguous_strides
+from ..features.tensor_subclasses.tensor_subclass import contiguous_strides
 from .spread import Spread
 
 

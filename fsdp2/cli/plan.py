@@ -578,7 +578,7 @@ def answer(
     Returns:
         The exit status.
     """
-    from ..runtime.gather_budget import GatherBudgetError
+    from ..features.gather_budget import GatherBudgetError
 
     try:
         made = make()

@@ -19,9 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..policy import CommPolicy, hops_of
 from ..sharding.mesh import DataParallelMesh, subgroup_mesh
 from ..sharding.process_groups import connect_group, own_group
-from .compressed import CompressedTransport, Hops
-from .custom import AllGather, FlatTransport, ReduceScatter, allocating_symmetric, on_memory
-from .exchange import Exchange
+from ..transports.compressed.transports import CompressedTransport, Hops
+from ..transports.custom import (
+    AllGather,
+    FlatTransport,
+    ReduceScatter,
+    allocating_symmetric,
+    on_memory,
+)
+from ..transports.host.exchange import Exchange
 from .transports import Transport, check_backend, make_transport, separate_group
 
 

@@ -34,8 +34,8 @@ from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.process_groups import native_backend, num_hosts, own_group
 from ..sharding.reduce_plan import ReducePlan, copy_in
-from .exchange import Exchange
-from .host_links import forget_tags
+from ..transports.host.exchange import Exchange
+from ..transports.host.links import forget_tags
 from .means import as_real, mean_over
 from .streams import Finish, device_module, done, ended, wait_for
 

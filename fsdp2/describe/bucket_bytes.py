@@ -13,8 +13,6 @@ from math import prod
 
 import torch
 
-from ..comm.quantize import Cut, cut_reduction, gather_row
-from ..comm.topology import Places, Sent, Topology
 from ..policy import (
     CommPolicy,
     compute_dtype,
@@ -25,6 +23,8 @@ from ..policy import (
 )
 from ..sharding.layout import BucketLayout, plan_bucket, secondary_layout
 from ..sharding.reduce_plan import ReducePlan
+from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
+from ..transports.host.topology import Places, Sent, Topology
 
 
 @dataclass(frozen=True)

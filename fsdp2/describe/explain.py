@@ -16,9 +16,7 @@ from torch import nn
 
 from ..api.arguments import meant_reshard
 from ..api.shard_model import ReshardChoice, Strategy, find_strategy, reshard_of
-from ..comm.host_links import places_of
 from ..comm.mesh_transports import groups_of
-from ..comm.topology import Topology
 from ..comm.transports import EXCHANGE_MAX_RANKS, backend_name
 from ..policy import (
     CommPolicy,
@@ -30,8 +28,10 @@ from ..policy import (
     param_dtype_of,
     stored_dtype_of,
 )
-from ..runtime.root import last_order
+from ..runtime.runtime import last_order
 from ..runtime.unit import Unit, units_in
+from ..transports.host.links import places_of
+from ..transports.host.topology import Topology
 from ..wrap import UnitDescription, units_of
 from .bucket_bytes import BucketFacts, ParameterFacts, buckets_of
 from .explanation import Explanation, ParameterReport, Totals, UnitReport

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from ..comm.store_exchange import can_meet, name_ranks
 from ..common.failures import lost_what
 from ..common.threads import tell, work_in_turns
-from ..runtime.comparison import name_of
+from ..guards.rank_agreement.comparison import name_of
+from ..guards.rank_agreement.store_exchange import can_meet, name_ranks
 from ..runtime.unit import units_in
 from . import flight_records
 from .flight_records import PREFIX

@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.store_exchange import MAX_LINES, TITLE, RanksDisagreeError, StoreExchange
-from ..runtime.comparison import all_values, by_ranks, describe, last_order, name_of
+from ..guards.rank_agreement.comparison import all_values, by_ranks, describe, last_order, name_of
+from ..guards.rank_agreement.store_exchange import (
+    MAX_LINES,
+    TITLE,
+    RanksDisagreeError,
+    StoreExchange,
+)
 from ..runtime.unit import Unit, units_in
 from ..sharding.param import ShardedParam
 

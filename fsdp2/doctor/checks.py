@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..comm.store_exchange import name_ranks
+from ..guards.rank_agreement.store_exchange import name_ranks
 from ..render.text import show_bytes, show_seconds
 from .facts import Facts
 from .links import Link

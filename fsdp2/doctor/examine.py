@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.store_exchange import name_ranks
+from ..guards.rank_agreement.store_exchange import name_ranks
 from .checks import ERROR, Finding, Folder, check
 from .facts import Facts, facts_of
 from .links import Link, measure, rounds

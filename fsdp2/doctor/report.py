@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from ..comm.store_exchange import name_ranks
+from ..guards.rank_agreement.store_exchange import name_ranks
 from ..render.text import plain_table, plural, show_bytes, show_seconds
 from .checks import ERROR
 from .examine import Examination

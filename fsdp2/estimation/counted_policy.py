@@ -1,4 +1,4 @@
-"""The counterpart of `comm.compressed`: counts what a `CommPolicy` sends and holds."""
+"""The counterpart of `transports.compressed`: counts what a `CommPolicy` sends and holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..comm.compressed import CompressedTransport
-from ..comm.quantize import Cut, cut_reduction, gather_row
 from ..comm.transports import Finish, ended
 from ..policy import CommPolicy
 from ..sharding.bucket import Bucket
 from ..sharding.reduce_plan import ReducePlan
+from ..transports.compressed.quantize import Cut, cut_reduction, gather_row
+from ..transports.compressed.transports import CompressedTransport
 from .account import Held
 from .counted_transports import CountedGatherBatch, _stage
 from .device import Transfer

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..comm.topology import Topology
+from ..transports.host.topology import Topology
 from .account import Account
 from .events import Compute, CopyEnd, ExchangeEnd, HostCopy, Operation
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.topology import split_by_link
 from ..dtensor.boxes import entries_per_part
 from ..policy import (
     CommPolicy,
@@ -17,6 +16,7 @@ from ..policy import (
     adopt_offload_policy,
     check_comm_policy,
 )
+from ..transports.host.topology import split_by_link
 from ..wrap import units_of
 from .events import StepTrace
 from .expert_units import experts_of, with_experts

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from ..comm.topology import Ring, Topology
+from ..transports.host.topology import Ring, Topology
 from ..wrap import UnitDescription, as_policy
 
 

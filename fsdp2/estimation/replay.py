@@ -21,7 +21,7 @@ from ..policy import (
     CPUOffloadPolicy,
     OffloadBeyond,
 )
-from ..runtime.root import Runtime
+from ..runtime.runtime import Runtime
 from ..runtime.unit import Forward
 from ..runtime.unit_config import UnitConfig
 from ..sharding.mesh import DataParallelMesh

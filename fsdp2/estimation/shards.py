@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..comm.topology import Topology
 from ..dtensor.boxes import entries_per_part
 from ..policy import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, hops_of
+from ..transports.host.topology import Topology
 from ..wrap import UnitDescription
 from .events import ParamInfo
 from .expert_units import InnerTopology

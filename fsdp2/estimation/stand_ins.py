@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ..comm.quantize import gather_row
+from ..features.partial_gradients import DeferredReductions
 from ..policy import CommPolicy, OffloadBeyond, compute_dtype, hops_of
-from ..runtime.deferred_reductions import DeferredReductions
 from ..runtime.param_group import ParamGroup
 from ..runtime.reduction import Reduction
 from ..runtime.unit import Unit
@@ -30,6 +29,7 @@ from ..runtime.unit_grads import UnitGrads
 from ..sharding.bucket import FREE_MIN_BYTES, Bucket
 from ..sharding.layout import BucketLayout
 from ..sharding.mesh import DataParallelMesh
+from ..transports.compressed.quantize import gather_row
 from .account import Held
 from .allocator import Block
 from .counted_policy import CountingPolicy

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import gcd, sqrt
 from statistics import NormalDist
 
-from ..comm.topology import Ring, split_by_link
 from ..estimation.device import Copy, Transfer
 from ..estimation.events import Compute, Operation
+from ..transports.host.topology import Ring, split_by_link
 from .curves import Points, rate_at, seconds_at
 from .hardware import ATTEND, CALL, CONVOLVE, GATHER, MOVE, MULTIPLY, OPERANDS, REDUCE, Hardware
 from .hardware import HOST as HOST_PART

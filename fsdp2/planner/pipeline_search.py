@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ..estimation.pipeline import Part
 from ..estimation.schedules import LOOPED, SPLIT, check_schedule
+from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural
-from ..runtime.gather_budget import GatherBudgetError
 from .candidates import Candidate, Pipeline, first_round, reshards_of
 from .choices import Choices
 from .pipeline_estimates import PipelineEstimate, StageAlone, estimate_pipeline, stages_alone

@@ -12,8 +12,8 @@ from ..estimation.pipeline import Part
 from ..estimation.schedules import SPLIT
 from ..estimation.setups import make_setup
 from ..estimation.shards import Setup
+from ..features.gather_budget import GatherBudgetError
 from ..render.text import plural, show_bytes
-from ..runtime.gather_budget import GatherBudgetError
 from .advice import advice, padding_of
 from .candidates import (
     SEARCHED,

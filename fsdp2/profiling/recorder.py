@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from ..describe.bucket_bytes import BucketFacts
 from ..describe.explain import facts_of, unit_name
-from ..runtime.root import Runtime, runtime_of
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket
 from ..sharding.reduce_plan import ReducePlan

@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.streams import Streams
 from ..comm.transports import Finish, Transport, done
 from ..runtime.reduction import Reduction
-from ..runtime.root import Runtime
+from ..runtime.runtime import Runtime
 from ..runtime.states import State
 from ..runtime.unit import Unit
 from ..sharding.bucket import Bucket

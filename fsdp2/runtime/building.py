@@ -14,21 +14,21 @@ from torch import nn
 
 from ..comm.streams import streams_for
 from ..dtensor.memory import asked_side_by_side
-from ..policy import param_dtype_of
-from ..sharding.param import ShardedParam, managed_as
-from .first_forward import FirstForward
-from .functional_call import in_functional_call
-from .optimizer_checks import (
+from ..features.functional_call import in_functional_call
+from ..features.side_by_side.units import place_side_by_side
+from ..guards.optimizer_checks import (
     follow_zero_grad,
     refuse_gathered,
     watch_originals,
     watch_quantized,
 )
+from ..guards.rank_agreement.first_forward import FirstForward
+from ..guards.unwritten import check_meta_buffers
+from ..policy import param_dtype_of
+from ..sharding.param import ShardedParam, managed_as
 from .registration import put
-from .root import Runtime, runtime_of
-from .side_by_side import place_side_by_side
+from .runtime import Runtime, runtime_of
 from .unit import ORIGINS, Unit, modules_outside, unit_of, units_in
-from .unwritten import check_meta_buffers
 
 Place = tuple[nn.Module, str]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from .finalization import GradientReductionHandle
-from .root import Runtime, runtime_of
+from ..features.finalization import GradientReductionHandle
+from .runtime import Runtime, runtime_of
 from .states import RESHARDED, State
 from .torch_modes import autograd_is_running
 from .unit import Unit

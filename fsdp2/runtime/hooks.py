@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
+from ..features.middle import Middle, watch_base
 from .borders import Border, Crossing, Entrance, TransformedBorder, mark
 from .building import build_runtime
-from .middle import Middle, watch_base
 from .registration import ModulesChanged
-from .root import runtime_of
+from .runtime import runtime_of
 from .torch_modes import is_transformed, outside_torch_modes, skip_compile, type_checker
 from .unit import Forward, Unit
 

@@ -15,24 +15,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..comm.compressed import NarrowSecondaryShards
-from ..comm.extension import MAX_TENSORS, ExtensionBucket
 from ..comm.mesh_transports import CommOptions, MeshTransports, make_groups
 from ..comm.transports import give_back_tags, take_tags
+from ..features.frozen_cache import mixes_frozen
+from ..features.tensor_subclasses.extension import MAX_TENSORS, ExtensionBucket
+from ..features.tensor_subclasses.tensor_subclass import inner_tensors
+from ..guards.rank_agreement.initial_values import InitialValues, whole_of
+from ..guards.unwritten import Mark
 from ..policy import MixedPrecisionPolicy, OffloadBeyond, hops_of, param_dtype_of, sum_dtype
 from ..sharding.bucket import Bucket, SecondaryShards
 from ..sharding.gather_plan import GatherBatch, GatherPlan
-from ..sharding.initial_values import InitialValues, whole_of
 from ..sharding.layout import Slot
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam, managed_as
 from ..sharding.process_groups import num_hosts
 from ..sharding.reduce_plan import ReducePlan
-from ..sharding.tensor_subclass import inner_tensors
-from .frozen_cache import mixes_frozen
+from ..transports.compressed.transports import NarrowSecondaryShards
 from .registration import Registration, put
 from .unit_config import UnitConfig
-from .unwritten import Mark
 
 # Parameters of one bucket have the same mesh, dtypes of computation, shards and gradients (set, and
 # which), and are trained or not; an extension is alone in its own.

@@ -35,17 +35,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ..comm.compressed import Cuts
 from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, done
 from ..common.failures import reraise
 from ..dtensor.from_local import local_of
 from ..dtensor.memory import with_own_storage
+from ..features.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.bucket import Bucket, GradientStore
 from ..sharding.param import ShardedParam
-from ..sharding.parameter_hooks import TensorHooks, call_tensor_hooks
 from ..sharding.reduce_plan import ReducePlan
+from ..transports.compressed.transports import Cuts
 from .unit_config import UnitConfig
 
 # With `map` in place of generators, which cost a frame per item: these run in every backward.

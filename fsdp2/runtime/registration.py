@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..common.classes import original_class
+from ..features.early_free.freed_params import FreedParameterProxy
+from ..features.functional_call import fits, in_functional_call, whole_of
+from ..guards.lost_writes import LostWrites, address_of
 from ..sharding.param import ShardedParam
-from .freed_params import FreedParameterProxy
-from .functional_call import fits, in_functional_call, whole_of
-from .lost_writes import LostWrites, address_of
 
 _AFTER_SHARDING = (
     "Parametrizations (weight_norm, spectral_norm, orthogonal) and pruning (torch.nn.utils.prune) "

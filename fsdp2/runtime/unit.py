@@ -23,13 +23,13 @@ from ..comm.mesh_transports import MeshTransports
 from ..comm.streams import Event, Streams
 from ..comm.transports import Finish, Transport, done
 from ..common.failures import reraise
+from ..features.early_free.freed_params import FreedParameterProxy
+from ..features.frozen_cache import free_cached
+from ..guards.lost_writes import GatheredWrites
 from ..sharding.bucket import Bucket
 from ..sharding.gather_plan import GatherBatch, GatherPlan
 from ..sharding.mesh import DataParallelMesh
 from ..sharding.param import ShardedParam
-from .freed_params import FreedParameterProxy
-from .frozen_cache import free_cached
-from .lost_writes import GatheredWrites
 from .param_group import ParamGroup
 from .registration import Registration
 from .states import GATHERED, RESHARDED, TRANSITIONS, AfterForward, State
@@ -563,7 +563,7 @@ class Unit:
         References are counted on this rank alone: a debugger that holds the parameter on one rank
         keeps it there. Ranks must agree on every gather that follows, so all of them go on as if
         it had been freed: the next use gathers it again, on the rank that kept it too. Symmetric
-        memory is freed by all ranks or by none; see the note in `comm.custom`.
+        memory is freed by all ranks or by none; see the note in `transports.custom`.
         """
         if not bucket.can_free_early(i) or self.config.comm_options.memory == "symmetric":
             return

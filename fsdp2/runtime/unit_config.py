@@ -15,8 +15,8 @@ import torch
 
 from ..comm.mesh_transports import CommOptions
 from ..comm.streams import Streams
+from ..features.frozen_cache import KeepFrozen
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .frozen_cache import KeepFrozen
 
 
 @dataclass

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..features.partial_gradients import DeferredReductions
 from ..sharding.bucket import Bucket
 from ..sharding.param import ShardedParam
-from .deferred_reductions import DeferredReductions
 from .param_group import ParamGroup, requires_grad_of
 from .reduction import Reduction, reduced_without_graph
 from .unit_config import UnitConfig

@@ -30,12 +30,17 @@ from ..dtensor.block_shard import block_shard
 from ..dtensor.boxes import entries_per_part, strides
 from ..dtensor.from_local import dtensor_over
 from ..dtensor.placement import boxes_of
+from ..features.parameter_hooks import UserHooks
+from ..features.spmd_types import Annotations, read_annotations
+from ..features.tensor_subclasses.tensor_subclass import (
+    attach_attributes,
+    is_wrapper,
+    plain_gradient,
+    user_attributes,
+)
 from ..policy import compute_dtype
-from .annotations import Annotations, read_annotations
 from .layout import Slot
 from .mesh import DataParallelMesh, concatenate
-from .parameter_hooks import UserHooks
-from .tensor_subclass import attach_attributes, is_wrapper, plain_gradient, user_attributes
 
 # By id, since tensors compare elementwise; an id that was given out again is found out by identity.
 _managed: WeakValueDictionary[int, ShardedParam] = WeakValueDictionary()

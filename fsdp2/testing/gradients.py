@@ -14,10 +14,10 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..features.middle import Middle
 from ..runtime import by_hand
-from ..runtime.middle import Middle
 from ..runtime.reduction import Reduction
-from ..runtime.root import Runtime, runtime_of
+from ..runtime.runtime import Runtime, runtime_of
 from ..runtime.unit import Unit
 from ..runtime.unit_grads import UnitGrads
 from ..sharding.param import ShardedParam

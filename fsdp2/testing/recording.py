@@ -11,13 +11,13 @@ from unittest import mock
 
 import torch
 
-from ..comm import extension
 from ..comm import mesh_transports as transports
 from ..comm import transports as collectives
 from ..comm.streams import simulating
+from ..features.tensor_subclasses import extension
 from ..runtime import unit
 from ..runtime.reduction import Reduction
-from ..runtime.root import Runtime
+from ..runtime.runtime import Runtime
 from ..sharding import bucket as storage
 from .trace import RecordedGroup, Recorder
 

@@ -36,7 +36,7 @@ from fsdp2.checkpoint.loading import fill, reading, source, tasks
 from fsdp2.checkpoint.loading.reading import Target, read_into, read_verified, verify_boxes
 from fsdp2.checkpoint.loading.source import Extent, Source, Stored
 from fsdp2.dtensor.boxes import Box
-from fsdp2.runtime.lost_writes import LostWrites
+from fsdp2.guards.lost_writes import LostWrites
 from fsdp2.runtime.registration import Registration
 from harness import ours_only, run_on
 

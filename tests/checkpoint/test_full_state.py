@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import fsdp2
 import fsdp2.api.full_state
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.comm.wire import Wire
+from fsdp2.api.wire import Wire
 from harness import cached_mesh, cpu_only, distributed, ours_only
 from models import BY_NAME, CNN, MLP, TRANSFORMER, Case
 from reference import (

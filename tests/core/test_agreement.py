@@ -20,7 +20,7 @@ from fsdp2 import (
     replicate,
     watch_ranks,
 )
-from fsdp2.comm.store_exchange import differences, name_ranks
+from fsdp2.guards.rank_agreement.store_exchange import differences, name_ranks
 from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, CONDITIONAL, MLP, TRANSFORMER
 from reference import assert_same_gradients, assert_sharded, pair, run_both

@@ -21,11 +21,11 @@ pytestmark = [ours_only("deterministic"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
     import fsdp2
-    import fsdp2.comm.host_links
     import fsdp2.comm.transports
+    import fsdp2.transports.host.links
     from fsdp2 import CommPolicy, MixedPrecisionPolicy, shard_model
     from fsdp2.api.deterministic import _by_switches
-    from fsdp2.comm.host_meeting import ORDER, SWITCH
+    from fsdp2.transports.host.meeting import ORDER, SWITCH
 
 Make = Callable[[nn.Module], nn.Module]
 HOSTS = [0, 0, 1, 1]
@@ -36,7 +36,7 @@ WAYS = ("reads", "messages", "collectives", "hosts", "hosts in rank order")
 def going(way: str) -> Iterator[None]:
     """What shards and gradients travel by in groups that are used first inside."""
     transports: Any = fsdp2.comm.transports
-    host_links: Any = fsdp2.comm.host_links
+    host_links: Any = fsdp2.transports.host.links
     environment = {"messages": {SWITCH: "0"}, "hosts in rank order": {ORDER: "rank"}}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment.get(way, {})))
@@ -154,7 +154,7 @@ def test_the_same_bits_on_any_hosts() -> None:
         with going("reads"):
             one_host.append(trained(make, **options))
         with going("hosts"):
-            if not fsdp2.comm.host_meeting.host_id():
+            if not fsdp2.transports.host.meeting.host_id():
                 pytest.skip("processes may not read each other's memory here")
             hosts.append(trained(make, **options))
         with restored(), going("messages"):
@@ -300,7 +300,7 @@ def test_a_process_group_of_nccl_that_exists() -> None:
 def test_sums_that_were_added_host_by_host() -> None:
     with going("hosts"), environment():
         trained(sharded(4))
-        if not fsdp2.comm.host_meeting.host_id():
+        if not fsdp2.transports.host.meeting.host_id():
             pytest.skip("processes may not read each other's memory here")
         refused("gradients have been added host by host already")
     with going("hosts in rank order"), restored():

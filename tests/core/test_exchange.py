@@ -27,17 +27,17 @@ from sums import DTYPES, rows, term
 pytestmark = [ours_only("transports"), cpu_only("gloo")]
 
 if not RUNS_ON_TORCH:
-    import fsdp2.comm.exchange
-    import fsdp2.comm.host_links
-    import fsdp2.comm.host_meeting
+    import fsdp2.transports.host.exchange
+    import fsdp2.transports.host.links
+    import fsdp2.transports.host.meeting
     from benchmarks.transport import counting_sent, pretended_hosts
     from fsdp2 import MixedPrecisionPolicy
-    from fsdp2.comm.exchange import Exchange
-    from fsdp2.comm.host_links import HostLinks, host_links, places_of
-    from fsdp2.comm.host_meeting import SWITCH
-    from fsdp2.comm.host_reads import SCATTER, HostReads, key
     from fsdp2.comm.means import cut, whole_bytes
-    from fsdp2.comm.messages import Messages
+    from fsdp2.transports.host.exchange import Exchange
+    from fsdp2.transports.host.links import HostLinks, host_links, places_of
+    from fsdp2.transports.host.meeting import SWITCH
+    from fsdp2.transports.host.messages import Messages
+    from fsdp2.transports.host.reads import SCATTER, HostReads, key
 
 
 def links_of(group: dist.ProcessGroup) -> HostLinks:
@@ -186,7 +186,7 @@ def test_training(reads: bool) -> None:
     """Layers with fewer rows than there are ranks, in fp64 and with gradients sent in bf16."""
     links = host_links if reads else as_messages
     bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    with mock.patch.object(fsdp2.comm.exchange, "host_links", links):
+    with mock.patch.object(fsdp2.transports.host.exchange, "host_links", links):
         size = dist.get_world_size()
         for shape in ((size,), (2, size // 2), (size // 2, 2)):
             hybrid = len(shape) == 2
@@ -213,7 +213,7 @@ def test_training(reads: bool) -> None:
 def test_training_on_twenty_ranks(reads: bool) -> None:
     """Most of which have no rows of some layers; replicas are bitwise equal."""
     links = host_links if reads else as_messages
-    with mock.patch.object(fsdp2.comm.exchange, "host_links", links):
+    with mock.patch.object(fsdp2.transports.host.exchange, "host_links", links):
         for shape in ((20,), (20, 1)):
             mesh = cached_mesh(*shape, names=("replicate", "shard") if len(shape) == 2 else None)
             training = Training(steps=2, bitwise=False)
@@ -237,10 +237,10 @@ def test_all_ranks_read_or_none_does() -> None:
             raise PermissionError
 
     links_of(new_group())
-    with mock.patch.object(fsdp2.comm.host_meeting, "_prove", refuse):
+    with mock.patch.object(fsdp2.transports.host.meeting, "_prove", refuse):
         assert host_links(new_group()) is None
     for step in ("_call", "_answer"):
-        with mock.patch.object(fsdp2.comm.host_meeting, step, refuse):
+        with mock.patch.object(fsdp2.transports.host.meeting, step, refuse):
             assert host_links(new_group()) is None
     with mock.patch.dict(os.environ, {SWITCH: str(dist.get_rank())}):
         assert host_links(new_group()) is None
@@ -253,7 +253,7 @@ def test_ranks_that_find_each_others_memory_and_not_sockets_do_not_wait() -> Non
     def of_this_rank(name: str) -> str:
         return f"\0{dist.get_rank()} {name}"
 
-    with mock.patch.object(fsdp2.comm.host_meeting, "_address", of_this_rank):
+    with mock.patch.object(fsdp2.transports.host.meeting, "_address", of_this_rank):
         assert host_links(new_group(timeout_s=5)) is None
 
 
@@ -341,7 +341,7 @@ def test_a_rank_that_gives_up_waits_for_its_thread_to_end_reading() -> None:
         done.set()
 
     thread = threading.Thread(target=give_up)
-    with fsdp2.comm.host_links._lock:  # as the thread has it that reads
+    with fsdp2.transports.host.links._lock:  # as the thread has it that reads
         thread.start()
         assert not done.wait(0.2)
         assert links._sockets
@@ -361,8 +361,8 @@ def test_ctrl_c_while_a_rank_reads_ends_the_exchanges_of_the_group() -> None:
 
     if dist.get_rank() == 1:
         with (
-            mock.patch.object(fsdp2.comm.host_links, "read", interrupted),
-            fsdp2.comm.host_links._lock,  # not in the thread, which gets no signals
+            mock.patch.object(fsdp2.transports.host.links, "read", interrupted),
+            fsdp2.transports.host.links._lock,  # not in the thread, which gets no signals
             pytest.raises(KeyboardInterrupt),
         ):
             exchange(way)()
@@ -420,7 +420,7 @@ def test_the_thread_that_serves_outlives_any_error() -> None:
             exchange(way)()
             dist.barrier()
         else:
-            failed, serve = threading.Event(), fsdp2.comm.host_links._serve
+            failed, serve = threading.Event(), fsdp2.transports.host.links._serve
 
             def fails_once(timeout_s: float) -> None:
                 if threading.current_thread().name == "fsdp2 exchange" and not failed.is_set():
@@ -428,7 +428,7 @@ def test_the_thread_that_serves_outlives_any_error() -> None:
                     raise MemoryError("no memory for a list")
                 serve(timeout_s)
 
-            monkeypatch.setattr(fsdp2.comm.host_links, "_serve", fails_once)
+            monkeypatch.setattr(fsdp2.transports.host.links, "_serve", fails_once)
             wait = exchange(way)
             dist.barrier()
             dist.barrier()  # for a rank that waits for this one to read
@@ -443,7 +443,9 @@ def test_what_was_read_of_a_rank_that_gave_up_does_not_count() -> None:
     """It posts, reads, and fails: the memory may be another's by the time it is read."""
     links = links_of(new_group())
     way = HostReads(links)
-    with fsdp2.comm.host_links._lock if dist.get_rank() == 0 else nullcontext():  # no thread reads
+    with (
+        fsdp2.transports.host.links._lock if dist.get_rank() == 0 else nullcontext()
+    ):  # no thread reads
         if dist.get_rank() == 0:
             wait = exchange(way)
         dist.barrier()

@@ -18,8 +18,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its exchanges", allow_module_level=True)
 
 from exit_while_exchanging import CANNOT_READ, NUM_RANKS, WAYS
-from fsdp2.comm import host_links
-from fsdp2.comm.host_links import _Served
+from fsdp2.transports.host import links as host_links
+from fsdp2.transports.host.links import _Served
 
 pytestmark = harness.cpu_only("gloo")
 SUPPORT = Path(__file__).parents[1] / "support"

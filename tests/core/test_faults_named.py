@@ -32,7 +32,7 @@ from benchmarks.hosts import Host, hosts, why_not
 from fsdp2 import HangReport, fully_shard, watch_hangs
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.checkpoint.saving.job import SaveJob
-from fsdp2.comm.store_exchange import name_ranks
+from fsdp2.guards.rank_agreement.store_exchange import name_ranks
 from harness import cpu_only, fork_context, ours_only
 
 pytestmark = [ours_only("names its own units"), cpu_only("processes and sockets")]

@@ -36,9 +36,9 @@ if not RUNS_ON_TORCH:
         replicate,
         shard_model,
     )
-    from fsdp2.comm import store_exchange as meeting
-    from fsdp2.comm.store_exchange import StoreExchange
-    from fsdp2.runtime import first_forward
+    from fsdp2.guards.rank_agreement import first_forward
+    from fsdp2.guards.rank_agreement import store_exchange as meeting
+    from fsdp2.guards.rank_agreement.store_exchange import StoreExchange
 
 X = torch.ones(2, 4)
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp2.runtime.freed_params import FreedParameterProxy
+from fsdp2.features.early_free.freed_params import FreedParameterProxy
 from harness import distributed, ours_only
 from models import Case, Residual, token_batches, token_loss
 from reference import assert_same, assert_same_gradients, average_gradients, pair

@@ -29,7 +29,7 @@ from fsdp2 import (
 from fsdp2.estimation.replay import replay
 from fsdp2.estimation.setups import make_setup
 from fsdp2.estimation.tracing import trace_step
-from fsdp2.runtime.gather_budget import GatherBudgetError
+from fsdp2.features.gather_budget import GatherBudgetError
 from fsdp2.sharding import bucket
 from fsdp2.wrap import units_of
 from gathers import bytes_held, counting

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
-from fsdp2.runtime.freed_params import FreedParameterProxy
+from fsdp2.features.early_free.freed_params import FreedParameterProxy
 from harness import cached_mesh, distributed, ours_only
 from models import Case, Residual, token_batches, token_loss
 from reference import (

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, merge_units
-from fsdp2.runtime import root
-from fsdp2.runtime.middle import Middle
+from fsdp2.features.middle import Middle
+from fsdp2.runtime import runtime as root
 from fsdp2.runtime.unit import unit_of
 from gathers import bytes_held, counting
 from harness import cached_mesh, distributed, ours_only

@@ -32,7 +32,7 @@ pytestmark = ours_only("messages of its own")
 
 if not RUNS_ON_TORCH:
     from fsdp2 import DataParallelMeshDims, load_full_state_dict, replicate, shard_model
-    from fsdp2.runtime.freed_params import FreedParameterProxy
+    from fsdp2.features.early_free.freed_params import FreedParameterProxy
 
 
 def mlp() -> nn.Sequential:
@@ -561,7 +561,7 @@ def test_an_optimizer_of_two_models_one_of_which_is_sharded_after_it() -> None:
 @distributed(2)
 def test_optimizers_that_hold_originals_and_are_right() -> None:
     """The originals live on, and nothing is wrong."""
-    from fsdp2.runtime import optimizer_checks
+    from fsdp2.guards import optimizer_checks
 
     # Accelerate puts the sharded parameters into the optimizer that it was given.
     model = mlp()
@@ -628,7 +628,7 @@ def test_an_optimizer_built_while_parameters_are_gathered(way: str) -> None:
 def test_steps_of_usual_optimizers_have_no_hook() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
-    from fsdp2.runtime import optimizer_checks
+    from fsdp2.guards import optimizer_checks
 
     check = optimizer_checks._check_originals
     if check in optimizer_checks._installed:  # by an earlier test

@@ -19,11 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import testdev
-from fsdp2.comm.custom import (
-    SymmetricTransport,
-    allocating_symmetric,
-    choose_symmetric_backend,
-)
 from fsdp2.comm.means import mean_over
 from fsdp2.comm.streams import wait_for
 from fsdp2.comm.transports import GroupTransport, separate_group, sum_together
@@ -32,6 +27,11 @@ from fsdp2.sharding.gather_plan import GatherBatch, GatherPlan
 from fsdp2.sharding.layout import BucketLayout, plan_bucket
 from fsdp2.sharding.process_groups import num_hosts, own_group, timeout_of
 from fsdp2.sharding.reduce_plan import ReducePlan
+from fsdp2.transports.custom import (
+    SymmetricTransport,
+    allocating_symmetric,
+    choose_symmetric_backend,
+)
 from harness import ours_only, run_on
 
 pytestmark = ours_only("calls its transports")

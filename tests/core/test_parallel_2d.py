@@ -48,7 +48,7 @@ from reference import (
 )
 
 if not RUNS_ON_TORCH:
-    from fsdp2.runtime import deferred_reductions as deferred
+    from fsdp2.features import partial_gradients as deferred
 
 WRAPPER = "_checkpoint_wrapped_module."
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from fsdp2.sharding.parameter_hooks import TensorHooks
+from fsdp2.features.parameter_hooks import TensorHooks
 from harness import cached_mesh, distributed, ours_only
 from models import MLP, run_backward
 from reference import assert_same, assert_same_gradients, average_gradients, shard_case, whole

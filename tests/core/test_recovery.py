@@ -126,9 +126,9 @@ def test_the_next_step_is_right(fault: str, mode: bool) -> None:
 @distributed(2)
 def test_the_step_after_ctrl_c_in_any_wait_is_right(reads: bool) -> None:
     """What still comes in is waited for, before its memory is freed."""
-    import fsdp2.comm.exchange as exchange
-    import fsdp2.comm.host_links as host_links
-    import fsdp2.comm.messages as messages
+    import fsdp2.transports.host.exchange as exchange
+    import fsdp2.transports.host.links as host_links
+    import fsdp2.transports.host.messages as messages
 
     waits = (host_links.Operation, "wait") if reads else (messages, "wait_for")
     links = host_links.host_links if reads else lambda _: None

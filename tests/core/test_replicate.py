@@ -27,10 +27,10 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checkpoint import Checkpointer
-from fsdp2.comm.host_links import HostLinks
-from fsdp2.comm.host_reads import SPREAD
-from fsdp2.comm.messages import Messages
 from fsdp2.comm.transports import Exchange
+from fsdp2.transports.host.links import HostLinks
+from fsdp2.transports.host.messages import Messages
+from fsdp2.transports.host.reads import SPREAD
 from harness import cached_mesh, cpu_only, distributed, ours_only, shared_folder
 from models import BY_NAME, EVEN_MLP, LORA, MLP, NESTED, PARITY_CASES, TRANSFORMER, Case
 from reference import (

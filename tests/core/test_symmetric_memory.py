@@ -20,8 +20,8 @@ from torch import nn
 import fsdp2.sharding.bucket as bucket_module
 from fsdp2 import FSDPModule, fully_shard
 from fsdp2.api import comm_settings
-from fsdp2.comm import custom
 from fsdp2.runtime.unit import unit_of
+from fsdp2.transports import custom
 from harness import distributed, ours_only
 from models import BY_NAME
 from reference import assert_same_gradients, pair, run_both

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.features.side_by_side import units as side_by_side
 from fsdp2.optim import flat_plan, flat_runs, flat_step, local_step
-from fsdp2.runtime import side_by_side
 from fsdp2.runtime.unit import unit_of
 from harness import distributed
 

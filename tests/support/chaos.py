@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from fsdp2.comm import compressed, extension
 from fsdp2.comm.streams import DeviceStreams
+from fsdp2.features.tensor_subclasses import extension
 from fsdp2.sharding import bucket
+from fsdp2.transports.compressed import transports as compressed
 
 DELAYED = ("gathering", "reducing", "all_reducing")
 PROBABILITY = 0.3

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.transport import pretended_hosts
-from fsdp2.comm.exchange import Exchange
-from fsdp2.comm.host_relays import HostRelays
-from fsdp2.comm.messages import Messages
 from fsdp2.sharding.gather_plan import RowGather
+from fsdp2.transports.host.exchange import Exchange
+from fsdp2.transports.host.messages import Messages
+from fsdp2.transports.host.relays import HostRelays
 
 WAYS = ["messages", "relay", "sum"]
 NUM_RANKS = 3

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from fsdp2.comm import host_links
+from fsdp2.transports.host import links as host_links
 
 # What there must not be more of; numbers of bytes and of objects have some noise.
 EXACT = (

@@ -62,9 +62,13 @@ class Fault:
 
 
 GRADS, REDUCTION = "runtime/unit_grads.py", "runtime/reduction.py"
-UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/root.py"
+UNIT, REGISTRATION, ROOT = "runtime/unit.py", "runtime/registration.py", "runtime/runtime.py"
 HOOKS, LAYOUT, BUCKET = "runtime/hooks.py", "sharding/layout.py", "sharding/bucket.py"
-RUNS, COMPRESSED, CUSTOM = "optim/flat_runs.py", "comm/compressed.py", "comm/custom.py"
+RUNS, COMPRESSED, CUSTOM = (
+    "optim/flat_runs.py",
+    "transports/compressed/transports.py",
+    "transports/custom.py",
+)
 
 FAULTS = (
     # -- gradients ---------------------------------------------------------------------------
@@ -367,7 +371,7 @@ FAULTS = (
     # -- memory ------------------------------------------------------------------------------
     Fault(
         "a unit is gathered beside as much as the limit on gathered bytes allows",
-        "runtime/gather_budget.py",
+        "features/gather_budget.py",
         "self._free_until(self.max_bytes - needed, unit, streams)",
         "self._free_until(self.max_bytes, unit, streams)",
         test="tests/core/test_gather_budget.py::test_the_budget_holds_and_results_are_the_same",
@@ -382,7 +386,7 @@ FAULTS = (
     ),
     Fault(
         "frozen parameters are kept gathered after they are thawed",
-        "runtime/frozen_cache.py",
+        "features/frozen_cache.py",
         "not nbytes or any(param.sharded.requires_grad for param in bucket.params)",
         "not nbytes",
         test="tests/core/test_frozen_kept.py::test_what_is_frozen_is_gathered_once",

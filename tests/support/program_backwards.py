@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import FSDPModule
-from fsdp2.runtime.gather_budget import GatherBudgetError
+from fsdp2.features.gather_budget import GatherBudgetError
 from fsdp2.runtime.unit import units_in
 from program_pair import Operation, Pair, has_one_mesh
 from random_models import HOOK_FAULTS, PlannedError, add_faulty_hook, nodes, tensor_of

@@ -12,21 +12,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-from fsdp2.comm import messages
 from fsdp2.comm import streams as streams_module
 from fsdp2.comm.streams import DeviceStreams
 from fsdp2.comm.transports import GroupTransport, done
+from fsdp2.features.early_free.references import References
 from fsdp2.runtime import by_hand
 from fsdp2.runtime import unit as unit_module
 from fsdp2.runtime.hooks import UnitHooks
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
-from fsdp2.runtime.root import Runtime, runtime_of
+from fsdp2.runtime.runtime import Runtime, runtime_of
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
 from fsdp2.sharding.bucket import Bucket, GradientStore, SecondaryShards
 from fsdp2.sharding.gather_plan import GatherPlan
-from fsdp2.sharding.references import References
 from fsdp2.testing import Kind
+from fsdp2.transports.host import messages
 from stream_schedules import Layer, Micro, Plan, Step, used_once
 
 Patch = AbstractContextManager[Any]

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import models as benchmark_models
 from benchmarks.estimate import MAIN, MORE, Case, measure, predict
 from fsdp2 import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, estimate, explain
-from fsdp2.comm.topology import Ring, Topology, split_by_link
 from fsdp2.estimation import Estimate
 from fsdp2.estimation.account import Account, Held
 from fsdp2.estimation.events import Gradient
@@ -23,6 +22,7 @@ from fsdp2.estimation.meter import StorageMeter
 from fsdp2.estimation.optimizers import optimizer_cost
 from fsdp2.estimation.tracing import trace_step
 from fsdp2.sharding.bucket import KEEPS_DTYPES
+from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 from harness import run_on
 
 TOLERANCE = 0.02

@@ -16,7 +16,7 @@ from torch import nn
 import harness
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.runtime.reduction import Reduction, ReductionsInFlight
-from fsdp2.runtime.root import Runtime
+from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import unit_of
 from fsdp2.runtime.unit_grads import UnitGrads
 from fsdp2.sharding.bucket import Bucket
@@ -127,7 +127,9 @@ def end_goes_unnoticed() -> Any:
 
     def without_callback(self: Runtime) -> None:
         engine = SimpleNamespace(queue_callback=callbacks.append)
-        with mock.patch("fsdp2.runtime.root.Variable", SimpleNamespace(_execution_engine=engine)):
+        with mock.patch(
+            "fsdp2.runtime.runtime.Variable", SimpleNamespace(_execution_engine=engine)
+        ):
             begin(self)
 
     return mock.patch.object(Runtime, "begin_backward", without_callback)

@@ -24,7 +24,6 @@ if harness.RUNS_ON_TORCH:
 from example_runs import environment, free_port
 from fsdp2 import plan
 from fsdp2.cli.main import main
-from fsdp2.comm.topology import Topology
 from fsdp2.estimation.device import Transfer
 from fsdp2.estimation.events import Operation
 from fsdp2.estimation.setups import make_setup
@@ -37,6 +36,7 @@ from fsdp2.planner.measure import medians, to_dict
 from fsdp2.planner.outcomes import bound_sentence
 from fsdp2.planner.timed import OperatorTimes, Timed, tables, two_constants
 from fsdp2.planner.workloads import _training
+from fsdp2.transports.host.topology import Topology
 from fsdp2.wrap import units_of
 
 f32, bf16 = torch.float32, torch.bfloat16

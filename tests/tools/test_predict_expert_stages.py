@@ -32,7 +32,6 @@ from test_predict_schedules import MICRO_BATCHES, assert_same_traffic
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.comm.topology import Ring
 from fsdp2.estimation.device import Transfer
 from fsdp2.estimation.events import Exchange, StartOfBackward, StartOfWeights
 from fsdp2.estimation.expert_units import InnerTopology
@@ -45,6 +44,7 @@ from fsdp2.experts import TokenExchange, shard_experts
 from fsdp2.planner import find_hardware
 from fsdp2.planner.candidates import Degrees
 from fsdp2.planner.stages import StagedSteps, TracedStage
+from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages, noting_tokens
 

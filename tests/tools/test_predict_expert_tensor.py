@@ -38,7 +38,6 @@ from test_predict_tensor import plan_of
 from benchmarks.ledger import Ledger
 from fsdp2 import MixedPrecisionPolicy, fully_shard, plan, predict, sweep
 from fsdp2.cli.main import main
-from fsdp2.comm.topology import Ring
 from fsdp2.estimation.events import Exchange
 from fsdp2.estimation.expert_units import InnerTopology, with_experts
 from fsdp2.estimation.paged_state import NOTHING
@@ -52,6 +51,7 @@ from fsdp2.experts import shard_experts
 from fsdp2.planner.candidates import Degrees
 from fsdp2.planner.stages import StagedSteps
 from fsdp2.planner.tensor_parallel import parallel_copy
+from fsdp2.transports.host.topology import Ring
 from fsdp2.wrap import units_of
 from harness import cached_mesh, distributed, run_on
 from traffic import counting, noting_messages, noting_tokens

@@ -29,7 +29,6 @@ from fsdp2 import (
     sweep,
 )
 from fsdp2.cli.main import main
-from fsdp2.comm.topology import Ring
 from fsdp2.estimation.events import Compute, StartOfBackward
 from fsdp2.estimation.expert_units import InnerTopology
 from fsdp2.estimation.paged_state import NOTHING
@@ -40,6 +39,7 @@ from fsdp2.estimation.trace_options import TraceOptions
 from fsdp2.planner import Hardware, find_hardware
 from fsdp2.planner.pipeline_times import RankTimes, begins
 from fsdp2.planner.stages import StagedSteps
+from fsdp2.transports.host.topology import Ring
 from harness import cached_mesh, distributed
 from traffic import counting, noting_messages
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp2.runtime import by_hand
-from fsdp2.runtime.root import Runtime
+from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.unit import Unit
 from fsdp2.testing import Violation, check
 from harness import ours_only

@@ -16,7 +16,7 @@ import torch
 import stream_mutations_on_device
 import testdev
 from fsdp2.comm.streams import DeviceStreams
-from fsdp2.runtime.root import Runtime
+from fsdp2.runtime.runtime import Runtime
 from fsdp2.runtime.states import State
 from fsdp2.runtime.unit import Forward, Unit
 from harness import ours_only, run_on, stop_all

@@ -28,37 +28,37 @@ ALLOWED = {
     "__new__() load_state_dict() _apply() __reduce_ex__()",
     "runtime/unit_config.py": "all_reduce_stream",
     # Users' tensor subclasses: their methods and attributes.
-    "sharding/tensor_subclass.py": "attributes user_attributes() a b before",
-    "comm/extension.py": "local arguments self._metadata",
+    "features/tensor_subclasses/tensor_subclass.py": "attributes user_attributes() a b before",
+    "features/tensor_subclasses/extension.py": "local arguments self._metadata",
     # The package spmd_types, which need not be installed.
-    "sharding/annotations.py": "spmd attributes others axes axis own types its_type "
+    "features/spmd_types.py": "spmd attributes others axes axis own types its_type "
     "completed() _joined()",
     "runtime/torch_modes.py": "type_checker()",
     # JSON, and values of which only a checksum or the text counts.
-    "comm/store_exchange.py": "store self._store verdict found value ranks _wait_for_verdict()",
-    "runtime/comparison.py": "data",
+    "guards/rank_agreement/store_exchange.py": "store self._store verdict found value ranks "
+    "_wait_for_verdict()",
+    "guards/rank_agreement/comparison.py": "data",
     # What torch has no stubs for: specs, process groups' backends, operations of reductions.
     "sharding/param.py": "_specs",
     "sharding/process_groups.py": "only native_backend() _options()",
-    "sharding/references.py": "tensor",
-    "comm/custom.py": "op backend args options _symm_mem()",
+    "features/early_free/references.py": "tensor",
+    "transports/custom.py": "op backend args options _symm_mem()",
     "comm/means.py": "operation",
-    "comm/wire.py": "op self.group",
     # The same: device modules with their streams and events.
     "comm/streams.py": "Event Kept _simulated module compute then_on works device_module() "
     "compute()",
     # The same: autograd's engine, nodes and contexts; modules' dictionaries; what hooks are given.
-    "sharding/parameter_hooks.py": "key hook",
-    "runtime/freed_params.py": "ctx func types args kwargs "
+    "features/parameter_hooks.py": "key hook",
+    "features/early_free/freed_params.py": "ctx func types args kwargs "
     "__torch_function__() __torch_dispatch__()",
     "runtime/borders.py": "ctx enter inputs output node before after Marks",
     "runtime/unit.py": "self.input_nodes",
     "runtime/hooks.py": "grad node output value states checker method args kwargs _ "
     "self.methods post_forward() wrap_method() call()",
-    "runtime/optimizer_checks.py": "_installed args kwargs param param_group",
+    "guards/optimizer_checks.py": "_installed args kwargs param param_group",
     "runtime/reduction.py": "ctx _ backward()",
     "runtime/registration.py": "args expected self._fast _Columns rows self._guarded",
-    "runtime/requested_gradients.py": "inputs outputs run args kwargs "
+    "guards/requested_gradients.py": "inputs outputs run args kwargs "
     "_asking_for() _backward() _grad() run()",
     "runtime/unit_grads.py": "accumulator view",
 }

@@ -12,7 +12,7 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: about its exchanges", allow_module_level=True)
 
-from fsdp2.comm.followers import follow
+from fsdp2.transports.host.followers import follow
 
 
 class Owner:

@@ -16,10 +16,10 @@ import harness
 if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: torch does not plan", allow_module_level=True)
 
-from fsdp2.comm.topology import Ring, Topology, split_by_link
 from fsdp2.estimation.device import Transfer
 from fsdp2.planner.costs import Cost, transfer_cost
 from fsdp2.planner.hardware import PRESETS, Hardware, find_hardware
+from fsdp2.transports.host.topology import Ring, Topology, split_by_link
 
 H100 = PRESETS["h100"]
 PODS = replace(H100, nodes_per_pod=384, oversubscription=7.0)  # Llama 3's cluster

@@ -7,9 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp2.comm import quantize as quantizing
-from fsdp2.comm.quantize import WireRow, cut_reduction, dequantize, gather_row, quantize
 from fsdp2.sharding.layout import plan_bucket
+from fsdp2.transports.compressed import quantize as quantizing
+from fsdp2.transports.compressed.quantize import (
+    WireRow,
+    cut_reduction,
+    dequantize,
+    gather_row,
+    quantize,
+)
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 BLOCK = 32

@@ -16,8 +16,8 @@ if harness.RUNS_ON_TORCH:
     pytest.skip("fsdp2 only: its own threads", allow_module_level=True)
 
 from fsdp2.cli import together
-from fsdp2.comm.followers import follow
 from fsdp2.common.threads import tell, work_in_turns
+from fsdp2.transports.host.followers import follow
 
 ROOT = Path(__file__).parents[2]
 

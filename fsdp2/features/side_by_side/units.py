@@ -1,0 +1,74 @@
+"""Puts the shards of small buckets side by side, where an optimizer has asked for it.
+
+At the first forward of a root: the parameters have their values and devices by then, nothing has
+gathered them yet, and it is known which units follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...runtime.unit import Unit
+from ...sharding.bucket import FREE_MIN_BYTES, Bucket
+from .neighbours import NEIGHBOURS_BYTES, Neighbours, Place, is_held
+
+
+def place_side_by_side(units: Sequence[Unit], asked: set[int]) -> None:
+    """Move small buckets of ``units`` beside each other, in this order.
+
+    Args:
+        asked: ids of the parameters for which an optimizer has asked; others of their units come
+            along.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Bucket]] = {}
+    for unit in units:
+        group = unit.param_group
+        if asked.isdisjoint(id(param.sharded) for param in group.params):
+            continue
+        if not group.materialized:  # else gathers read the shards where they are
+            group.settle()
+            for bucket in filter(_may_move, group.buckets):
+                kind = (bucket.shard_device, bucket.orig_dtype, bucket.grad_dtype)
+                kinds.setdefault(kind, []).append(bucket)
+    # The first forward may be an evaluation in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        for buckets in kinds.values():
+            for few in _in_blocks(buckets):
+                _place(few)
+
+
+def _may_move(bucket: Bucket) -> bool:
+    # Subclasses of buckets have memory of other kinds. Pinned memory has an arena of its own.
+    if type(bucket) is not Bucket or bucket.is_meta or bucket.pin_memory or bucket.place:
+        return False
+    nbytes = bucket.shards.nbytes
+    small = 0 < nbytes <= min(NEIGHBOURS_BYTES // 2, FREE_MIN_BYTES * len(bucket.params))
+    trained = bucket.params[0].sharded.requires_grad  # all of a bucket, or none
+    if not (small and trained and bucket.grads is None):
+        return False
+    # A tensor that a user holds would be left with memory that nothing trains.
+    return not any(is_held(param.local) for param in bucket.params if param.local.numel())
+
+
+def _in_blocks(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    blocks: list[list[Bucket]] = [[]]
+    for bucket in buckets:
+        if sum(b.shards.nbytes for b in blocks[-1]) + bucket.shards.nbytes > NEIGHBOURS_BYTES:
+            blocks.append([])
+        blocks[-1].append(bucket)
+    return [block for block in blocks if len(block) > 1]
+
+
+def _place(buckets: Sequence[Bucket]) -> None:
+    first = buckets[0]
+    neighbours = Neighbours(
+        [bucket.shards.numel() for bucket in buckets],
+        [len(bucket.params) for bucket in buckets],
+        first.orig_dtype,
+        first.grad_dtype,
+        first.shard_device,
+    )
+    for i, bucket in enumerate(buckets):
+        bucket.move_to(Place(neighbours, i))

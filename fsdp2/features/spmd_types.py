@@ -1,0 +1,171 @@
+"""What the package ``spmd_types`` says about a parameter, read once, when it is sharded.
+
+torchtitan's default tensor parallelism computes on plain tensors. A parameter holds this rank's
+part, and an annotation says for every mesh axis how the parts make up the whole:
+
+- ``S(dim)``: the parts are slices, and so are the gradients.
+- ``I``: all ranks hold the same values and the same gradient, which the model has already summed.
+- ``R``: all ranks hold the same values, and each has its own contribution to the gradient, which
+  remains to be summed.
+
+So an annotated parameter is tensor-parallel: its sharded form is a DTensor on all axes. But forward
+and backward use a plain tensor, whose gradient is plain too.
+
+Source: https://github.com/meta-pytorch/spmd_types/blob/main/docs/local_spmd_types.md
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from ..sharding.mesh import DataParallelMesh
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The annotations of one parameter, as placements on the mesh given to `fully_shard`.
+
+    Attributes:
+        placements, grad_placements: layout of the parameter and of its gradient, one placement per
+            dim of the full mesh; None and () if all dims of the mesh are data parallel.
+        is_summed: whether gradients must be summed over ranks that are not data parallel.
+        attributes: attributes, by name, that the type checker reads from the unsharded tensor.
+    """
+
+    placements: tuple[Placement, ...] | None
+    grad_placements: tuple[Placement, ...]
+    is_summed: bool
+    attributes: dict[str, Any]
+
+    def shape(self, local: torch.Size, sizes: tuple[int, ...]) -> torch.Size:
+        """The shape of the whole parameter, of which each rank has ``local``.
+
+        Args:
+            sizes: number of ranks of each mesh dim.
+        """
+        # Annotations give no sizes, and asking other ranks would be a collective while sharding. So
+        # slices count as equal, which is what the plain tensor parallelism that annotates makes.
+        whole = list(local)
+        for size, placement in zip(sizes, self.placements or (), strict=False):
+            if isinstance(placement, Shard):
+                whole[placement.dim] *= size
+        return torch.Size(whole)
+
+
+# The attributes under which `spmd_types` keeps annotations. By name, since `ShardedParam` takes
+# them off what it carries to the sharded form: of that DTensor they would not be true.
+_TYPES, _SPEC = "_local_type", "_partition_spec"
+
+
+def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> Annotations | None:
+    """The annotations of ``param``; None if it has none.
+
+    Raises:
+        ValueError: if they contradict ``mesh``, or do not cover all of its dims.
+    """
+    # Not imported here: a parameter can only have been annotated by a program that imported it.
+    spmd: Any = sys.modules.get("spmd_types")
+    own = spmd.get_local_type(param) if spmd is not None else None
+    if not own:
+        return None
+    spec = spmd.get_partition_spec(param)
+    types = dict(own)
+    if spec is not None:  # for slices `own` only says "varying"; the spec says which dim
+        types.update(spmd.types.partition_spec_to_shard_types(spec))
+    # Axes are matched by the ranks they consist of, not by name: programs name, split and flatten
+    # their data-parallel dims as they like.
+    axes = _MeshAxes(spmd, mesh)
+    others: dict[Any, tuple[Placement, Placement]] = {}
+    for axis, its_type in types.items():
+        if axes.is_data_parallel(axis):
+            # S would mean that the model slices the parameter there itself, and I that it sums the
+            # gradient itself: the reduction would then average what is summed already.
+            if its_type is not spmd.R:
+                raise ValueError(
+                    f"Parameter '{name}': Expected spmd.R on FSDP DP axis {axis} but got "
+                    f"{its_type}. FSDP requires DP parameters to be R: there, it shards them "
+                    "itself and sums gradients"
+                )
+        elif axis in axes.of_dims:
+            others[axis] = _placements(spmd, its_type, name)
+        else:
+            raise ValueError(
+                f"Parameter '{name}' has spmd_types annotation on axis {axis}, which is "
+                f"not a dim of fully_shard's mesh, {axes.mesh}. Call fully_shard with mesh=<the "
+                "mesh with all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., "
+                "replicate=...), which names the data-parallel ones"
+            )
+    attributes = {_TYPES: axes.completed(own, types), _SPEC: spec}
+    if mesh.full_mesh is None:
+        return Annotations(None, (), False, attributes)
+    both: list[tuple[Placement, Placement]] = []
+    for dim, axis in enumerate(axes.of_dims):
+        if dim in mesh.full_mesh_dims:
+            # Partial: `TensorSpec.of_gradient` leaves it as it is, for the reduction to average.
+            both.append((Replicate(), Partial()))
+        elif axis in others:
+            both.append(others[axis])
+        elif mesh.full_mesh.size(dim) == 1:
+            # One rank has all of it, whatever the annotation says; programs leave such dims out.
+            both.append((Replicate(), Replicate()))
+        else:
+            raise ValueError(
+                f"Parameter '{name}' has incomplete spmd_types annotations, {types}: they do "
+                f"not say what it is on {axis}, a dim of {mesh.full_mesh} that is not data parallel"
+            )
+    is_summed = any(placement.is_partial() for _, placement in others.values())
+    placements, grad_placements = zip(*both, strict=True)
+    return Annotations(placements, grad_placements, is_summed, attributes)
+
+
+class _MeshAxes:
+    """The dims of a mesh as ``spmd_types`` identifies them: by the ranks they consist of."""
+
+    def __init__(self, spmd: Any, mesh: DataParallelMesh) -> None:
+        self._spmd = spmd
+        self.mesh = mesh.full_mesh or mesh.mesh
+        self.of_dims = [spmd.MeshAxis.of(self.mesh.get_group(dim)) for dim in range(self.mesh.ndim)]
+        chosen = mesh.full_mesh_dims if mesh.full_mesh is not None else range(self.mesh.ndim)
+        self._data_parallel = _joined([self.of_dims[dim] for dim in chosen])
+
+    def is_data_parallel(self, axis: Any) -> bool:
+        """Whether ``axis`` is a data-parallel dim, several of them, or a part of one."""
+        return axis <= self._data_parallel
+
+    def completed(self, own: dict[Any, Any], types: dict[Any, Any]) -> dict[Any, Any]:
+        """The annotations of the unsharded tensor, with R on the axes that ``own`` leaves out."""
+        # Which axes there are in computation, the program's current mesh says: it need not name
+        # those of the mesh given to `fully_shard`. The parameter's own will do where they cover its
+        # ranks.
+        compute = list(types)
+        if _joined(compute) != _joined(self.of_dims):
+            compute = [*(self._spmd.current_mesh() or own)]
+        return {axis: own.get(axis, self._spmd.R) for axis in compute}
+
+
+def _joined(axes: list[Any]) -> Any:
+    """One axis over all ranks of ``axes``."""
+    # Imported here: the package may not be installed, and then nothing comes this far.
+    from spmd_types._mesh_axis import flatten_axes
+
+    return flatten_axes(tuple(axes))
+
+
+def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placement]:
+    """The placements of a parameter and of its gradient along one axis."""
+    if its_type is spmd.R:
+        return Replicate(), Partial()
+    if its_type is spmd.I:
+        return Replicate(), Replicate()
+    if isinstance(its_type, spmd.S):
+        return Shard(its_type.dim), Shard(its_type.dim)
+    raise ValueError(
+        f"Parameter '{name}' is annotated as {its_type} of spmd_types, which is not a layout of a "
+        "parameter: R, I and S(dim) are"
+    )

@@ -1,0 +1,169 @@
+"""Which parameters `fsdp2.optim.step_in_backward` may step while backward goes on.
+
+[Note: gradients that do not change any more]
+A reduction that is complete need not be the last one of its parameters in a backward: a unit may
+run twice, a tied weight get one gradient from the head and one from the embedding, a loss use a
+parameter outside of its module. What is to come cannot be known in general, so
+
+- no unit is stepped that another forward may still lead backward to, as far as `Forward` objects
+  tell;
+- earlier iterations have told how many reductions of each parameter the last backward has. Before
+  as many are complete, it is not stepped; all are left to ``step()`` at first;
+- a prediction that was wrong raises: the gradient that comes later would be added to a
+  `SteppedGradient`, and a gather of parameters that were stepped asks here.
+
+What is left out besides, as something else changes or reads it at the end of backward: gradients
+that tensor parallelism has yet to sum, those of ``backward(create_graph=True)``, and parameters
+that compute on their shards, which backward may still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
+from ..comm.streams import Streams
+from ..common.steppers import Backward, Stepper, not_stepped, partly_stepped, steppers
+from ..runtime.reduction import Reduction
+from ..runtime.unit import Unit
+from ..sharding.bucket import Bucket
+from ..sharding.param import ShardedParam
+
+
+class Tree(Protocol):
+    """What is asked of the runtime: of `root.Runtime`, which imports this file."""
+
+    streams: Streams
+    creates_graph: bool
+    in_backward: bool
+
+    @property
+    def ends_iteration(self) -> bool: ...
+
+
+class EarlySteps:
+    """The steps in backward of one tree of units."""
+
+    def __init__(self) -> None:
+        self._backward = Backward()
+        self._completed: dict[ShardedParam, int] = {}  # reductions launched in this backward
+        self._expected: dict[ShardedParam, int] = {}  # the most of them in earlier iterations
+        self._begun: dict[Unit, WeakSet[Stepper]] = {}
+        self._stepped: list[Bucket] = []  # that may be freed while backward goes on
+        self._dropped: set[int] = set()  # ids of parameters whose gradients nothing reads any more
+
+    # -- in backward ------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """
+        Raises:
+            RuntimeError: if the last one was not followed by ``step()``.
+        """
+        if self._begun and self._are_pending(list(self._begun)):
+            raise not_stepped("A backward ran")
+        self._backward = Backward()
+        self._completed, self._stepped, self._dropped = {}, [], set()
+
+    def follow(self, tree: Tree, unit: Unit) -> Callable[[Reduction], None]:
+        """What to call with each reduction of ``unit`` launched now, when it is complete."""
+        return partial(self._complete, tree, unit, self._completed)
+
+    def _complete(
+        self, tree: Tree, unit: Unit, completed: dict[ShardedParam, int], reduction: Reduction
+    ) -> None:
+        bucket = reduction.bucket
+        params = [bucket.params[i] for i in reduction.plan.present]
+        for param in params:
+            completed[param] = completed.get(param, 0) + 1
+        # Of an earlier backward: how many this one adds is not known.
+        if completed is not self._completed or reduction.waits:
+            return
+        if self._stepped:
+            self._free_gradients()
+        if bucket.shard_device.type != "cpu" or bucket.aliases_shards:
+            return
+        # (Without sync, more is to come: such a backward reduces with `set_accumulate_sharded`.)
+        if not (tree.ends_iteration and unit.config.sync_grads) or tree.creates_graph:
+            return
+        if unit.awaits_backward or unit.gradients.deferred.groups:
+            return
+        final = [p for p in params if 0 < self._expected.get(p, 0) <= completed[p]]
+        if not final:
+            return
+        sharded, names = [p.sharded for p in final], [p.fqn for p in final]
+        wait = partial(reduction.wait_on_host, tree.streams)
+        for steps in steppers():
+            if steps.begin(sharded, names, wait, self._backward):
+                self._begun.setdefault(unit, WeakSet()).add(steps)
+                if bucket not in self._stepped:
+                    self._stepped.append(bucket)
+
+    def _free_gradients(self) -> None:
+        """Free what steps that are over have read, where optimizers do not keep it."""
+        # By this thread, not by that of the steps: no reduction begins to write there meanwhile.
+        for steps in steppers():
+            self._dropped.update(map(id, steps.drop_gradients(self._backward)))
+        for bucket in self._stepped:
+            shown = (param.sharded for param in bucket.params if param.sharded.grad is not None)
+            if all(id(sharded) in self._dropped for sharded in shown):
+                bucket.release_gradients(attached=True)
+        self._stepped = [b for b in self._stepped if b.grads is not None and not b.grads.is_free]
+
+    def end_iteration(self) -> None:
+        """All gradients are there."""
+        self._free_gradients()
+        for param, count in self._completed.items():
+            self._expected[param] = max(count, self._expected.get(param, 0))
+        self._backward.ended = True
+
+    # -- after it ---------------------------------------------------------------------------
+
+    def _are_pending(self, units: Sequence[Unit]) -> bool:
+        """Whether parameters of ``units`` were stepped, and ``step()`` was not called since."""
+        begun = {steps for unit in units for steps in self._begun.get(unit, ())}
+        if any(steps.is_stepping(self._backward) for steps in begun):
+            return True
+        for unit in units:
+            self._begun.pop(unit, None)
+        return False
+
+    def check_forward(self) -> None:
+        """Raises RuntimeError if a forward would compute with some parameters of the next step."""
+        if self._begun and self._are_pending(list(self._begun)):
+            raise not_stepped("A forward ran")
+
+    def check_gather(self, unit: Unit) -> None:
+        """Raises RuntimeError if ``unit`` was stepped, in a backward or iteration that goes on."""
+        if unit in self._begun and self._are_pending([unit]):
+            raise not_stepped(f"Unit '{unit.name}' was gathered")
+
+    def check_read(self, unit: Unit, what: str) -> None:
+        """Raises RuntimeError if ``unit`` or others were stepped, and more may have to be.
+
+        Args:
+            what: is about to be done with it: "saved", "copied".
+        """
+        if self._begun and self._are_pending(list(self._begun)):
+            raise not_stepped(f"Unit '{unit.name}' was {what}")
+
+    def before_load(self, tree: Tree) -> None:
+        """Values are about to be loaded: wait for what was stepped by a backward that raised.
+
+        Raises:
+            RuntimeError: if the backward is over, and ``step()`` was not called.
+        """
+        if tree.in_backward:
+            self.abandon()  # what it has stepped is replaced
+        elif self._begun and self._are_pending(list(self._begun)):
+            raise not_stepped("Values were loaded")
+
+    def abandon(self) -> RuntimeError | None:
+        """After a backward that raised: wait for threads; returns what to raise, if any stepped."""
+        begun = {steps for found in self._begun.values() for steps in found}
+        self._begun.clear()
+        self._stepped = []
+        names = [name for steps in begun for name in steps.abandon(self._backward)]
+        self._expected, self._completed = {}, {}
+        return partly_stepped(names) if names else None

@@ -1,0 +1,190 @@
+"""What optimizers must know of sharded models, and mostly what to do about those that do not.
+
+- One that was built before `fully_shard` holds parameters that nothing computes with: training
+  runs and learns nothing.
+- One that is built while parameters are gathered holds plain tensors: gradients go to the sharded
+  parameters, and its step would change nothing.
+- LBFGS makes one vector of all gradients. DTensors support that if all ranks have equally many
+  rows, with the result of one process; otherwise torch fails with an internal error.
+- One that quantizes its state (torchao's) does so shard by shard. Its first step warns if that
+  gives other steps than in one process.
+
+And `Optimizer.zero_grad` tells the roots, which then free the gradients that were dropped.
+
+torch calls hooks before the steps of all optimizers of a process, so each check is installed only
+once a model or an optimizer class needs it. Ordinary training has neither the first nor the last.
+What is gathered is looked for when an optimizer is built, and not in its steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..dtensor.block_shard import is_block_shard
+from ..features.early_free.freed_params import FreedParameterProxy
+from ..runtime.torch_modes import skip_compile
+from ..runtime.unit import ORIGINS, TreeRuntime, Unit
+from ..sharding.param import ShardedParam, managed_param, param_gathered_as
+
+_installed: dict[Callable[..., None], Any] = {}  # check -> what removes it
+_refuses_gathered = False
+_follows_zero_grad = False
+_fine: WeakSet[Optimizer] = WeakSet()  # hold no original parameter
+_trees: WeakSet[TreeRuntime] = WeakSet()  # whose gradients `Optimizer.zero_grad` may have dropped
+
+
+def watch_originals(units: Sequence[Unit]) -> None:
+    """Look out for optimizers that hold original parameters of ``units``.
+
+    To be called before the first forward: an original dies when it is sharded, unless a user or an
+    optimizer holds it. The first step after gradients of the sharded ones raises RuntimeError.
+    """
+    if any(unit in units for unit, _ in ORIGINS.values()):
+        _install(_check_originals)
+
+
+def refuse_gathered() -> None:
+    """Make optimizers refuse gathered parameters from now on: ``add_param_group`` raises."""
+    global _refuses_gathered
+    if _refuses_gathered:
+        return
+    _refuses_gathered = True
+    inherited = Optimizer.add_param_group
+
+    @functools.wraps(inherited)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        inherited(self, param_group)
+        for param in self.param_groups[-1]["params"]:  # in the form that torch has checked
+            freed = isinstance(param, FreedParameterProxy)
+            managed = param._param if freed else param_gathered_as(param)
+            if managed is not None:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{type(self).__name__} was given the gathered form of parameter "
+                    f"'{managed.fqn}', but gradients go to the sharded parameters, so its step "
+                    "would change nothing. Build it before the first forward, or free what a "
+                    "forward or unshard() has left gathered: call reshard() on each FSDPModule "
+                    "of the model, then model.parameters()"
+                )
+
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def follow_zero_grad(runtime: TreeRuntime) -> None:
+    """Let `Optimizer.zero_grad` free what it drops of the gradients of this tree."""
+    # All trees are told, not those of the optimizer's parameters: finding these would cost per
+    # parameter. A tree whose gradients are attached, or free already, is passed over unit by unit.
+    global _follows_zero_grad
+    _trees.add(runtime)
+    if _follows_zero_grad:
+        return
+    _follows_zero_grad = True
+    inherited = Optimizer.zero_grad
+
+    @functools.wraps(inherited)
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            _before_zero_grad()
+        inherited(self, set_to_none)
+        _release_gradients()
+
+    Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+@skip_compile
+def _before_zero_grad() -> None:
+    for runtime in list(_trees):
+        runtime.before_zero_grad()
+
+
+@skip_compile
+def _release_gradients() -> None:
+    for runtime in list(_trees):
+        runtime.release_gradients()
+
+
+def watch_flattening(params: Iterable[ShardedParam]) -> None:
+    """Make ``LBFGS.step`` raise RuntimeError for parameters that it cannot flatten."""
+    if any(_is_uneven(param.sharded) for param in params):
+        _install(_check_flattening)
+
+
+def watch_quantized() -> None:
+    """Look out for optimizers that quantize the state of shards otherwise than of whole parameters.
+
+    To be called before the first forward, when the class of the optimizer mostly is imported.
+    """
+    kinds: list[type[Optimizer]] = [Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    if any(not kind.__module__.startswith(("torch.", "fsdp2.")) for kind in kinds):
+        from ..optim.quantized import may_quantize
+
+        if _check_quantized not in _installed and any(map(may_quantize, kinds)):
+            _install(_check_quantized)
+
+
+def _install(check: Callable[..., None]) -> None:
+    if check not in _installed:
+        _installed[check] = register_optimizer_step_pre_hook(check)
+
+
+def _check_originals(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _fine:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [(param, ORIGINS[param][1]) for param in params if param in ORIGINS]
+    if not found:
+        _fine.add(optimizer)
+    elif any(param.grad is not None for param, _ in found):
+        # Something computes with the originals: another model that is not sharded.
+        return
+    lost = [managed.fqn for _, managed in found if managed.sharded.grad is not None]
+    # Without a gradient of the sharded ones nothing is lost yet: the optimizer may get them later.
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise RuntimeError(
+            f"This {type(optimizer).__name__} was built before fully_shard: it holds the original "
+            f"'{lost[0]}'{more}, while the gradients are those of the sharded parameters, so its "
+            "step would change nothing. Build it after fully_shard, from model.parameters()"
+        )
+
+
+def _is_uneven(param: Any) -> bool:
+    return isinstance(param, DTensor) and any(
+        param.shape[placement.dim] % param.device_mesh.size(i)
+        if isinstance(placement, Shard)
+        else is_block_shard(placement)
+        for i, placement in enumerate(param.placements)
+    )
+
+
+def _check_flattening(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, LBFGS):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # Uneven DTensors that are not ours are left to torch: the advice is about our calls.
+            managed = managed_param(param) if _is_uneven(param) else None
+            if managed is not None:
+                raise RuntimeError(
+                    f"Cannot flatten unevenly sharded tensor: {type(optimizer).__name__} makes one "
+                    "vector of all gradients, which DTensors support only if all ranks have "
+                    f"equally many rows; '{managed.fqn}' of shape {tuple(param.shape)} is sharded "
+                    f"over {param.device_mesh.size()} ranks. Do not shard the model: "
+                    'shard_model(model, strategy="none"), or leave such parameters replicated: '
+                    "shard_placement_fn=lambda param: Replicate()"
+                )
+
+
+def _check_quantized(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    from ..optim.quantized import warn_of_differences
+
+    warn_of_differences(optimizer, managed_param)

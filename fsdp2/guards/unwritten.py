@@ -1,0 +1,167 @@
+"""Tensors that ``to_empty`` made and nothing wrote: found at the first forward.
+
+``to_empty`` gives a model from the meta device memory without values. If a part of it is never
+written (a checkpoint has no rotary buffers, an init skips a parameter), the model runs and computes
+nonsense. So a few elements of each such tensor get a bit pattern, and are looked at before the
+first forward: a tensor that still has all of them was never written.
+
+Why not version counters: they miss writes through ``.data``, from NumPy or from a file. Why a few
+elements: nothing writes only the rest of a tensor, and reading 16 of each takes one transfer from
+the device for the whole model. Later steps do nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..sharding.param import ShardedParam
+from .samples import bits_of
+
+# Quiet NaNs with a payload in the floating-point types; far from any count or index in integers.
+_PATTERNS = {1: -91, 2: -27, 4: -1727067, 8: -948991719791195}  # by the size of an element
+# What torch's to_empty hands to _apply; a test notices if that changes.
+_TO_EMPTY = nn.Module.to_empty.__qualname__ + ".<locals>.<lambda>"
+
+
+@dataclass
+class Mark:
+    """A tensor with the pattern: a sharded parameter, or what a module holds under a name."""
+
+    param: ShardedParam | None = None
+    module: nn.Module | None = None
+    name: str = ""
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        # By name and not by reference: moves, casts and loads replace buffers and local tensors.
+        if self.param is not None:
+            return self.param.local
+        for table in (self.module._parameters, self.module._buffers):  # type: ignore[union-attr]
+            if self.name in table:
+                return table[self.name]
+        return None
+
+    def full_name(self, names: dict[nn.Module, str]) -> str:
+        """The name in the model that ``names`` lists the modules of."""
+        module, name = self.module, self.name
+        if self.param is not None:
+            module, name = self.param.owners[0]
+        assert module is not None
+        prefix = names.get(module, "")
+        return f"{prefix}.{name}" if prefix else name
+
+
+def to_be_made(
+    fn: object, modules: Iterable[nn.Module], params: Iterable[ShardedParam]
+) -> list[Mark]:
+    """The tensors that ``fn``, an argument of ``Module._apply``, will make without values.
+
+    Args:
+        fn: the function of torch's ``to_empty``, or one with an attribute ``makes_empty``, which
+            leaves tensors with values alone.
+        modules: those of one unit, without those of units inside.
+        params: of the unit.
+    """
+    # ``_apply`` also serves ``.to`` and ``.half``, whose results have values. There is nothing but
+    # its function to tell them apart.
+    only_meta = getattr(fn, "makes_empty", False)
+    if not only_meta and getattr(fn, "__qualname__", "") != _TO_EMPTY:
+        return []
+    members = set(modules)
+    marks = [Mark(param=p) for p in params if any(module in members for module, _ in p.owners)]
+    for module in members:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not isinstance(tensor, DTensor):
+                marks.append(Mark(module=module, name=name))
+    return [m for m in marks if not only_meta or m.tensor().is_meta]  # type: ignore[union-attr]
+
+
+def write_pattern(marks: Iterable[Mark]) -> list[Mark]:
+    """Write the pattern into what has just been made; returns those that can be looked at."""
+    made = []
+    with torch.no_grad():
+        for mark in marks:
+            found = _samples(mark.tensor())
+            if found is not None:
+                bits, index, pattern = found
+                bits[index] = pattern
+                made.append(mark)
+    return made
+
+
+def never_written(marks: Iterable[Mark]) -> list[Mark]:
+    """Those whose tensor still has the pattern."""
+    asked: dict[torch.device, list[tuple[Mark, torch.Tensor]]] = {}
+    # Answers are collected per device and read at once: each read by itself waits for the device.
+    with torch.no_grad():
+        for mark in marks:
+            found = _samples(mark.tensor())
+            if found is not None:
+                bits, index, pattern = found
+                same = (bits[index] == pattern).all()
+                asked.setdefault(same.device, []).append((mark, same))
+        return [
+            mark
+            for pairs in asked.values()
+            for (mark, _), unwritten in zip(
+                pairs, torch.stack([same for _, same in pairs]).tolist(), strict=True
+            )
+            if unwritten
+        ]
+
+
+def _samples(tensor: torch.Tensor | None) -> tuple[torch.Tensor, slice, int] | None:
+    """The elements of a plain tensor as integers, which of them are looked at, and the pattern.
+
+    None for tensors without such a view, or too small to be sure of.
+    """
+    found = bits_of(tensor)
+    # Fewer than four bytes may be the pattern by chance. And as integers the patterns are negative,
+    # which no count or index is: uint8 has no such value.
+    if tensor is None or found is None or tensor.nbytes < 4 or tensor.dtype is torch.uint8:
+        return None
+    bits, index = found
+    return bits, index, _PATTERNS[tensor.itemsize]
+
+
+def warn_of_unwritten(root: nn.Module, marks: Iterable[Mark]) -> None:
+    """Name the tensors that ``to_empty`` made and nothing wrote, each at most once.
+
+    Warns:
+        UserWarning: with names and what to do.
+    """
+    left = never_written(marks)
+    if not left:
+        return
+    names = {module: name for name, module in root.named_modules()}
+    listed = sorted({mark.full_name(names) for mark in left})
+    some = ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
+    warnings.warn(
+        f"to_empty() allocated memory that nothing has written since, so the model computes with "
+        f"arbitrary values: {some}. Checkpoints do not hold non-persistent buffers, and an "
+        "initialization may skip parameters. Call fsdp2.materialize(model) instead of to_empty(), "
+        "or model.init_weights() after it, and then load",
+        stacklevel=2,
+    )
+
+
+def check_meta_buffers(root: nn.Module) -> None:
+    """Check that no buffer is on the meta device when a model is about to compute.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    left = [name for name, buffer in root.named_buffers() if buffer.is_meta]
+    if left:
+        raise RuntimeError(
+            f"Buffers are still on the meta device, without values: {', '.join(left[:12])}"
+            f"{f' and {len(left) - 12} more' if len(left) > 12 else ''}. State dicts and "
+            "checkpoints do not hold non-persistent buffers: compute them with "
+            "fsdp2.materialize(model, parameters=False), which calls model.init_weights()"
+        )
