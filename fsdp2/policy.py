@@ -21,7 +21,7 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of the unsharded floating-point parameters and therefore of forward and
             backward. ``None`` keeps the original dtype. Integer and bool parameters are never
-            cast.
+            cast, nor is float8, unless ``param_dtype_override_fn`` asks for it.
         reduce_dtype: dtype in which gradients are summed over ranks (complex parameters use their
             own). With float16, part of the division happens before the sum. ``None`` means the
             dtype of the sharded parameters, whatever the compute dtype (as in torch since 2.15;
@@ -101,7 +101,8 @@ def param_dtype_of(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.d
     choose = getattr(policy, "param_dtype_override_fn", None)  # torch's policy has it since 2.15
     chosen = None if choose is None else choose(param)
     if chosen is None:
-        return policy.param_dtype
+        # One byte per element (float8) is storage, not arithmetic: kernels read it with its scales.
+        return policy.param_dtype if param.dtype.itemsize > 1 else None
     if not isinstance(chosen, torch.dtype):
         raise ValueError(
             f"param_dtype_override_fn must return a torch.dtype or None but got {type(chosen)}"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from harness import cached_mesh, distributed
+from harness import cached_mesh, distributed, ours_only
 from models import BY_NAME, EVEN_MLP, MLP, TRANSFORMER, Case
 from reference import (
     assert_same,
@@ -370,3 +370,65 @@ def test_sums_of_micro_batches_travel_in_the_dtype_of_the_reduction(direct_min_b
     dist.all_reduce(expected)
     found = model.weight.grad.full_tensor()
     torch.testing.assert_close(found, expected / dist.get_world_size(), rtol=1e-6, atol=1e-5)
+
+
+class Quantized(nn.Module):
+    """A frozen weight of one byte an element beside a scale per row, as kernels of float8 want."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter((4 * torch.rand(7, 4)).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(7, 1))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).t()
+
+
+@ours_only("torch casts float8 weights, which its scales then do not fit")
+@pytest.mark.parametrize("reshard", [True, 2])
+@distributed(2, 4)
+def test_weights_of_one_byte_are_gathered_as_they_are(reshard: bool | int) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8):
+        plain = Quantized(dtype)
+        policies: list[MixedPrecisionPolicy] = [
+            BF16,
+            MixedPrecisionPolicy(LOW, torch.float32, cast_frozen_params=True),
+        ]
+        for policy in policies:
+            model = nn.Sequential(Quantized(dtype))
+            fully_shard(model[0], mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(model, mp_policy=policy)
+            x = torch.ones(2, 4) + dist.get_rank()
+            output = model(x)
+            plain.scale.grad = None
+            wanted = functional_call(plain, {"scale": plain.scale.to(LOW)}, (x.to(LOW),))
+            assert torch.equal(output, wanted)
+            for loss in (output, wanted):
+                loss.float().square().sum().backward()
+            average_gradients(plain)
+            grad = model.get_parameter("0.scale").grad
+            assert isinstance(grad, DTensor)
+            if dist.get_world_size() == 2:
+                assert torch.equal(grad.full_tensor(), plain.scale.grad)
+            for seen in model[0].seen:
+                assert seen.dtype == dtype
+                assert torch.equal(seen.view(torch.uint8), plain.weight.view(torch.uint8))
+            weight = model.get_parameter("0.weight")
+            assert isinstance(weight, DTensor)
+            assert weight.to_local().dtype == dtype
+
+
+@ours_only("torch casts float8 weights without being asked")
+@distributed(2)
+def test_weights_of_one_byte_are_cast_on_request() -> None:
+    def ask(param: nn.Parameter) -> torch.dtype:
+        return LOW
+
+    policy = MixedPrecisionPolicy(LOW, torch.float32, param_dtype_override_fn=ask)
+    model = fully_shard(Quantized(torch.float8_e4m3fn), mp_policy=policy)
+    model(torch.ones(2, 4))
+    assert model.seen[0].dtype == LOW
+    assert torch.equal(model.seen[0], Quantized(torch.float8_e4m3fn).weight.to(LOW))
