@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ..comm.transports import check_backend
 from ..common.classes import original_class
@@ -21,6 +22,7 @@ from .module import FSDPModule
 from .torch_compat import TorchFSDPModule
 
 _BOTTOM_UP = "Call it bottom-up: on the blocks of a model first, then on the model"
+_SCRIPTED = "torch.jit fixes the parameters of the module that it was made from"
 
 
 def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module, ...]:
@@ -33,6 +35,11 @@ def checked_modules(module: Any, caller: str = "fully_shard") -> tuple[nn.Module
     for item in modules:
         if not isinstance(item, nn.Module):
             raise TypeError(f"{caller} expects nn.Module objects, got {type(item).__name__}")
+        if isinstance(item, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{caller} cannot shard a {type(item).__name__}: {_SCRIPTED}. Shard that, and use "
+                "torch.compile"
+            )
         if isinstance(item, FSDPModule):
             done = "replicated" if unit_of(item).mesh.shard_group is None else "sharded"
             raise ValueError(
@@ -219,6 +226,16 @@ def check_parameter(
         module: a module that holds it.
         tops: the modules that are being sharded.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"Parameter '{name}' is in a {type(module).__name__}: {_SCRIPTED}. Put that in its "
+            "place, or pass the parameters in ignored_params"
+        )
+    if is_lazy(param):
+        raise ValueError(
+            f"Parameter '{name}' ({type(module).__name__}) has no shape yet: run the model once, "
+            "on a small batch, before fully_shard"
+        )
     if not isinstance(param, DTensor):
         return
     unit = unit_holding(module, param)

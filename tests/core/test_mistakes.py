@@ -67,6 +67,37 @@ def unchanged(model: nn.Module, action: Callable[[], Any], *parts: str) -> None:
         assert (same.full_tensor() if isinstance(same, DTensor) else same).all(), name
 
 
+# ------------------------------------------------------------------- what cannot be sharded
+
+
+@distributed(1, 2)
+def test_lazy_modules_before_their_first_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.LazyLinear(5), nn.LazyBatchNorm1d())
+    texts = ("'1.weight' (LazyLinear) has no shape yet", "run the model once")
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model)
+    assert all(part in str(caught.value) for part in texts), caught.value
+    assert not isinstance(model, FSDPModule)
+    model(torch.ones(2, 4))
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert_sharded(model)
+
+
+@distributed(1, 2)
+def test_modules_of_torch_jit() -> None:
+    linear = nn.Linear(4, 4)
+    for made in (torch.jit.script(linear), torch.jit.trace(linear, torch.ones(2, 4))):
+        model = nn.Sequential(made, nn.Linear(4, 4))
+        texts = (type(made).__name__, "torch.jit", "made from")
+        error_of(lambda m=model: fully_shard(m), ValueError, "'0.weight'", "ignored_params", *texts)  # type: ignore[misc]
+        error_of(lambda m=made: fully_shard(m), ValueError, "torch.compile", *texts)  # type: ignore[misc]
+        assert not isinstance(model, FSDPModule)
+        fully_shard(model, ignored_params=set(made.parameters()))
+        model(torch.ones(2, 4)).sum().backward()
+        assert isinstance(model[1].weight.grad, DTensor)
+
+
 # ------------------------------------------------------------------- what is already sharded
 
 
