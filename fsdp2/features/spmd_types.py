@@ -88,18 +88,18 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             # gradient itself: the reduction would then average what is summed already.
             if its_type is not spmd.R:
                 raise ValueError(
-                    f"Parameter '{name}': Expected spmd.R on FSDP DP axis {axis} but got "
-                    f"{its_type}. FSDP requires DP parameters to be R: there, it shards them "
-                    "itself and sums gradients"
+                    f"Expected spmd.R on FSDP DP axis {axis} for parameter '{name}' but got "
+                    f"{its_type}. FSDP requires DP parameters to be R since it handles the DP "
+                    "gradient reduction"
                 )
         elif axis in axes.of_dims:
             others[axis] = _placements(spmd, its_type, name)
         else:
             raise ValueError(
                 f"Parameter '{name}' has spmd_types annotation on axis {axis}, which is "
-                f"not a dim of fully_shard's mesh, {axes.mesh}. Call fully_shard with mesh=<the "
-                "mesh with all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., "
-                "replicate=...), which names the data-parallel ones"
+                "neither a non-FSDP storage-mesh axis nor contained in the FSDP DP mesh, of "
+                f"{axes.mesh}. spmd_types parameters require fully_shard() to be called with both "
+                "mesh=<all dims> and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
             )
     attributes = {_TYPES: axes.completed(own, types), _SPEC: spec}
     if mesh.full_mesh is None:
@@ -116,8 +116,8 @@ def read_annotations(param: torch.Tensor, mesh: DataParallelMesh, name: str) -> 
             both.append((Replicate(), Replicate()))
         else:
             raise ValueError(
-                f"Parameter '{name}' has incomplete spmd_types annotations, {types}: they do "
-                f"not say what it is on {axis}, a dim of {mesh.full_mesh} that is not data parallel"
+                f"Parameter '{name}' has incomplete spmd_types annotations for FSDP storage on "
+                f"{mesh.full_mesh}: {types}. Missing non-FSDP storage axes: ({axis},)"
             )
     is_summed = any(placement.is_partial() for _, placement in others.values())
     placements, grad_placements = zip(*both, strict=True)
@@ -166,6 +166,6 @@ def _placements(spmd: Any, its_type: Any, name: str) -> tuple[Placement, Placeme
     if isinstance(its_type, spmd.S):
         return Shard(its_type.dim), Shard(its_type.dim)
     raise ValueError(
-        f"Parameter '{name}' is annotated as {its_type} of spmd_types, which is not a layout of a "
-        "parameter: R, I and S(dim) are"
+        f"Parameter '{name}': Cannot convert plain {'Varying' if its_type is spmd.V else its_type} "
+        "to a DTensor placement. Use S(dim) to specify which tensor dimension is sharded"
     )

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ..common.pytree import cast_floating, map_tensors, tensors_in
 from ..dtensor.placement import own_part
 from ..features.middle import Middle, watch_base
+from ..sharding.param import managed_as
 from .borders import Border, Crossing, Entrance, TransformedBorder, mark
 from .building import build_runtime
 from .registration import ModulesChanged
@@ -63,6 +64,7 @@ class UnitHooks:
             cast_floating(policy.output_dtype) if policy.output_dtype is not None else None
         )
         self._inside_method = False  # of one registered by `wrap_method`
+        self._is_typed = False  # the last forward, by `spmd_types`
         # For units whose inputs need no gradient.
         self._watching = False
         self._watched: list[RemovableHandle] = []
@@ -139,10 +141,12 @@ class UnitHooks:
             if self.unit.input_nodes and self.unit.running <= 1:
                 # Of forwards that raised, and of inputs that a hook of the user's has replaced.
                 self.unit.input_nodes.clear()
-            checker = type_checker()
-            if checker is not None:
-                return self._mark_typed_inputs(checker, args, kwargs)
-            args, kwargs = self._mark_inputs(args, kwargs)
+            self._is_typed = (checker := type_checker()) is not None
+            if checker is None:
+                return self._mark_inputs(args, kwargs)
+            with checker.no_typecheck():
+                marked = self._mark_inputs(args, kwargs)
+            return _with_types(checker, (args, kwargs), marked)
         return args, kwargs
 
     def _gather(self, module: nn.Module) -> None:
@@ -173,6 +177,11 @@ class UnitHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        # What hooks do with outputs is no computation: partial sums would not allow any.
+        if self._is_typed and (checker := type_checker()) is not None:
+            with checker.no_typecheck():
+                made = self.post_forward(module, args, kwargs, output)
+            return _with_types(checker, output, made)
         if self._inside_method:
             return output if self._cast_output is None else map_tensors(self._cast_output, output)
         unit = self.unit
@@ -206,9 +215,7 @@ class UnitHooks:
         )
         if len(unit.modules) > 2 and not self.marks_all:
             Middle.begin(self, forward, differentiable=differentiable)
-        if self._cast_output is not None:
-            return map_tensors(self._cast_output, output)
-        return output
+        return output if self._cast_output is None else map_tensors(self._cast_output, output)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.unit.device, non_blocking=True)
@@ -279,16 +286,6 @@ class UnitHooks:
         # The history of the base goes on with what changed it.
         crossing.add_changed(node, base.grad_fn)
 
-    def _mark_typed_inputs(self, checker: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The same where `spmd_types` checks types: what is marked has those of the inputs."""
-        with checker.no_typecheck():
-            marked = self._mark_inputs(args, kwargs)
-        pairs = zip(tensors_in((args, kwargs)), tensors_in(marked), strict=True)
-        for given, its_mark in pairs:
-            if its_mark is not given:
-                checker.assert_type_like(its_mark, given)
-        return marked
-
     def enter_backward(self, forward: Forward, grad: Any) -> None:
         """Backward reached an output of the unit, of that ``forward``."""
         outside_torch_modes(self._enter_backward, forward)
@@ -301,8 +298,7 @@ class UnitHooks:
             return
         self._num_accumulated = 0
         # The engine knows only now, while it runs, which of its nodes it is going to execute.
-        accumulates = unit.gradients.are_accumulated()
-        runtime.pre_backward(unit, forward, accumulates=accumulates)
+        runtime.pre_backward(unit, forward, accumulates=unit.gradients.are_accumulated())
 
     def leave_backward(self, grads: Sequence[torch.Tensor | None] = ()) -> None:
         """Backward left the unit through its inputs, whose gradients are ``grads``."""
@@ -380,6 +376,14 @@ class UnitHooks:
             runtime.reduce(unit)
 
 
+def _with_types(checker: Any, given: Any, made: Any) -> Any:
+    """``made``, each tensor with the types that `spmd_types` knows of that in ``given``."""
+    for old, new in zip(tensors_in(given), tensors_in(made), strict=True):
+        if new is not old:
+            checker.assert_type_like(new, old)
+    return made
+
+
 def hooks_of(unit: Unit) -> UnitHooks:
     """The hooks on the modules of ``unit``."""
     return unit.hooks  # type: ignore[return-value]
@@ -421,11 +425,8 @@ def units_holding(modules: Iterable[nn.Module]) -> list[Unit]:
 
 def unit_holding(module: nn.Module, param: nn.Parameter) -> Unit | None:
     """The unit whose ``param`` it is that ``module`` holds, if any."""
-    for unit in units_holding([module]):
-        kinds = ((p.sharded, p.unsharded, p.secondary) for p in unit.params)
-        if any(held is param for held_kinds in kinds for held in held_kinds):
-            return unit
-    return None
+    managed = managed_as(param)
+    return next((unit for unit in units_holding([module]) if managed in unit.params), None)
 
 
 _WRAPPER_PREFIXES = (("module.", "DistributedDataParallel"), ("_orig_mod.", "torch.compile"))

@@ -179,10 +179,15 @@ def test_annotations_that_do_not_fit_are_refused() -> None:
         return change
 
     dp = spmd.MeshAxis.of(mesh.get_group("dp"))
-    refuse(annotate("gain", {dp: spmd.V}), "'gain': Expected spmd.R on FSDP DP axis")
+    refuse(
+        annotate("gain", {dp: spmd.V}), "Expected spmd.R on FSDP DP axis .* for parameter 'gain'"
+    )
     refuse(annotate("gain", {dp: spmd.R}), "'gain' has incomplete spmd_types")
     tp = spmd.MeshAxis.of(mesh.get_group("tp"))
-    refuse(annotate("gain", {tp: spmd.V}), "'gain' is annotated as .*not a layout of a parameter")
+    refuse(
+        annotate("gain", {tp: spmd.V}),
+        "'gain': Cannot convert plain Varying to a DTensor placement",
+    )
     refuse(
         lambda model: None, "dp_mesh_dims=DataParallelMeshDims", mesh=mesh["dp"], dp_mesh_dims=None
     )
@@ -218,3 +223,53 @@ def test_types_are_checked_while_it_trains() -> None:
 
     for checked, expected in zip(results(True), results(False), strict=True):
         assert torch.equal(checked, expected)
+
+
+class Sums(nn.Module):
+    """Its outputs are partial sums over the ranks, beside values of each rank."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = x @ self.weight
+        loss = rows.sum()
+        return {"one": loss, "view": loss.view(1), "dict": {"loss": loss, "rows": rows}}[self.kind]
+
+
+@pytest.mark.parametrize("strict", ["strict", "permissive"])
+@distributed(2)
+def test_units_may_return_partial_sums(strict: str) -> None:
+    """What hooks do with outputs is not checked, and the output of a cast has its types."""
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+
+    mesh = cached_mesh(2, names=("dp",))
+    dp = spmd.MeshAxis.of(mesh.get_group("dp"))
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
+    for kind in ("one", "view", "dict"):
+        for policy in (MixedPrecisionPolicy(), bf16):
+            for nested in (False, True):
+                model: nn.Module = Sums(kind)
+                spmd.assert_type(model.weight, {dp: spmd.R})
+                fully_shard(model, mp_policy=policy, **options)
+                if nested:
+                    model = fully_shard(nn.Sequential(model), mp_policy=policy, **options)
+                x = torch.full((3, 4), 1.0 + dist.get_rank(), requires_grad=nested)
+                with (
+                    spmd.set_current_mesh(mesh),
+                    typecheck(strict_mode=strict, local=False),
+                ):
+                    of_rows = spmd.PartitionSpec(dp, None)
+                    spmd.assert_type(x, {dp: spmd.V}, partition_spec=of_rows)
+                    output = model(x)
+                    loss = output["loss"] if kind == "dict" else output
+                    assert spmd.get_local_type(loss)[dp] is spmd.P
+                loss.sum().backward()
+                (weight,) = model.parameters()
+                # Each rank's gradient is 3 times its input; they are averaged.
+                assert torch.equal(weight.grad.full_tensor(), torch.full((4, 4), 4.5))  # type: ignore[union-attr]
