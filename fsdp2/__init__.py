@@ -182,7 +182,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .common.suggestions import did_you_mean
+
+        hint = "" if name.startswith("_") else did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     # An ImportError with all private names that this torch lacks comes before any other error.
     import_module(".common.torch_private", __name__)
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

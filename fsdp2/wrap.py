@@ -188,7 +188,7 @@ def by_class(*classes: type[nn.Module] | str) -> WrapPolicy:
             if not any(is_a(module, cls) for _, module in inner):
                 name = cls if isinstance(cls, str) else cls.__name__
                 hint = did_you_mean(name, {type(module).__name__ for _, module in inner})
-                raise ValueError(f"The model has no module of class {name}{hint}")
+                raise ValueError(f"The model has no module of class {name}{hint or _known(model)}")
         return [(name,) for name, module in inner if any(is_a(module, cls) for cls in classes)]
 
     return policy
@@ -210,13 +210,13 @@ def by_name(*patterns: str | tuple[str, ...]) -> WrapPolicy:
     """
 
     def policy(model: nn.Module) -> list[Group]:
-        names = [name for name, _ in _inner_modules(model)]
+        modules = dict(_inner_modules(model))
         groups: list[Group] = []
         for pattern in patterns:
             if isinstance(pattern, str):
-                groups += [(name,) for name in _matching(pattern, names)]
+                groups += [(name,) for name in _matching(pattern, modules)]
             else:
-                groups.append(tuple(name for each in pattern for name in _matching(each, names)))
+                groups.append(tuple(name for each in pattern for name in _matching(each, modules)))
         return groups
 
     return policy
@@ -438,7 +438,15 @@ def _modules_of(modules: dict[str, nn.Module], group: Iterable[str]) -> set[nn.M
     return {inner for name in group for inner in modules[name].modules()}
 
 
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+def _known(model: nn.Module) -> str:
+    """The classes of repeated blocks, for the end of a message."""
+    modules = dict(model.named_modules())
+    classes = dict.fromkeys(type(modules[name]).__name__ for name in _blocks(model))
+    return f"; its blocks are of class {', '.join(list(classes)[:5])}" if classes else ""
+
+
+def _matching(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    names = list(modules)
     parts = pattern.split(".")
     found = []
     for name in names:
@@ -448,6 +456,8 @@ def _matching(pattern: str, names: Sequence[str]) -> list[str]:
     if not found:
         some = ", ".join(f"'{name}'" for name in names[:5])
         hint = did_you_mean(pattern, [*names, "auto", "root", *_with_wildcards(names)])
+        if any(pattern == cls.__name__ for m in modules.values() for cls in type(m).__mro__):
+            hint = f': for a class, wrap={pattern} or wrap="class:{pattern}"'
         raise ValueError(f"No module is named '{pattern}'; the model has {some}, ...{hint}")
     return found
 

@@ -90,6 +90,16 @@ STRATEGIES = {
 }
 
 
+# What others call them: ZeRO, DeepSpeed, torch's `ShardingStrategy`.
+_OTHER_NAMES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "zero", "zero3"), "full"),
+    **dict.fromkeys(("shardgradop", "zero2"), "grad"),
+    "zero1": "optimizer",
+    **dict.fromkeys(("ddp", "noshard", "replicate", "zero0"), "none"),
+    **dict.fromkeys(("hsdp", "hybridshard"), "hybrid"),
+}
+
+
 def find_strategy(name: str) -> Strategy:
     """Return the strategy called ``name``.
 
@@ -99,7 +109,8 @@ def find_strategy(name: str) -> Strategy:
     strategy = STRATEGIES.get(name)
     if strategy is None:
         known = ", ".join(f"'{each}'" for each in STRATEGIES)
-        hint = did_you_mean(str(name), STRATEGIES)
+        plain = str(name).rpartition(".")[2].lower().replace("-", "").replace("_", "")
+        hint = did_you_mean(_OTHER_NAMES.get(plain, str(name)), STRATEGIES)
         raise ValueError(f"There is no strategy {name!r}: choose one of {known}{hint}")
     return strategy
 

@@ -167,6 +167,12 @@ class _OfDTensors:
 # -- collectives of DTensors that one rank may call alone -----------------------------------------
 
 
+_SEVERAL_MESHES = (
+    "Gradients are on several meshes: call fsdp2.clip_grad_norm_ (or fsdp2.get_total_norm), which "
+    "take the same arguments"
+)
+
+
 def _wrap_collective(owner: Any, name: str, what: str) -> None:
     inherited = getattr(owner, name, None)
     if inherited is None:
@@ -180,6 +186,8 @@ def _wrap_collective(owner: Any, name: str, what: str) -> None:
             first = tensors if isinstance(tensors, DTensor) else _first_of(tensors)
             if first is None:
                 raise
+            if "must have the same mesh" in str(error):
+                raise RuntimeError(f"{str(error).splitlines()[0]}\n{_SEVERAL_MESHES}") from None
             param = managed_param(first) if tensors is first else None
             of = f" of '{param.fqn}'" if param is not None else ""
             words = what.replace("()", f"(){of}")

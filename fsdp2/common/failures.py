@@ -99,6 +99,20 @@ def explained(what: str, group: Any) -> Iterator[None]:
         reraise(error, what, group)
 
 
+@contextmanager
+def says_how_to_start() -> Iterator[None]:
+    """For what makes the default process group from the environment, which torchrun sets."""
+    try:
+        yield
+    except ValueError as error:
+        if "environment variable" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. Start the program by torchrun (torchrun --nproc-per-node=2 train.py; 1 for "
+            "one process), or call torch.distributed.init_process_group() with its arguments first"
+        ) from None
+
+
 def accumulation_lost(names: Sequence[str]) -> RuntimeError:
     """What to raise after a backward failed that had added to gradients of earlier ones.
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -84,6 +84,7 @@ def get_total_norm(
     Example:
         >>> norm = fsdp2.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
     """
+    _refuse_module("get_total_norm", tensors, "[p.grad for p in model.parameters()]")
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     collected = Collection(found, found)
     return collected.total(float(norm_type), error_if_nonfinite, foreach, group_of(pp_mesh))
@@ -159,8 +160,18 @@ def clip_grads_with_norm_(
     Collection(plain, plain).scale(float(max_norm), total_norm, foreach)
 
 
+def _refuse_module(call: str, given: object, instead: str) -> None:
+    if isinstance(given, nn.Module):
+        raise TypeError(f"{call} got the module {type(given).__name__}: pass {instead}")
+
+
 def unique(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters without duplicates."""
+    """The parameters without duplicates.
+
+    Raises:
+        TypeError: for a module.
+    """
+    _refuse_module("Clipping", parameters, "model.parameters()")
     if isinstance(parameters, Tensor):
         return [parameters]
     params = list({id(p): p for p in parameters}.values())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..common.failures import says_how_to_start
 from ..common.memory import current_device
 from ..policy import DataParallelMeshDims
 from .process_groups import own_group
@@ -53,7 +54,8 @@ def default_mesh() -> DeviceMesh:
     """A 1-D mesh over the default process group, which is made if there is none."""
     # As torch's `fully_shard`: under torchrun the environment says all that it takes.
     if not dist.is_initialized():
-        dist.init_process_group()
+        with says_how_to_start():
+            dist.init_process_group()
     device_type = _device_type_of_default_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 

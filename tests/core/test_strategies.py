@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import harness
@@ -314,6 +315,13 @@ def test_arguments_that_do_not_fit() -> None:
         shard_model(Even(), flat, strategy="hybrid")
     with pytest.raises(ValueError, match=r"no strategy 'zero3': choose one of 'full', 'grad'"):
         shard_model(Even(), flat, strategy="zero3")
+    for others, ours in (
+        ("zero3", "full"), ("ZeRO-2", "grad"), ("zero_1", "optimizer"), ("fsdp", "full"),
+        ("DDP", "none"), ("ful", "full"), (ShardingStrategy.FULL_SHARD, "full"),
+        (ShardingStrategy.HYBRID_SHARD, "hybrid"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"did you mean '{ours}'"):
+            shard_model(Even(), flat, strategy=others)
     with pytest.raises(TypeError, match="replicate_below must be an int"):
         shard_model(Even(), flat, replicate_below=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetch must be at least 1"):

@@ -12,6 +12,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import fsdp2
 from fsdp2 import fully_shard
 from harness import cached_mesh, distributed, ours_only
 from reference import assert_sharded
@@ -214,3 +215,23 @@ def test_torchs_fully_shard_beside_ours() -> None:
     for model in (ours, torchs, around):
         model(torch.ones(1, 4)).sum().backward()
         assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@distributed(2)
+def test_torchs_clipping_over_several_meshes() -> None:
+    model = mlp()
+    fully_shard(model[0], mesh=cached_mesh(2))
+    fully_shard(model[1], mesh=cached_mesh(1, 2, names=("replicate", "shard")))
+    model[1](model[0](torch.ones(2, 4))).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    told(caught, "must have the same mesh", "call fsdp2.clip_grad_norm_")
+    assert len(str(caught.value).splitlines()) == 2
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_start_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"RANK expected, but not set\. Start .* by torchrun \("):
+        fully_shard(nn.Linear(2, 2))

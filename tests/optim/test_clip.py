@@ -281,6 +281,16 @@ def test_any_mix_of_meshes_and_placements(order: float) -> None:
         assert_same(check_norm(norm), expected, f"norm of {chosen}")
 
 
+@ours_only("messages")
+def test_a_module_in_place_of_its_parameters_is_named() -> None:
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        words = rf"Clipping got the module {type(model).__name__}: pass model\.parameters\(\)"
+        with pytest.raises(TypeError, match=words):
+            fsdp2.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"get_total_norm got the module .*: pass \[p\."):
+            fsdp2.get_total_norm(model)  # type: ignore[arg-type]
+
+
 @ours_only("several meshes")
 @distributed(4)
 def test_clipping_on_any_mix_of_meshes() -> None:

@@ -172,6 +172,9 @@ def test_dir_lists_every_public_name_and_module() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'fsdp2' has no attribute 'shard'"):
         _ = fsdp2.shard
+    with pytest.raises(AttributeError, match=r"'fully_shards': did you mean 'fully_shard'\?$"):
+        _ = fsdp2.fully_shards
+    assert not hasattr(fsdp2, "__wrapped__")
     with pytest.raises(ImportError, match="cannot import name 'shard' from 'fsdp2'"):
         exec("from fsdp2 import shard")
 

@@ -150,8 +150,10 @@ def test_by_class() -> None:
     for wrap in (Block, by_class(Block), by_class("Block"), [Block]):
         assert names(model, wrap) == expected
     assert names(model, by_class(nn.Embedding, "LayerNorm")) == ["embedding", "norm", "(root)"]
-    with pytest.raises(ValueError, match="no module of class Conv2d"):
+    with pytest.raises(ValueError, match=r"of class Conv2d; its blocks are of class Block$"):
         units_of(model, by_class(nn.Conv2d))
+    with pytest.raises(ValueError, match=r"no module of class Blok: did you mean 'Block'\?$"):
+        units_of(model, "class:Blok")
     with pytest.raises(TypeError, match=r"subclasses of nn\.Module or their names, got 3"):
         by_class(3)  # type: ignore[arg-type]
 
@@ -164,6 +166,8 @@ def test_by_name() -> None:
     assert names(model, by_name(("layers.*",))) == ["layers.0, layers.1, layers.2", "(root)"]
     with pytest.raises(ValueError, match=r"No module is named 'blocks\.\*'; the model has 'embed"):
         units_of(model, "blocks.*")
+    with pytest.raises(ValueError, match=r': for a class, wrap=Block or wrap="class:Block"$'):
+        units_of(model, "Block")
 
 
 def test_by_function() -> None:
